@@ -1,0 +1,49 @@
+# `make` lists the targets. Each one creates the environment it needs from a fresh clone.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.DEFAULT_GOAL := help
+
+.PHONY: help
+help: ## list the targets
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "equilibra needs Python 3.11 or newer, this is %d.%d; set PYTHON=/path/to/python3.11" % v)'
+	@echo "installing equilibra into $(VENV)"
+	@$(PYTHON) -m venv $(VENV)
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@touch $@
+
+.PHONY: setup
+setup: $(READY) ## create .venv and install the package with everything the tests need
+
+.PHONY: run
+run: $(READY) ## plan a synthetic RL step and show it before and after
+	@$(BIN)/equilibra demo
+
+.PHONY: lint
+lint: $(READY) ## ruff, mypy --strict, import-linter
+	$(BIN)/ruff check src tests examples
+	$(BIN)/ruff format --check src tests examples
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+.PHONY: test
+test: lint ## everything CI does
+	$(BIN)/pytest -n 2 -m 'not slow'
+
+.PHONY: test-all
+test-all: lint ## the same and the slow proofs
+	$(BIN)/pytest -n 2
+
+.PHONY: bench
+bench: $(READY) ## measure the planner and write benchmarks/results/planner.json and .md
+	$(BIN)/equilibra bench planner --output benchmarks/results
+
+.PHONY: clean
+clean: ## remove the environment and caches
+	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -1,0 +1,40 @@
+"""`kernel`: compile a function with numba, free of the GIL, and keep the machine code on disk.
+
+numba's cache looks only at the file of the function itself. A kernel that calls another one from another file would
+go on running the old code of that one after it changed, and a stale planner makes wrong plans. So the stamp that
+numba compares is replaced by one over all files of this package: any change compiles everything anew, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from numba import njit
+
+__all__ = ["inlined", "kernel", "source_stamp"]
+
+Function = Callable[..., Any]
+
+
+@cache
+def source_stamp() -> tuple[float, int]:
+    """Sum of the change times and of the sizes of all source files of the package."""
+    stats = [file.stat() for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    return sum(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
+
+
+def kernel(function: Function) -> Function:
+    """Compile on first use; raises at import if numba no longer has the stamp that is replaced here."""
+    compiled: Any = njit(cache=True, nogil=True)(function)
+    compiled._cache._cache_file._source_stamp = source_stamp()  # noqa: SLF001
+    function_compiled: Function = compiled
+    return function_compiled
+
+
+def inlined(function: Function) -> Function:
+    """Compile into every kernel that calls it: a call that passes arrays costs more than a small function does."""
+    inline: Function = njit(inline="always", nogil=True)(function)
+    return inline

@@ -1,0 +1,254 @@
+"""StepPlan: everything that is decided before a step, and the proof that it is complete.
+
+Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies, F flash copies of a stage.
+
+A plan says which copies exist and how many tokens of each source each copy serves. The home of an expert serves all
+its other tokens, so no token can be served twice or not at all, as long as no copy is given more tokens of a (source,
+expert) than there are. `StepPlan.check` verifies that and the budgets against a load.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from hashlib import sha256
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError, PlanError
+from equilibra.core.load import StepLoad
+from equilibra.core.placement import Migration, Placement
+from equilibra.core.schedule import Schedule
+
+__all__ = ["Stage", "StagePlan", "StandingCopies", "StepPlan"]
+
+
+class Stage(StrEnum):
+    """The two passes over a rollout."""
+
+    RECOMPUTE = "recompute"
+    """old log-probabilities: forward only"""
+    UPDATE = "update"
+    """policy update: forward and backward"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StandingCopies:
+    """Second instances that stand for the whole step, sorted by layer, expert and rank."""
+
+    layer: NDArray[np.int32]
+    """[C]"""
+    expert: NDArray[np.int32]
+    """[C]"""
+    rank: NDArray[np.int32]
+    """[C] the rank that holds it"""
+
+    @property
+    def num_copies(self) -> int:
+        """C."""
+        return int(self.layer.size)
+
+    @classmethod
+    def none(cls) -> StandingCopies:
+        """No standing copies."""
+        empty = np.zeros(0, np.int32)
+        return cls(layer=empty, expert=empty, rank=empty)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StagePlan:
+    """Flash copies of every layer and micro-batch of one stage, and the tokens that all copies serve."""
+
+    first_of_problem: NDArray[np.int64]
+    """[L * M + 1] flash copies of layer l and micro-batch m are those from entry l * M + m on"""
+    expert: NDArray[np.int32]
+    """[F]"""
+    rank: NDArray[np.int32]
+    """[F] the rank whose spare slot holds it"""
+    origin: NDArray[np.int32]
+    """[F] the rank it is copied from: the home, or a standing copy of the same node"""
+    tokens_FR: NDArray[np.int32]
+    """[F, R] tokens of each source that each flash copy serves"""
+    standing_tokens_CMR: NDArray[np.int32]
+    """[C, M, R] tokens of each source that each standing copy serves in each micro-batch"""
+
+    @property
+    def num_copies(self) -> int:
+        """F."""
+        return int(self.expert.size)
+
+    def problem_of_copy(self) -> NDArray[np.int64]:
+        """[F] l * M + m of each flash copy."""
+        return np.repeat(np.arange(self.first_of_problem.size - 1), np.diff(self.first_of_problem))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepPlan:
+    """The plan of one step."""
+
+    planner: str
+    """name of the planner that made it"""
+    placement: Placement
+    """homes during the step"""
+    previous: Placement
+    """homes before it"""
+    standing: StandingCopies
+    """copies for the whole step"""
+    stages: dict[Stage, StagePlan]
+    """flash copies and splits, by stage; both may be the same object"""
+    bound_LM: NDArray[np.int64]
+    """[L, M] tokens below which the slowest rank cannot be, whatever the plan"""
+    schedule: Schedule | None = None
+    """where every sequence goes, if the planner packed them"""
+
+    @property
+    def cluster(self) -> Cluster:
+        """The ranks."""
+        return self.placement.cluster
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.placement.num_layers
+
+    @property
+    def num_micro_batches(self) -> int:
+        """M."""
+        return int(self.bound_LM.shape[1])
+
+    @property
+    def migration(self) -> Migration:
+        """Homes that move before the step."""
+        return Migration(before=self.previous, after=self.placement)
+
+    def rank_load(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> NDArray[np.int64]:
+        """[L, M, R] tokens that each rank computes."""
+        if load.tokens_MLER.shape != self.shape:
+            raise InputError(f"a plan for loads of shape {self.shape} was given loads of {load.tokens_MLER.shape}")
+        num_micro_batches, num_layers, _, num_ranks = self.shape
+        home, plan, standing = self.placement.home_of_expert, self.stages[stage], self.standing
+        result = np.zeros(num_layers * num_micro_batches * num_ranks, np.int64)
+        problem_LM = np.arange(num_layers * num_micro_batches).reshape(num_layers, num_micro_batches)
+        expert_load_LME = load.expert_load().transpose(1, 0, 2)
+        np.add.at(result, (problem_LM[:, :, None] * num_ranks + home[:, None, :]), expert_load_LME)
+        problem = plan.problem_of_copy() * num_ranks
+        served = plan.tokens_FR.sum(axis=1, dtype=np.int64)
+        layer = plan.problem_of_copy() // num_micro_batches
+        np.subtract.at(result, problem + home[layer, plan.expert], served)
+        np.add.at(result, problem + plan.rank, served)
+        served_CM = plan.standing_tokens_CMR.sum(axis=2, dtype=np.int64)
+        problem_CM = problem_LM[standing.layer] * num_ranks
+        np.subtract.at(result, problem_CM + home[standing.layer, standing.expert][:, None], served_CM)
+        np.add.at(result, problem_CM + standing.rank[:, None], served_CM)
+        return result.reshape(num_layers, num_micro_batches, num_ranks)
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(M, L, E, R) of the loads it was made for."""
+        return (self.num_micro_batches, self.num_layers, self.placement.num_experts, self.cluster.num_ranks)
+
+    def gap(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> float:
+        """How far the slowest ranks, summed over layers and micro-batches, are above the lower bound (0 is optimal)."""
+        slowest = self.rank_load(load, stage).max(axis=2).sum()
+        return float(slowest / max(int(self.bound_LM.sum()), 1) - 1)
+
+    @cached_property
+    def digest(self) -> str:
+        """A hash of every decision: ranks compare it before they use the plan."""
+        state = sha256(f"{self.planner} {self.cluster} {self.shape}".encode())
+        for array in self.arrays().values():
+            state.update(f"{array.dtype} {array.shape}".encode())
+            state.update(np.ascontiguousarray(array).data)
+        return state.hexdigest()
+
+    def arrays(self) -> dict[str, NDArray[np.integer]]:
+        """Every array of the plan by name, in a fixed order."""
+        arrays: dict[str, NDArray[np.integer]] = {
+            "home_of_expert": self.placement.home_of_expert,
+            "previous_home_of_expert": self.previous.home_of_expert,
+            "standing_layer": self.standing.layer,
+            "standing_expert": self.standing.expert,
+            "standing_rank": self.standing.rank,
+            "bound_LM": self.bound_LM,
+        }
+        for stage in Stage:
+            plan = self.stages[stage]
+            for name in _STAGE_ARRAYS:
+                arrays[f"{stage}_{name}"] = getattr(plan, name)
+        if self.schedule is not None:
+            arrays["micro_batch_of_sequence"] = self.schedule.micro_batch_of_sequence
+            arrays["rank_of_sequence"] = self.schedule.rank_of_sequence
+        return arrays
+
+    def check(self, load: StepLoad, *, spare_slots: int | None = None) -> None:
+        """Raise PlanError unless every (token, expert) pair is computed exactly once and the slots suffice."""
+        if load.tokens_MLER.shape != self.shape:
+            raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")
+        if set(self.stages) != set(Stage):
+            raise PlanError(f"a plan needs the stages {', '.join(Stage)}, not {', '.join(self.stages)}")
+        for stage in Stage:
+            _check_stage(self, self.stages[stage], load)
+            if spare_slots is not None:
+                _check_slots(self, self.stages[stage], spare_slots)
+
+
+_STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
+
+
+def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:
+    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
+    if stage.tokens_FR.shape != (stage.num_copies, num_ranks):
+        raise PlanError(f"{stage.num_copies} flash copies cannot have tokens of shape {stage.tokens_FR.shape}")
+    if stage.tokens_FR.size and stage.tokens_FR.min() < 0:
+        raise PlanError("a flash copy serves a negative number of tokens")
+    if stage.standing_tokens_CMR.size and stage.standing_tokens_CMR.min() < 0:
+        raise PlanError("a standing copy serves a negative number of tokens")
+    layer, m = np.divmod(stage.problem_of_copy(), num_micro_batches)
+    left = load.tokens_MLER.astype(np.int64)
+    rows = left.reshape(-1, num_ranks)  # (m, layer, expert) by source
+    np.subtract.at(rows, (m * num_layers + layer) * num_experts + stage.expert, stage.tokens_FR)
+    standing = plan.standing
+    row_CM = np.arange(num_micro_batches) * num_layers * num_experts
+    row_CM = row_CM + (standing.layer * num_experts + standing.expert)[:, None]
+    np.subtract.at(rows, row_CM, stage.standing_tokens_CMR)
+    if left.min() < 0:
+        at = np.argwhere(left < 0)[0]
+        raise PlanError(
+            f"copies of layer {at[1]}, expert {at[2]} serve {-left[tuple(at)]} tokens more of source rank {at[3]} "
+            f"than micro-batch {at[0]} has: the plan is for another load"
+        )
+    _check_instances(plan, stage, layer, m)
+
+
+def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64], m: NDArray[np.int64]) -> None:
+    """No expert twice on one rank, and every flash copy comes from where an instance is."""
+    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
+    standing, home = plan.standing, plan.placement.home_of_expert
+    has_LER = np.zeros((num_layers, num_experts, num_ranks), np.bool_)
+    has_LER[np.arange(num_layers)[:, None], np.arange(num_experts), home] = True
+    has_LER[standing.layer, standing.expert, standing.rank] = True
+    if np.count_nonzero(has_LER) != home.size + standing.num_copies:
+        raise PlanError("a standing copy is on a rank that has its expert already")
+    doubled = np.flatnonzero(has_LER[layer, stage.expert, stage.rank])
+    if doubled.size:
+        at = doubled[0]
+        raise PlanError(f"layer {layer[at]}: rank {stage.rank[at]} has expert {stage.expert[at]} and gets a copy of it")
+    orphaned = np.flatnonzero(~has_LER[layer, stage.expert, stage.origin])
+    if orphaned.size:
+        at = orphaned[0]
+        raise PlanError(
+            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, not there"
+        )
+    key = ((layer * num_micro_batches + m) * num_experts + stage.expert) * num_ranks + stage.rank
+    if np.unique(key).size != key.size:
+        raise PlanError("a rank has two flash copies of the same expert in one micro-batch")
+
+
+def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
+    num_ranks = plan.cluster.num_ranks
+    used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
+    if used.size and used.max() > spare_slots:
+        raise PlanError(f"a rank needs {used.max()} spare slots, {spare_slots} are allowed")

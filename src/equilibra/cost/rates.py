@@ -1,0 +1,91 @@
+"""Rates: what a token, a copy and a move cost, in microseconds, so that the planner can weigh them.
+
+Linear on purpose: the planner needs the price of one more row, not a prediction of a step. The constants are those of
+one H200 node: 400 TFLOP/s in the expert matrix products, 450 GB/s per rank inside a node, 50 GB/s per rank across.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equilibra.core.errors import InputError
+from equilibra.core.model import MoEModel
+from equilibra.core.plan import Stage
+
+__all__ = ["Rates", "rates_for"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Rates:
+    """Prices in microseconds. A rate of zero means free."""
+
+    row_us: dict[Stage, float]
+    """compute of one (token, expert) pair on one rank, by stage"""
+    cross_row_us: float
+    """one pair that crosses nodes, both ways in all passes, on one rank's share of the network"""
+    flash_copy_us: dict[Stage, float]
+    """one flash copy on one rank's links inside the node, by stage; gradients return in the update"""
+    standing_copy_us: float
+    """weights of one standing copy once across nodes and its gradient back"""
+    move_us: float
+    """one home moved across nodes, with optimizer state"""
+    move_inside_us: float
+    """one home moved inside its node"""
+    exposed_share: float = 0.1
+    """part of a flash copy's time that prefetching does not hide"""
+
+    def __post_init__(self) -> None:
+        numbers = [
+            *self.row_us.values(),
+            *self.flash_copy_us.values(),
+            self.cross_row_us,
+            self.standing_copy_us,
+        ]
+        if min(*numbers, self.move_us, self.move_inside_us, self.exposed_share) < 0:
+            raise InputError("rates must not be negative")
+        if min(self.row_us.values()) <= 0:
+            raise InputError("a row must take more than 0 microseconds")
+
+    @property
+    def step_row_us(self) -> float:
+        """One pair through both stages."""
+        return sum(self.row_us.values())
+
+    def min_tokens_per_copy(self, stage: Stage) -> int:
+        """Tokens a flash copy must take off the slowest rank to save more than it costs."""
+        return int(self.exposed_share * self.flash_copy_us[stage] / self.row_us[stage])
+
+    @classmethod
+    def free(cls) -> Rates:
+        """Only rows cost: what balance is possible if copies and moves are free."""
+        return cls(
+            row_us=dict.fromkeys(Stage, 1.0),
+            cross_row_us=0.0,
+            flash_copy_us=dict.fromkeys(Stage, 0.0),
+            standing_copy_us=0.0,
+            move_us=0.0,
+            move_inside_us=0.0,
+        )
+
+
+def rates_for(
+    model: MoEModel, *, tflops: float = 400.0, inside_gb_per_s: float = 450.0, across_gb_per_s: float = 50.0
+) -> Rates:
+    """The prices of a model's experts on a kind of machine."""
+    if min(tflops, inside_gb_per_s, across_gb_per_s) <= 0:
+        raise InputError("tflops and bandwidths must be above 0")
+    forward_us = 2 * model.expert_parameters / (tflops * 1e6)
+    inside_us_per_byte, across_us_per_byte = 1e-3 / inside_gb_per_s, 1e-3 / across_gb_per_s
+    with_gradient = model.expert_bytes + model.expert_gradient_bytes
+    passes = 3  # recompute forward, update forward, update backward: each dispatches and combines once
+    return Rates(
+        row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: 3 * forward_us},
+        cross_row_us=passes * 2 * model.hidden * model.weight_bytes * across_us_per_byte,
+        flash_copy_us={
+            Stage.RECOMPUTE: model.expert_bytes * inside_us_per_byte,
+            Stage.UPDATE: with_gradient * inside_us_per_byte,
+        },
+        standing_copy_us=with_gradient * across_us_per_byte,
+        move_us=model.expert_home_bytes * across_us_per_byte,
+        move_inside_us=model.expert_home_bytes * inside_us_per_byte,
+    )

@@ -1,0 +1,252 @@
+"""One layer and one micro-batch: loads, the split over nodes, flash copies, the split over sources, in one kernel.
+
+Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the layer, I = E + C instances.
+
+`bench_for` lays out what does not change between the micro-batches of a layer (the instances in the order of their
+ranks) and scratch memory, in one array, because every array handed to a compiled function costs a call about a tenth
+of a microsecond. `balance_micro_batch` is the kernel; `balance` is the same for one problem, for other runtimes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.kernel import kernel
+from equilibra.core.placement import contiguous
+from equilibra.plan import replicate
+from equilibra.plan.replicate import ITEM, RANK, TOKENS, level_node
+from equilibra.plan.split import split_expert
+from equilibra.plan.stand import level_nodes
+
+__all__ = ["EXPERT", "ORIGIN", "QUOTA", "TARGET", "Balanced", "balance", "balance_micro_batch", "bench_for"]
+
+TRIES = 2
+"""orders in which exporters are served; more find slightly fewer copies, at about two microseconds each (64 ranks)"""
+SMALL_GROUP = 16
+"""ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
+
+# Rows of the bench.
+_WORK = 0  # rows of level_node
+_EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
+    replicate.NUM_ROWS + 0,
+    replicate.NUM_ROWS + 1,
+    replicate.NUM_ROWS + 2,
+)  # [I]
+_HOME, _HOME_NODE, _LOAD, _HEAD = tuple(range(replicate.NUM_ROWS + 3, replicate.NUM_ROWS + 7))  # [E]
+_FIRST, _FIRST_OF_NODE, _NODE_LOAD = tuple(range(replicate.NUM_ROWS + 7, replicate.NUM_ROWS + 10))  # ranks, nodes
+_ST_EXPERT, _ST_RANK, _ST_NODE, _SHARE = tuple(range(replicate.NUM_ROWS + 10, replicate.NUM_ROWS + 14))  # [C]
+_AFTER, _Q_RANK, _Q_NODE, _Q_LEFT, _Q_ROW, _LEFT = tuple(range(replicate.NUM_ROWS + 14, replicate.NUM_ROWS + 20))
+_NUM_ROWS = replicate.NUM_ROWS + 20
+
+# Rows of the copies that the kernel returns.
+EXPERT, TARGET, ORIGIN, QUOTA, NODE = 0, 1, 2, 3, 4
+
+
+def bench_for(
+    cluster: Cluster,
+    home_of_expert: NDArray[np.int32],
+    slots: int,
+    standing_expert: NDArray[np.integer] | None = None,
+    standing_rank: NDArray[np.integer] | None = None,
+) -> NDArray[np.int64]:
+    """The bench for one layer's homes [E] and standing copies (sorted by expert, then rank)."""
+    num_experts, num_ranks, group = home_of_expert.size, cluster.num_ranks, cluster.ranks_per_node
+    standing_expert = np.zeros(0, np.int64) if standing_expert is None else standing_expert
+    standing_rank = np.zeros(0, np.int64) if standing_rank is None else standing_rank
+    num_standing = standing_expert.size
+    rank_of_instance = np.concatenate([home_of_expert, standing_rank])
+    by_rank = np.argsort(rank_of_instance, kind="stable")
+    first = np.searchsorted(rank_of_instance[by_rank], np.arange(num_ranks + 1))
+    first_of_node = first[::group]
+    width = 2 + max(by_rank.size, num_ranks * (slots + 2) + num_standing, cluster.num_nodes * (group + 1))
+    bench = np.zeros((_NUM_ROWS, width), np.int64)
+    bench[_EXPERT_OF, : by_rank.size] = np.concatenate([np.arange(num_experts), standing_expert])[by_rank]
+    bench[_COPY_OF, : by_rank.size] = np.concatenate([np.full(num_experts, -1), np.arange(num_standing)])[by_rank]
+    bench[_HOME, :num_experts] = home_of_expert
+    bench[_HOME_NODE, :num_experts] = home_of_expert // group
+    for node in range(cluster.num_nodes):
+        ranks = slice(node * (group + 1), (node + 1) * (group + 1))
+        bench[_FIRST, ranks] = first[node * group : (node + 1) * group + 1] - first_of_node[node]
+    bench[_FIRST_OF_NODE, : first_of_node.size] = first_of_node
+    bench[_ST_EXPERT, :num_standing] = standing_expert
+    bench[_ST_RANK, :num_standing] = standing_rank
+    bench[_ST_NODE, :num_standing] = standing_rank // group
+    return bench
+
+
+@kernel
+def _loads(tokens_ER, b, num_nodes, num_standing):  # type: ignore[no-untyped-def]
+    """Load of each expert, then of each instance once standing copies have levelled the nodes."""
+    num_experts, num_ranks = tokens_ER.shape
+    for e in range(num_experts):
+        load = np.int64(0)
+        for r in range(num_ranks):
+            load += tokens_ER[e, r]
+        b[_LOAD, e] = load
+    for n in range(num_nodes):
+        b[_NODE_LOAD, n] = 0
+    for e in range(num_experts):
+        b[_NODE_LOAD, b[_HOME_NODE, e]] += b[_LOAD, e]
+        b[_HEAD, e] = b[_LOAD, e]  # for now: what is left at home
+    if num_standing > 0:
+        level_nodes(
+            b[_NODE_LOAD, :num_nodes],
+            b[_SHARE],
+            b[_LOAD],
+            b[_ST_EXPERT],
+            b[_ST_NODE],
+            b[_HOME_NODE],
+            num_standing,
+        )
+        for c in range(num_standing):
+            b[_HEAD, b[_ST_EXPERT, c]] -= b[_SHARE, c]
+    for i in range(num_experts + num_standing):
+        copy = b[_COPY_OF, i]
+        b[_INSTANCE_LOAD, i] = b[_SHARE, copy] if copy >= 0 else b[_HEAD, b[_EXPERT_OF, i]]
+
+
+@kernel
+def _split(tokens_ER, b, group, n, num_standing, copies, standing_CR, out):  # type: ignore[no-untyped-def]
+    """Split every expert that has a copy over its sources."""
+    num_ranks = tokens_ER.shape[1]
+    for c in range(num_standing):
+        b[_HEAD, b[_ST_EXPERT, c]] = -1
+    for c in range(n):
+        b[_HEAD, copies[EXPERT, c]] = -1
+    # Lists of copies by expert: flash copies are 0..n-1, standing copies n..n+C-1.
+    for c in range(n + num_standing - 1, -1, -1):
+        e = copies[EXPERT, c] if c < n else b[_ST_EXPERT, c - n]
+        b[_AFTER, c] = b[_HEAD, e]
+        b[_HEAD, e] = c
+    left, rank, node, quota, row = b[_LEFT, :num_ranks], b[_Q_RANK], b[_Q_NODE], b[_Q_LEFT], b[_Q_ROW]
+    for entry in range(n + num_standing):
+        e = copies[EXPERT, entry] if entry < n else b[_ST_EXPERT, entry - n]
+        c = b[_HEAD, e]
+        if c < 0:
+            continue
+        b[_HEAD, e] = -1  # each expert once
+        for r in range(num_ranks):
+            left[r] = tokens_ER[e, r]
+        q = 0
+        at_home = b[_LOAD, e]
+        while c >= 0:
+            row[q] = c
+            rank[q] = copies[TARGET, c] if c < n else b[_ST_RANK, c - n]
+            node[q] = copies[NODE, c] if c < n else b[_ST_NODE, c - n]
+            quota[q] = copies[QUOTA, c] if c < n else b[_SHARE, c - n]
+            at_home -= quota[q]
+            q += 1
+            c = b[_AFTER, c]
+        rank[q] = b[_HOME, e]
+        node[q] = b[_HOME_NODE, e]
+        quota[q] = at_home
+        split_expert(left, rank, node, quota, q, group, row, out)
+    for c in range(num_standing):
+        for r in range(num_ranks):
+            standing_CR[c, r] = out[n + c, r]
+            out[n + c, r] = 0
+
+
+@kernel
+def balance_micro_batch(  # type: ignore[no-untyped-def]
+    tokens_ER, b, num_nodes, group, slots, tolerance, min_tokens, tries, copies, standing_CR, out
+):
+    """Flash copies into `copies` [5, ...], tokens by source into out [copies, R] and standing_CR; returns their number.
+
+    tokens_ER: int32. b: from `bench_for`. out: int32 [R * slots + C, R], zero before; copies: int64 [5, R * slots].
+    """
+    num_standing = standing_CR.shape[0]
+    _loads(tokens_ER, b, num_nodes, num_standing)
+    target = np.int64(0)
+    for n in range(num_nodes):
+        target = max(target, (b[_NODE_LOAD, n] + group - 1) // group)
+    cap = target + np.int64((tolerance if group > SMALL_GROUP else 0.5 * tolerance) * target)
+    n = 0
+    if slots > 0:
+        for node in range(num_nodes):
+            start = b[_FIRST_OF_NODE, node]
+            load = b[_INSTANCE_LOAD, start : b[_FIRST_OF_NODE, node + 1]]
+            first = b[_FIRST, node * (group + 1) : (node + 1) * (group + 1)]
+            found = level_node(load, first, slots, cap, min_tokens, tries, b)
+            for c in range(found):
+                i = start + b[ITEM, c]
+                e = b[_EXPERT_OF, i]
+                copy = b[_COPY_OF, i]
+                copies[EXPERT, n] = e
+                copies[TARGET, n] = node * group + b[RANK, c]
+                copies[ORIGIN, n] = b[_HOME, e] if copy < 0 else b[_ST_RANK, copy]
+                copies[QUOTA, n] = b[TOKENS, c]
+                copies[NODE, n] = node
+                if copy >= 0:
+                    b[_SHARE, copy] -= b[TOKENS, c]
+                n += 1
+    _split(tokens_ER, b, group, n, num_standing, copies, standing_CR, out)
+    return n
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Balanced:
+    """Flash copies of one layer and micro-batch, and whom they serve; homes serve all the rest."""
+
+    expert_of_copy: NDArray[np.int64]
+    """[F] which expert is copied"""
+    rank_of_copy: NDArray[np.int64]
+    """[F] to which rank"""
+    tokens_FR: NDArray[np.int32]
+    """[F, R] tokens of each source rank that each copy serves"""
+    rank_load: NDArray[np.int64]
+    """[R] tokens each rank computes"""
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest rank over mean rank."""
+        total = int(self.rank_load.sum())
+        return float(self.rank_load.max() * self.rank_load.size / total) if total else 1.0
+
+
+def balance(
+    tokens_ER: NDArray[np.integer],
+    *,
+    cluster: Cluster,
+    home_of_expert: NDArray[np.int32] | None = None,
+    spare_slots: int = 2,
+    tolerance: float = 0.005,
+    min_tokens_per_copy: int = 0,
+) -> Balanced:
+    """Balance one layer of one micro-batch: tokens [experts, source ranks] in, copies and split out.
+
+    Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean
+    rank of the fullest node.
+    """
+    tokens = np.ascontiguousarray(tokens_ER, dtype=np.int32)
+    if tokens.ndim != 2 or tokens.shape[1] != cluster.num_ranks or tokens.shape[0] == 0:
+        raise InputError(f"tokens must be [experts, {cluster.num_ranks} source ranks], not {tokens_ER.shape}")
+    if tokens.min() < 0 or not np.array_equal(tokens, tokens_ER):
+        raise InputError("tokens must be whole numbers from 0 to 2^31 - 1")
+    if spare_slots < 0 or not 0 <= tolerance < 1000 or min_tokens_per_copy < 0:
+        raise InputError("spare_slots, tolerance and min_tokens_per_copy must not be negative")
+    if home_of_expert is None:
+        home_of_expert = contiguous(cluster, num_layers=1, num_experts=tokens.shape[0]).home_of_expert[0]
+    bench = bench_for(cluster, home_of_expert, spare_slots)
+    num_ranks = cluster.num_ranks
+    copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
+    out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
+    n = balance_micro_batch(
+        tokens, bench, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, min_tokens_per_copy,
+        TRIES, copies, np.zeros((0, num_ranks), np.int32), out,
+    )  # fmt: skip
+    rank_load = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
+    rank_load = rank_load.astype(np.int64)
+    np.subtract.at(rank_load, copies[ORIGIN, :n], copies[QUOTA, :n])
+    np.add.at(rank_load, copies[TARGET, :n], copies[QUOTA, :n])
+    return Balanced(
+        expert_of_copy=copies[EXPERT, :n].copy(),
+        rank_of_copy=copies[TARGET, :n].copy(),
+        tokens_FR=out[:n].copy(),
+        rank_load=rank_load,
+    )

@@ -1,0 +1,120 @@
+"""The protocol of all planners, the problem they solve, and the registry of their names."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.placement import Placement, contiguous
+from equilibra.core.plan import StepPlan
+from equilibra.core.schedule import Schedule, step_load
+from equilibra.cost.rates import Rates
+
+__all__ = ["Planner", "StepProblem", "planner_named", "planner_names", "register"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepProblem:
+    """One step to be planned. Values only: no clocks, devices or process groups, so every rank plans the same."""
+
+    cluster: Cluster
+    """the ranks"""
+    given_load: StepLoad | None = None
+    """the load, if micro-batches are fixed; otherwise it follows from sequences and schedule"""
+    sequences: SequenceLoad | None = None
+    """the sequences, for planners that pack"""
+    schedule: Schedule | None = None
+    """where the framework would put the sequences; planners that do not pack keep it"""
+    tokens_per_rank: int | None = None
+    """token budget of a (micro-batch, rank), for planners that pack"""
+    previous: Placement | None = None
+    """homes now; contiguous if not given"""
+    history_LE: NDArray[np.int64] | None = None
+    """[L, E] loads of the last step, for planners that guess from history"""
+    spare_slots: int = 2
+    """flash copies a rank can hold at a time: one buffer shared by all layers"""
+    standing_slots: int = 2
+    """standing copies a node can hold per layer"""
+    rates: Rates
+    """what rows, copies and moves cost"""
+    seed: int = 0
+    """of every random choice"""
+
+    def __post_init__(self) -> None:
+        if (self.given_load is None) == (self.sequences is None or self.schedule is None):
+            raise InputError("a step problem needs either a load, or sequences with a schedule")
+        if self.spare_slots < 0 or self.standing_slots < 0:
+            raise InputError("spare_slots and standing_slots must not be negative")
+        if self.load.num_ranks != self.cluster.num_ranks:
+            raise InputError(
+                f"loads of {self.load.num_ranks} source ranks do not fit a cluster of {self.cluster.num_ranks} ranks"
+            )
+        self.cluster.experts_per_rank(self.load.num_experts)
+        if self.previous is not None:
+            shape = self.previous.home_of_expert.shape
+            if shape != (self.load.num_layers, self.load.num_experts) or self.previous.cluster != self.cluster:
+                raise InputError(f"the previous placement {shape} is of another model or cluster")
+
+    @cached_property
+    def load(self) -> StepLoad:
+        """The load under the given schedule."""
+        if self.given_load is not None:
+            return self.given_load
+        assert self.sequences is not None
+        assert self.schedule is not None
+        return step_load(self.sequences, self.schedule, self.cluster)
+
+    def load_under(self, schedule: Schedule | None) -> StepLoad:
+        """The load under another schedule, for example the one of a plan."""
+        if schedule is None or schedule is self.schedule or self.sequences is None:
+            return self.load
+        return step_load(self.sequences, schedule, self.cluster)
+
+    @cached_property
+    def home_now(self) -> Placement:
+        """Homes before the step."""
+        if self.previous is not None:
+            return self.previous
+        load = self.load
+        return contiguous(self.cluster, num_layers=load.num_layers, num_experts=load.num_experts)
+
+
+class Planner(Protocol):
+    """One method: a problem in, a plan out."""
+
+    name: str
+
+    def plan(self, problem: StepProblem) -> StepPlan:
+        """The plan for this step. The same problem gives the same plan, on every machine."""
+        ...
+
+
+_PLANNERS: dict[str, Callable[[], Planner]] = {}
+
+
+def register(name: str, make: Callable[[], Planner]) -> None:
+    """Make a planner known under a name."""
+    if name in _PLANNERS:
+        raise InputError(f"a planner named {name!r} is registered already")
+    _PLANNERS[name] = make
+
+
+def planner_names() -> list[str]:
+    """Names of all planners."""
+    return list(_PLANNERS)
+
+
+def planner_named(name: str) -> Planner:
+    """The planner of that name; an error that lists the names otherwise."""
+    try:
+        return _PLANNERS[name]()
+    except KeyError:
+        raise InputError(f"no planner is named {name!r}; use one of {', '.join(_PLANNERS)}") from None

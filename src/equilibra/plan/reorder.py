@@ -1,0 +1,197 @@
+"""Reorder: the home of every expert of one layer, for the batch that comes.
+
+Symbols: B bins (nodes, or the ranks of a cluster of one node), E experts, M micro-batches; time_BEM the time that
+expert e adds to bin b in micro-batch m if its home is there (compute, and the traffic from other bins).
+
+Problem. Choose homes, equally many per bin as before, that minimise sum_m max_b time[b, m] plus `price` for every
+expert that leaves the bin it was in.
+
+Method. Swap two experts of two bins while the cost falls: for each pair of bins all swaps are weighed at once with
+the times of the other bins held, which is one pass over [experts, experts, M]. From the local optimum, kick a few
+random swaps and descend again, and keep what is better (iterated local search).
+
+Promises: never costs more than staying; whole-number arithmetic, so that every machine finds the same homes whatever
+its vector width; the same seed gives the same homes.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.kernel import kernel
+
+__all__ = ["quantized", "reorder_bins"]
+
+
+def quantized(time_BEM: NDArray[np.float64]) -> tuple[NDArray[np.int32], float]:
+    """Times as whole numbers that sum over experts and micro-batches without overflow, and the time of one unit."""
+    num_micro_batches = time_BEM.shape[2]
+    largest = max(float(time_BEM.max(axis=0).sum(axis=0).max()), 1e-30)
+    unit = largest * num_micro_batches / 2**29
+    return np.rint(time_BEM / unit).astype(np.int32), unit
+
+
+@kernel
+def _random_below(state, n):  # type: ignore[no-untyped-def]
+    x = state[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    state[0] = x
+    return np.int64((x >> np.uint64(33)) % np.uint64(n))
+
+
+@kernel
+def _swap(members, position, x_BM, time_BEM, p, i, q, j):  # type: ignore[no-untyped-def]
+    """Exchange member i of bin p and member j of bin q."""
+    a = members[p, i]
+    b = members[q, j]
+    x_BM[p] += time_BEM[p, b] - time_BEM[p, a]
+    x_BM[q] += time_BEM[q, a] - time_BEM[q, b]
+    members[p, i] = b
+    members[q, j] = a
+    position[a] = q
+    position[b] = p
+
+
+@kernel
+def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: ignore[no-untyped-def]
+    """Apply the best swap of each pair of bins until none helps; returns what is left of the budget of swaps weighed."""
+    num_bins, num_micro_batches = x_BM.shape
+    size = members.shape[1]
+    without_p = np.empty((size, num_micro_batches), np.int32)
+    without_q = np.empty((size, num_micro_batches), np.int32)
+    others = np.empty(num_micro_batches, np.int32)
+    num_pairs = num_bins * (num_bins - 1) // 2
+    quiet = 0  # pairs in a row without a swap that helps
+    p = 0
+    q = 1
+    while quiet < num_pairs and budget > 0:
+        others[:] = 0
+        for b in range(num_bins):
+            if b != p and b != q:
+                for m in range(num_micro_batches):
+                    others[m] = max(others[m], x_BM[b, m])
+        now = np.int64(0)
+        for m in range(num_micro_batches):
+            now += max(others[m], max(x_BM[p, m], x_BM[q, m]))
+        for i in range(size):
+            a = members[p, i]
+            b = members[q, i]
+            for m in range(num_micro_batches):
+                without_p[i, m] = x_BM[p, m] - time_BEM[p, a, m]
+                without_q[i, m] = x_BM[q, m] - time_BEM[q, b, m]
+        best = np.int64(0)
+        best_i = -1
+        best_j = -1
+        for i in range(size):
+            a = members[p, i]
+            for j in range(size):
+                b = members[q, j]
+                total = np.int32(0)
+                for m in range(num_micro_batches):
+                    in_p = without_p[i, m] + time_BEM[p, b, m]
+                    in_q = without_q[j, m] + time_BEM[q, a, m]
+                    total += max(others[m], max(in_p, in_q))
+                away = np.int64(home0[a] != q) - np.int64(home0[a] != p)
+                away += np.int64(home0[b] != p) - np.int64(home0[b] != q)
+                gain = now - np.int64(total) - price * away
+                if gain > best:
+                    best = gain
+                    best_i = i
+                    best_j = j
+        budget -= size * size
+        if best_i >= 0:
+            _swap(members, position, x_BM, time_BEM, p, best_i, q, best_j)
+            quiet = 0
+        else:
+            quiet += 1
+            q += 1
+            if q == num_bins:
+                p += 1
+                q = p + 1
+                if q >= num_bins:
+                    p = 0
+                    q = 1
+    return budget
+
+
+@kernel
+def _cost(x_BM, position, home0, price):  # type: ignore[no-untyped-def]
+    num_bins, num_micro_batches = x_BM.shape
+    cost = np.int64(0)
+    for m in range(num_micro_batches):
+        highest = x_BM[0, m]
+        for b in range(1, num_bins):
+            highest = max(highest, x_BM[b, m])
+        cost += highest
+    for e in range(position.size):
+        if position[e] != home0[e]:
+            cost += price
+    return cost
+
+
+@kernel
+def reorder_bins(home0, base_BM, time_BEM, price, budget, seed, max_moves):  # type: ignore[no-untyped-def]
+    """Homes [E] (bins) and their cost; home0 must have equally many experts in every bin.
+
+    base_BM: time of each bin that does not depend on homes. price: of an expert away from home0, in the same units.
+    budget: swaps to weigh. max_moves: at most so many experts may leave (a migration budget), -1 for any number.
+    """
+    num_bins, num_micro_batches = base_BM.shape
+    size = home0.size // num_bins
+    members = np.empty((num_bins, size), np.int64)
+    filled = np.zeros(num_bins, np.int64)
+    x_BM = base_BM.copy()
+    for e in range(home0.size):
+        b = home0[e]
+        members[b, filled[b]] = e
+        filled[b] += 1
+        x_BM[b] += time_BEM[b, e]
+    position = home0.copy()
+    best = position.copy()
+    best_cost = _cost(x_BM, position, home0, price)
+    if num_bins == 1:
+        return best, best_cost
+    state = np.empty(1, np.uint64)
+    state[0] = np.uint64(seed) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15)
+    now_members = members.copy()
+    now_x = x_BM.copy()
+    now_position = position.copy()
+    now_cost = best_cost
+    first = True
+    while budget > 0:
+        if not first:
+            for _ in range(2 + _random_below(state, 3)):
+                p = _random_below(state, num_bins)
+                q = (p + 1 + _random_below(state, num_bins - 1)) % num_bins
+                _swap(
+                    members,
+                    position,
+                    x_BM,
+                    time_BEM,
+                    p,
+                    _random_below(state, size),
+                    q,
+                    _random_below(state, size),
+                )
+        budget = _descend(members, position, home0, x_BM, time_BEM, price, budget)
+        cost = _cost(x_BM, position, home0, price)
+        moves = 0
+        for e in range(home0.size):
+            moves += position[e] != home0[e]
+        if (max_moves < 0 or moves <= max_moves) and cost <= now_cost:
+            now_cost = cost
+            now_members[:] = members
+            now_x[:] = x_BM
+            now_position[:] = position
+            if cost < best_cost:
+                best_cost = cost
+                best[:] = position
+        else:
+            members[:] = now_members
+            x_BM[:] = now_x
+            position[:] = now_position
+        first = False
+    return best, best_cost

@@ -1,0 +1,298 @@
+"""Flash copies: which experts of a node are copied to which of its ranks, for one layer and micro-batch.
+
+Symbols: G ranks of the node, I instances (home experts and standing copies) with their loads, S spare slots per
+rank, cap the load that no rank should exceed.
+
+Method. A rank above the cap must export its excess; a rank below it has room. One copy joins an exporter to a
+receiver, and finishes at least one of the two. So the number of copies is small when excesses fit rooms well:
+for each exporter take, in this order, the smallest room that holds the whole excess, else the two rooms whose
+sum holds it with the least waste, else the largest room and go on with the rest. That depends on the order in
+which exporters are served, so a few orders are tried and the one with the fewest copies, then the smallest
+fan-out, is kept. Where slots run out, exporters may also pass their excess through another exporter (a chain uses that
+rank's slots instead), and where even that fails, the smallest cap that works is searched for.
+
+Promises: no rank receives more than S copies; no rank ends above max(cap + min_tokens - 1, its load before)
+if the cap was reached; the same input gives the same copies on every machine.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.kernel import inlined, kernel
+
+__all__ = ["ITEM", "NUM_ROWS", "RANK", "TOKENS", "level_node"]
+
+# Rows of the int64 workspace, each at least max(I, G * (S + 1)) + 2 long: one array keeps the calls cheap.
+ITEM, RANK, TOKENS = 0, 1, 2  # the result
+_ITEM2, _RANK2, _TOKENS2 = 3, 4, 5  # the order being tried
+_LOAD, _TOP = 6, 7  # load of each rank, its largest instance
+_ORDER, _EXCESS0, _EXCESS = 8, 9, 10  # exporters
+_ROOM0, _ROOM = 11, 12  # receivers, in falling order of room
+_USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the exporter at hand
+NUM_ROWS = 15
+_RANK_BITS = 16
+_RANKS = 1 << _RANK_BITS
+_SEED = 0x2545F4914F6CDD1D
+
+
+@inlined
+def _random_below(state, n):  # type: ignore[no-untyped-def]
+    """A whole number below n from a xorshift generator whose state is state[0]."""
+    x = state[0]
+    x ^= x << np.uint64(13)
+    x ^= x >> np.uint64(7)
+    x ^= x << np.uint64(17)
+    state[0] = x
+    return np.int64((x >> np.uint64(33)) % np.uint64(n))
+
+
+@inlined
+def _put(w, row, n, entry):  # type: ignore[no-untyped-def]
+    """Insert into the rooms, kept in falling order; an entry is the room times RANKS plus the rank."""
+    k = n
+    while k > 0 and w[row, k - 1] < entry:
+        w[row, k] = w[row, k - 1]
+        k -= 1
+    w[row, k] = entry
+    return n + 1
+
+
+@inlined
+def _take(w, n, k):  # type: ignore[no-untyped-def]
+    """Remove entry k of the rooms."""
+    for t in range(k, n - 1):
+        w[_ROOM, t] = w[_ROOM, t + 1]
+    return n - 1
+
+
+@inlined
+def _pair(w, n, piece, fine):  # type: ignore[no-untyped-def]
+    """Two rooms whose sum holds the piece with the least waste, or at most `fine` (the largest two do hold it)."""
+    needed = piece * _RANKS
+    a = 0
+    b = 1
+    high = n - 1
+    while b < high:  # rooms after b are too small even for the largest one
+        middle = (b + high + 1) >> 1
+        if w[_ROOM, 0] + w[_ROOM, middle] - _RANKS >= needed:
+            b = middle
+        else:
+            high = middle - 1
+    least = w[_ROOM, 0] + w[_ROOM, b]
+    enough = needed + _RANKS * (fine + 1)
+    best_a = 0
+    best_b = b
+    while a < b and least > enough:
+        total = w[_ROOM, a] + w[_ROOM, b]
+        if total - _RANKS >= needed:  # ranks may add up to a whole room: be safe by one token
+            if total < least:
+                least = total
+                best_a = a
+                best_b = b
+            a += 1
+        else:
+            b -= 1
+    return best_a, best_b
+
+
+@kernel
+def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, chain, state):  # type: ignore[no-untyped-def]
+    """Serve the exporters in the order at hand; returns (copies, largest fan-out), or -1 copies if it fails.
+
+    chain: how often, in percent, an exporter's excess goes through a later exporter instead of to a room.
+    """
+    for r in range(first.size - 1):
+        w[_USED, r] = 0
+        w[_EXCESS, r] = w[_EXCESS0, r]
+    for k in range(num_rooms):
+        w[_ROOM, k] = w[_ROOM0, k]
+    n = 0
+    widest = 0
+    fine = (w[_ROOM, 0] >> _RANK_BITS) >> 9
+    for k in range(num_exporters):
+        exporter = w[_ORDER, k]
+        x = w[_EXCESS, exporter]
+        begin = n
+        best = w[_TOP, exporter]
+        left = load[best]
+        whole = left >= x  # one instance is enough: the usual case
+        if not whole:
+            for i in range(first[exporter], first[exporter + 1]):
+                w[_LEFT, i] = load[i]
+        while x >= min_tokens:
+            if not whole:
+                best = first[exporter]
+                for i in range(best + 1, first[exporter + 1]):
+                    if w[_LEFT, i] > w[_LEFT, best]:
+                        best = i
+                left = w[_LEFT, best]
+            piece = min(x, left)
+            if piece < min_tokens or n >= most:
+                return -1, 0
+            w[_ITEM2, n] = best
+            via = np.int64(-1)
+            if chain > 0 and k + 1 < num_exporters and _random_below(state, 100) < chain:
+                via = w[_ORDER, k + 1 + _random_below(state, num_exporters - k - 1)]
+                if w[_USED, via] >= slots:
+                    via = np.int64(-1)
+            if via >= 0:
+                w[_RANK2, n] = via
+                w[_TOKENS2, n] = piece
+                w[_USED, via] += 1
+                w[_EXCESS, via] += piece
+                served = piece
+            else:
+                if num_rooms == 0:
+                    return -1, 0
+                rest = np.int64(0)
+                served = np.int64(0)
+                at = 0
+                largest = w[_ROOM, 0] >> _RANK_BITS
+                if largest >= piece:
+                    high = num_rooms - 1
+                    needed = piece * _RANKS
+                    while at < high:
+                        middle = (at + high + 1) >> 1
+                        if w[_ROOM, middle] >= needed:
+                            at = middle
+                        else:
+                            high = middle - 1
+                    rest = (w[_ROOM, at] >> _RANK_BITS) - piece
+                elif num_rooms > 1 and largest + (w[_ROOM, 1] >> _RANK_BITS) > piece and n + 1 < most:
+                    at, second = _pair(w, num_rooms, piece, fine)
+                    room = w[_ROOM, at] >> _RANK_BITS
+                    if piece - room >= min_tokens:
+                        receiver = w[_ROOM, at] & (_RANKS - 1)
+                        w[_RANK2, n] = receiver
+                        w[_TOKENS2, n] = room
+                        w[_USED, receiver] += 1
+                        served = room
+                        n += 1
+                        w[_ITEM2, n] = best
+                        num_rooms = _take(w, num_rooms, at)
+                        at = second - 1
+                        rest = (w[_ROOM, at] >> _RANK_BITS) - (piece - served)
+                receiver = w[_ROOM, at] & (_RANKS - 1)
+                w[_RANK2, n] = receiver
+                w[_TOKENS2, n] = (w[_ROOM, at] >> _RANK_BITS) - rest
+                served += w[_TOKENS2, n]
+                w[_USED, receiver] += 1
+                num_rooms = _take(w, num_rooms, at)
+                if rest >= min_tokens and w[_USED, receiver] < slots:
+                    num_rooms = _put(w, _ROOM, num_rooms, rest * _RANKS + receiver)
+            n += 1
+            x -= served
+            left -= served
+            if not whole:
+                w[_LEFT, best] = left
+        widest = max(widest, n - begin)
+    return n, widest
+
+
+@kernel
+def _attempt(load, first, w, slots, cap, min_tokens, tries, most, chain, state):  # type: ignore[no-untyped-def]
+    """Best of `tries` orders at this cap with at most `most` copies; returns their number or -1."""
+    num_exporters = 0
+    num_rooms = 0
+    demand = np.int64(0)
+    for r in range(first.size - 1):
+        gap = w[_LOAD, r] - cap
+        if gap >= min_tokens:
+            w[_EXCESS0, r] = gap
+            demand += gap
+            k = num_exporters
+            while k > 0 and w[_EXCESS0, w[_ORDER, k - 1]] < gap:
+                w[_ORDER, k] = w[_ORDER, k - 1]
+                k -= 1
+            w[_ORDER, k] = r
+            num_exporters += 1
+        elif -gap >= min_tokens:
+            num_rooms = _put(w, _ROOM0, num_rooms, -gap * _RANKS + r)
+    # No plan has fewer copies than exporters, nor than the largest rooms that together hold all excess.
+    fewest = 0
+    while fewest < num_rooms and demand > 0:
+        demand -= w[_ROOM0, fewest] >> _RANK_BITS
+        fewest += 1
+    fewest = max(fewest, num_exporters)
+    if fewest > most:
+        return -1
+    best = -1
+    best_fan_out = 0
+    for attempt in range(tries):
+        if attempt > 0:
+            for k in range(num_exporters - 1, 0, -1):
+                other = _random_below(state, k + 1)
+                swap = w[_ORDER, k]
+                w[_ORDER, k] = w[_ORDER, other]
+                w[_ORDER, other] = swap
+        n, widest = _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, chain, state)
+        if n >= 0 and (best < 0 or n < best or widest < best_fan_out):
+            best = n
+            most = n
+            best_fan_out = widest
+            for c in range(n):
+                w[ITEM, c] = w[_ITEM2, c]
+                w[RANK, c] = w[_RANK2, c]
+                w[TOKENS, c] = w[_TOKENS2, c]
+            if n == fewest or chain > 0:
+                break
+    return best
+
+
+@kernel
+def _best_effort(load, first, w, slots, cap, highest, min_tokens, state):  # type: ignore[no-untyped-def]
+    """Slots are scarce: chains at the cap, then the smallest cap that works, to a two-thousandth of the load."""
+    most = (first.size - 1) * slots
+    best = 0
+    low = cap
+    high = highest
+    probe = cap
+    while True:
+        found = -1
+        for chain in (0, 15, 35, 60):
+            found = _attempt(load, first, w, slots, probe, min_tokens, 24, most, chain, state)
+            if found >= 0:
+                break
+        if found >= 0:
+            best = found
+            high = probe
+        else:
+            low = probe
+        if high <= low or (high - low) * 2000 <= cap:
+            return best
+        probe = (low + high) >> 1
+
+
+@kernel
+def level_node(load, first, slots, cap, min_tokens, tries, w):  # type: ignore[no-untyped-def]
+    """Copies that bring every rank of one node to the cap; returns their number.
+
+    load [I] of the instances in the order of their ranks: rank r has instances first[r] to first[r + 1] - 1.
+    The copies are in rows ITEM, RANK and TOKENS of the workspace w.
+    """
+    num_ranks = first.size - 1
+    total = np.int64(0)
+    highest = np.int64(0)
+    for r in range(num_ranks):
+        rank_load = np.int64(0)
+        top = first[r]
+        for i in range(first[r], first[r + 1]):
+            rank_load += load[i]
+            if load[i] > load[top]:
+                top = i
+        w[_LOAD, r] = rank_load
+        w[_TOP, r] = top
+        total += rank_load
+        highest = max(highest, rank_load)
+    cap = max(cap, (total + num_ranks - 1) // num_ranks)
+    min_tokens = max(min_tokens, 1)
+    if highest < cap + min_tokens or slots == 0 or num_ranks == 1:
+        return 0
+    state = np.empty(1, np.uint64)
+    state[0] = np.uint64(_SEED)
+    n = _attempt(load, first, w, slots, cap, min_tokens, tries, num_ranks * slots, 0, state)
+    if n < 0:
+        n = _best_effort(load, first, w, slots, cap, highest, min_tokens, state)
+    return n

@@ -1,0 +1,276 @@
+"""Standing copies: which experts each node keeps a second instance of for a whole step, in one layer.
+
+Symbols: M micro-batches, N nodes, E experts; load_EM the tokens of each expert in each micro-batch.
+
+Problem. Homes give every node a load per micro-batch; the slowest node sets the pace, so the cost is
+sum_m max_n load[m, n]. A standing copy of expert e on node n lets every micro-batch move any part of e's tokens
+from its home node to n. Weights travel once a step, gradients once, so the slow network pays once for all M.
+
+Method. With the copies given, the best split of one micro-batch is a min-max problem whose solution is also the
+one of least squares; it is found by levelling one expert at a time over the nodes that hold it, until nothing
+changes (`level_nodes`). The copies are chosen greedily by how much they lower the sum of squares of node loads
+over all micro-batches, then exchanged one by one while the real cost falls, then dropped where the gain is below
+the price of a copy.
+
+Promises: at most `slots` copies per node; never a copy that gains less than `price`; exact whole numbers, so every
+machine finds the same copies.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equilibra.core.kernel import kernel
+
+__all__ = ["choose_standing_copies", "level_nodes"]
+
+_SWEEPS = 40
+
+
+@kernel
+def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies):  # type: ignore[no-untyped-def]
+    """Level one micro-batch: shares of the copies into share [C], node loads into x [N], which starts as all at home.
+
+    amount [E] tokens of each expert; copies of one expert must stand next to each other.
+    """
+    for c in range(num_copies):
+        share[c] = 0
+    if num_copies == 0:
+        return
+    nodes = np.empty(x.size, np.int64)
+    for _ in range(_SWEEPS):
+        moved = np.int64(0)
+        c = 0
+        while c < num_copies:
+            expert = copy_expert[c]
+            end = c + 1
+            while end < num_copies and copy_expert[end] == expert:
+                end += 1
+            # Take the expert's tokens off all its nodes, then pour them where the level is lowest.
+            home = home_node[expert]
+            at_home = amount[expert]
+            for i in range(c, end):
+                at_home -= share[i]
+                x[copy_node[i]] -= share[i]
+            x[home] -= at_home
+            nodes[0] = c - 1  # stands for the home
+            count = 1
+            for i in range(c, end):
+                k = count
+                while k > 0 and x[copy_node[i]] < x[home if nodes[k - 1] < c else copy_node[nodes[k - 1]]]:
+                    nodes[k] = nodes[k - 1]
+                    k -= 1
+                nodes[k] = i
+                count += 1
+            total = amount[expert]
+            used = 0
+            for k in range(count):
+                at = x[home if nodes[k] < c else copy_node[nodes[k]]]
+                if k > 0 and at * k >= total:
+                    break
+                total += at
+                used += 1
+            level = total // used
+            extra = total - level * used
+            for k in range(count):
+                node = home if nodes[k] < c else copy_node[nodes[k]]
+                new = np.int64(0)
+                if k < used:
+                    new = level - x[node] + (1 if k < extra else 0)
+                if nodes[k] >= c:
+                    moved += abs(new - share[nodes[k]])
+                    share[nodes[k]] = new
+                x[node] += new
+            c = end
+        if moved * 4096 <= x[0]:
+            break
+
+
+@kernel
+def _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, num_copies, x_NM, share_CM):  # type: ignore[no-untyped-def]
+    """Level every micro-batch; returns sum_m max_n."""
+    num_nodes, num_micro_batches = base_NM.shape
+    x = np.empty(num_nodes, np.int64)
+    share = np.zeros(max(num_copies, 1), np.int64)
+    amount = np.zeros(home_node.size, np.int64)
+    cost = np.int64(0)
+    for m in range(num_micro_batches):
+        for n in range(num_nodes):
+            x[n] = base_NM[n, m]
+        for c in range(num_copies):
+            amount[copy_expert[c]] = load_EM[copy_expert[c], m]
+        level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
+        highest = np.int64(0)
+        for n in range(num_nodes):
+            x_NM[n, m] = x[n]
+            highest = max(highest, x[n])
+        for c in range(num_copies):
+            share_CM[c, m] = share[c]
+        cost += highest
+    return cost
+
+
+@kernel
+def _best_candidates(  # type: ignore[no-untyped-def]
+    load_EM,
+    home_node,
+    x_NM,
+    free,
+    copy_expert,
+    copy_node,
+    share_CM,
+    num_copies,
+    best_expert,
+    best_node,
+    best_gain,
+):
+    """The copies that would lower the sum of squares of the node loads most, best first; returns how many."""
+    num_experts, num_micro_batches = load_EM.shape
+    num_nodes = x_NM.shape[0]
+    at_home = np.empty(num_micro_batches, np.int64)
+    taken = np.zeros(num_nodes, np.bool_)
+    found = 0
+    for e in range(num_experts):
+        home = home_node[e]
+        taken[:] = False
+        at_home[:] = load_EM[e]
+        for c in range(num_copies):
+            if copy_expert[c] == e:
+                taken[copy_node[c]] = True
+                at_home -= share_CM[c]
+        for n in range(num_nodes):
+            if n == home or free[n] <= 0 or taken[n]:
+                continue
+            gain = np.int64(0)
+            for m in range(num_micro_batches):
+                slope = max(x_NM[home, m] - x_NM[n, m], 0)
+                amount = min(slope >> 1, at_home[m])
+                gain += amount * (slope - amount)
+            if gain <= 0 or (found == best_gain.size and gain <= best_gain[found - 1]):
+                continue
+            k = found if found < best_gain.size else found - 1
+            while k > 0 and best_gain[k - 1] < gain:
+                best_gain[k] = best_gain[k - 1]
+                best_expert[k] = best_expert[k - 1]
+                best_node[k] = best_node[k - 1]
+                k -= 1
+            best_gain[k] = gain
+            best_expert[k] = e
+            best_node[k] = n
+            found = min(found + 1, best_gain.size)
+    return found
+
+
+@kernel
+def _insert(copy_expert, copy_node, num_copies, expert, node):  # type: ignore[no-untyped-def]
+    """Add a copy, kept in the order of experts and nodes."""
+    k = num_copies
+    while k > 0 and (copy_expert[k - 1] > expert or (copy_expert[k - 1] == expert and copy_node[k - 1] > node)):
+        copy_expert[k] = copy_expert[k - 1]
+        copy_node[k] = copy_node[k - 1]
+        k -= 1
+    copy_expert[k] = expert
+    copy_node[k] = node
+    return k
+
+
+@kernel
+def _remove(copy_expert, copy_node, num_copies, k):  # type: ignore[no-untyped-def]
+    """Drop copy k."""
+    for i in range(k, num_copies - 1):
+        copy_expert[i] = copy_expert[i + 1]
+        copy_node[i] = copy_node[i + 1]
+
+
+@kernel
+def choose_standing_copies(  # type: ignore[no-untyped-def]
+    load_EM, home_node, num_nodes, slots, price, good_enough, rounds, copy_expert, copy_node
+):
+    """Copies into copy_expert, copy_node (sorted by expert, node); returns (copies, sum_m max_n with them).
+
+    price: what one copy must gain, in tokens of a node summed over micro-batches. good_enough: cost at which to stop.
+    rounds: how often every copy is tried against others.
+    """
+    num_experts, num_micro_batches = load_EM.shape
+    base_NM = np.zeros((num_nodes, num_micro_batches), np.int64)
+    for e in range(num_experts):
+        base_NM[home_node[e]] += load_EM[e]
+    x_NM = base_NM.copy()
+    most = num_nodes * slots
+    share_CM = np.zeros((most + 1, num_micro_batches), np.int64)
+    free = np.full(num_nodes, slots, np.int64)
+    width = 3
+    best_expert = np.zeros(width, np.int64)
+    best_node = np.zeros(width, np.int64)
+    best_gain = np.zeros(width, np.int64)
+    n = 0
+    cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    while n < most and cost > good_enough:
+        found = _best_candidates(
+            load_EM,
+            home_node,
+            x_NM,
+            free,
+            copy_expert,
+            copy_node,
+            share_CM,
+            n,
+            best_expert,
+            best_node,
+            best_gain,
+        )
+        if found == 0:
+            break
+        _insert(copy_expert, copy_node, n, best_expert[0], best_node[0])
+        free[best_node[0]] -= 1
+        n += 1
+        cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    for _ in range(rounds):
+        before = cost
+        k = 0
+        while k < n and cost > good_enough:
+            old_expert = copy_expert[k]
+            old_node = copy_node[k]
+            _remove(copy_expert, copy_node, n, k)
+            free[old_node] += 1
+            _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
+            found = _best_candidates(
+                load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, n - 1,
+                best_expert, best_node, best_gain,
+            )  # fmt: skip
+            pick_expert = old_expert
+            pick_node = old_node
+            for i in range(found):
+                if best_expert[i] == old_expert and best_node[i] == old_node:
+                    continue
+                at = _insert(copy_expert, copy_node, n - 1, best_expert[i], best_node[i])
+                new_cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+                _remove(copy_expert, copy_node, n, at)
+                if new_cost < cost:
+                    cost = new_cost
+                    pick_expert = best_expert[i]
+                    pick_node = best_node[i]
+            _insert(copy_expert, copy_node, n - 1, pick_expert, pick_node)
+            free[pick_node] -= 1
+            k += 1
+        if before - cost <= max(price, before >> 12):
+            break
+    # Drop what does not pay, the least useful first.
+    while n > 0:
+        least = -1
+        least_cost = np.int64(0)
+        for k in range(n):
+            expert = copy_expert[k]
+            node = copy_node[k]
+            _remove(copy_expert, copy_node, n, k)
+            without = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
+            _insert(copy_expert, copy_node, n - 1, expert, node)
+            if least < 0 or without < least_cost:
+                least = k
+                least_cost = without
+        if least_cost - cost >= price and least_cost > good_enough:
+            break
+        _remove(copy_expert, copy_node, n, least)
+        n -= 1
+        cost = least_cost
+    return n, cost

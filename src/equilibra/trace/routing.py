@@ -1,0 +1,261 @@
+"""Routing as the rollout recorded it: which experts each token went to, in every layer.
+
+Symbols: T tokens, S sequences, L MoE layers, K experts per token (top-k), E experts, P policy-version
+segments.
+
+`Recording` is everything but where the ids are; `RoutingTrace` has them in memory (or in a `np.memmap`), and
+`equilibra.trace.store.StoredTrace` on disk. Functions that read ids go through `pieces()`, a few MiB at a
+time, and so work on both and never hold a whole recording.
+
+Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have `recorded` False. They
+belong to their sequence and count as its tokens; their ids mean nothing, are not checked, and are not counted
+as load.
+
+A token's K experts should differ. Frameworks fill rows they do not know with zeros or with one expert
+repeated, and such files must still open, so repeats are allowed here and counted as they stand;
+`equilibra.trace.count.require_distinct_experts` refuses them for those who ask.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = [
+    "MAX_EXPERTS",
+    "Ids",
+    "PolicySegments",
+    "Recording",
+    "RoutingPiece",
+    "RoutingTrace",
+    "check_ids",
+    "id_dtype",
+    "narrow_ids",
+    "tokens_per_piece",
+]
+
+Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
+MAX_EXPERTS = 65_536
+PIECE_BYTES = 16 << 20
+
+
+def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
+    """uint8 up to 256 experts, uint16 above, little-endian."""
+    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or not 1 <= num_experts <= MAX_EXPERTS:
+        raise InputError(f"num_experts must be a whole number from 1 to {MAX_EXPERTS}, not {num_experts!r}")
+    return np.dtype(np.uint8) if num_experts <= 256 else np.dtype("<u2")
+
+
+def tokens_per_piece(bytes_per_token: int) -> int:
+    """Tokens that `pieces()` hands out at a time."""
+    return max(1, PIECE_BYTES // bytes_per_token)
+
+
+def check_ids(ids: NDArray[np.integer[Any]], num_experts: int, recorded: NDArray[np.bool_] | None = None) -> None:
+    """Refuse ids of recorded tokens outside 0 to num_experts - 1; ids [t, L, K], recorded [t]."""
+    if ids.size == 0 or (ids.max() < num_experts and ids.min() >= 0):
+        return
+    known = ids if recorded is None else ids[recorded]
+    if known.size and (known.max() >= num_experts or known.min() < 0):
+        bad = int(known.max() if known.max() >= num_experts else known.min())
+        raise InputError(
+            f"expert id {bad} is out of range: ids must be 0 to {num_experts - 1} for {num_experts} experts; "
+            "check the number of experts, or mark these tokens as not recorded"
+        )
+
+
+def narrow_ids(
+    ids: NDArray[np.integer[Any]], num_experts: int, recorded: NDArray[np.bool_] | None = None
+) -> tuple[Ids, NDArray[np.bool_] | None]:
+    """Ids of any integer type as uint8 or uint16, and which tokens are recorded.
+
+    A token whose ids are all -1 has no recorded routing; a token with -1 in some places only is an error.
+    ids [t, L, K], recorded [t] or None for all.
+    """
+    dtype = id_dtype(num_experts)
+    if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
+        missing = (ids == -1).all(axis=(1, 2))
+        recorded = ~missing if recorded is None else recorded & ~missing
+    check_ids(ids, num_experts, recorded)
+    if ids.dtype == dtype:
+        return ids.astype(dtype, copy=False), recorded
+    known = ids if recorded is None else np.where(recorded[:, None, None], ids, 0)
+    return known.astype(dtype), recorded
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicySegments:
+    """Which policy version produced which tokens: runs of tokens, in order, over the whole recording."""
+
+    offsets: NDArray[np.int64]
+    """[P + 1] segment p is tokens offsets[p] to offsets[p + 1]; it may be a part of an answer, or several."""
+    version_of_segment: NDArray[np.int64]
+    """[P] policy version, for example the number of the optimizer step."""
+
+    def __post_init__(self) -> None:
+        _check_offsets("segment offsets", self.offsets)
+        if self.version_of_segment.shape != (len(self.offsets) - 1,):
+            raise InputError(
+                f"{len(self.offsets) - 1} segments need as many versions, not {self.version_of_segment.shape}"
+            )
+        if self.version_of_segment.dtype != np.int64:
+            raise InputError(f"policy versions must be int64, not {self.version_of_segment.dtype}")
+
+    def version_of_token(self) -> NDArray[np.int64]:
+        """[T] policy version of each token."""
+        return np.repeat(self.version_of_segment, np.diff(self.offsets))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingPiece:
+    """Some consecutive tokens of a recording."""
+
+    first_token: int
+    """number of the first token in the recording"""
+    ids: Ids
+    """[t, L, K] experts of each token"""
+    recorded: NDArray[np.bool_] | None
+    """[t] which tokens have recorded routing; None: all"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Recording(ABC):
+    """Everything about recorded routing but where the ids are kept."""
+
+    offsets: NDArray[np.int64]
+    """[S + 1] sequence s is tokens offsets[s] to offsets[s + 1]; none is empty"""
+    num_experts: int
+    """E, of every layer"""
+    recorded: NDArray[np.bool_] | None = None
+    """[T] which tokens have recorded routing; None: all"""
+    prompt_length_of_sequence: NDArray[np.int64] | None = None
+    """[S] tokens of the prompt, at the start of each sequence; None: not known"""
+    group_of_sequence: NDArray[np.int64] | None = None
+    """[S] prompt group: answers to one prompt share a number >= 0; None: not known"""
+    segments: PolicySegments | None = None
+    """policy version of every token; None: not known"""
+
+    def __post_init__(self) -> None:
+        num_tokens, _, top_k = self.shape
+        if min(self.shape) < 1:
+            raise InputError(f"ids must be [tokens, layers, k], all > 0, not {self.shape}: an empty trace has no load")
+        id_dtype(self.num_experts)
+        if top_k > self.num_experts:
+            raise InputError(f"{top_k} experts per token need at least as many experts, not {self.num_experts}")
+        _check_offsets("sequence offsets", self.offsets, num_tokens)
+        if self.recorded is not None and (self.recorded.shape != (num_tokens,) or self.recorded.dtype != np.bool_):
+            raise InputError(f"recorded must be bool [{num_tokens}], not {self.recorded.dtype} {self.recorded.shape}")
+        for name in ("prompt_length_of_sequence", "group_of_sequence"):
+            value = getattr(self, name)
+            if value is not None:
+                _check_per_sequence(name, value, self.num_sequences)
+        if (
+            self.prompt_length_of_sequence is not None
+            and (self.prompt_length_of_sequence > self.length_of_sequence).any()
+        ):
+            raise InputError("a prompt is longer than its sequence: prompt lengths must be at most sequence lengths")
+        if self.segments is not None:
+            _check_offsets("segment offsets", self.segments.offsets, num_tokens)
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, int, int]:
+        """(T, L, K)."""
+
+    @abstractmethod
+    def pieces(self) -> Iterator[RoutingPiece]:
+        """All tokens in order, a few MiB at a time. What was read is good only after the last one."""
+
+    @property
+    def num_tokens(self) -> int:
+        """T."""
+        return self.shape[0]
+
+    @property
+    def num_layers(self) -> int:
+        """L."""
+        return self.shape[1]
+
+    @property
+    def top_k(self) -> int:
+        """K."""
+        return self.shape[2]
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return len(self.offsets) - 1
+
+    @property
+    def length_of_sequence(self) -> NDArray[np.int64]:
+        """[S] tokens of each sequence, with or without recorded routing."""
+        return np.diff(self.offsets)
+
+    @property
+    def tokens_without_routing(self) -> int:
+        """Tokens that will be routed live, because their routing was not recorded."""
+        return 0 if self.recorded is None else int(self.num_tokens - np.count_nonzero(self.recorded))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class RoutingTrace(Recording):
+    """A recording with its ids in memory."""
+
+    ids: Ids
+    """[T, L, K] experts of each token in each layer, logical: uint8 up to 256 experts, uint16 above"""
+
+    def __post_init__(self) -> None:
+        if self.ids.ndim != 3:
+            raise InputError(f"ids must be [tokens, layers, k], not of shape {self.ids.shape}")
+        super().__post_init__()
+        if self.ids.dtype != id_dtype(self.num_experts):
+            raise InputError(
+                f"ids for {self.num_experts} experts must be {id_dtype(self.num_experts)}, "
+                f"not {self.ids.dtype}; use narrow_ids to convert them"
+            )
+        for piece in self.pieces():
+            check_ids(piece.ids, self.num_experts, piece.recorded)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(T, L, K)."""
+        num_tokens, num_layers, top_k = self.ids.shape
+        return num_tokens, num_layers, top_k
+
+    def pieces(self) -> Iterator[RoutingPiece]:
+        """All tokens in order, a few MiB at a time."""
+        step = tokens_per_piece(self.num_layers * self.top_k * self.ids.itemsize)
+        for first in range(0, self.num_tokens, step):
+            recorded = None if self.recorded is None else self.recorded[first : first + step]
+            yield RoutingPiece(first_token=first, ids=self.ids[first : first + step], recorded=recorded)
+
+
+def _check_offsets(what: str, offsets: NDArray[np.int64], num_tokens: int | None = None) -> None:
+    if offsets.ndim != 1 or len(offsets) < 2 or offsets.dtype != np.int64:
+        raise InputError(f"{what} must be int64 [number + 1], at least 2, not {offsets.dtype} {offsets.shape}")
+    if offsets[0] != 0 or (num_tokens is not None and offsets[-1] != num_tokens):
+        end = "the number of tokens" if num_tokens is None else num_tokens
+        raise InputError(f"{what} must run from 0 to {end}, not from {offsets[0]} to {offsets[-1]}")
+    steps = np.diff(offsets)
+    if (steps < 1).any():
+        at = int(np.argmax(steps < 1))
+        raise InputError(
+            f"{what} must grow: number {at} runs from {offsets[at]} to {offsets[at + 1]}; "
+            "sort them and leave empty ones out"
+        )
+
+
+def _check_per_sequence(name: str, value: NDArray[np.int64], num_sequences: int) -> None:
+    if value.shape != (num_sequences,) or value.dtype != np.int64:
+        raise InputError(f"{name} must be int64 [{num_sequences}], not {value.dtype} {value.shape}")
+    if value.min() < 0:
+        raise InputError(f"{name} must not be negative, and holds {value.min()}")

@@ -1,0 +1,216 @@
+"""Kernels that draw routing: random numbers that depend on names, not on order, and experts drawn without
+replacement.
+
+Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each (sequence, layer) has a weight
+per expert, and each of its tokens draws K different experts, one after the other, with probability
+proportional to weight among those left. That is what top-k does to router scores with Gumbel noise.
+
+Random numbers come from SplitMix64, started from a hash of (seed, purpose, sequence or group, layer): any
+thread can compute any sequence, and the result is the same. Draws use an alias table (one random number, one
+look-up); a draw that hits an expert already taken is repeated, and after `TRIES` draws per expert wanted the
+rest is scanned instead, so skewed weights cannot stall it.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import TYPE_CHECKING, Any
+
+import numba
+import numpy as np
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from equilibra.trace.routing import Ids
+
+__all__ = [
+    "GOLDEN",
+    "SCALE_53",
+    "TOKENS",
+    "add_normals",
+    "draw_ids",
+    "draw_tokens",
+    "fill_alias",
+    "fill_weights",
+    "mix",
+    "njit",
+    "stream",
+]
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+LOW_32 = np.uint64(0xFFFFFFFF)
+GROUP, NOISE, TOKENS = 1, 2, 3
+TRIES = 8
+SCALE_53 = 1.0 / (1 << 53)
+
+njit = numba.njit(nogil=True, cache=True)
+
+
+@njit
+def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
+    """SplitMix64's finaliser: 64 bits in, 64 well-mixed bits out."""
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return z ^ (z >> np.uint64(31))
+
+
+@njit
+def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN401 - numba uint64
+    """State of the random stream with this name."""
+    state = mix(np.uint64(seed) + GOLDEN)
+    state = mix(state + np.uint64(purpose) * GOLDEN)
+    state = mix(state + np.uint64(item) * GOLDEN)
+    return mix(state + np.uint64(layer) * GOLDEN)
+
+
+@njit
+def add_normals(out: NDArray[np.float64], scale: float, state: Any) -> None:  # noqa: ANN401 - numba uint64
+    """Add scale * N(0, 1) to each element (Box-Muller)."""
+    for i in range(0, len(out), 2):
+        state += GOLDEN
+        first = ((mix(state) >> np.uint64(11)) + np.uint64(1)) * SCALE_53
+        state += GOLDEN
+        angle = 2.0 * math.pi * ((mix(state) >> np.uint64(11)) * SCALE_53)
+        radius = scale * math.sqrt(-2.0 * math.log(first))
+        out[i] += radius * math.cos(angle)
+        if i + 1 < len(out):
+            out[i + 1] += radius * math.sin(angle)
+
+
+@njit
+def fill_weights(
+    weight: NDArray[np.float64],
+    log_popularity: NDArray[np.float64],
+    group_scale: float,
+    noise_scale: float,
+    seed: int,
+    group: int,
+    sequence: int,
+    layer: int,
+) -> None:
+    """Weights of the experts for one sequence and layer; the largest is 1."""
+    weight[:] = log_popularity
+    if group_scale > 0.0:
+        add_normals(weight, group_scale, stream(seed, GROUP, group, layer))
+    if noise_scale > 0.0:
+        add_normals(weight, noise_scale, stream(seed, NOISE, sequence, layer))
+    top = weight.max()
+    for e in range(len(weight)):
+        weight[e] = math.exp(weight[e] - top)
+
+
+@njit
+def fill_alias(
+    weight: NDArray[np.float64],
+    threshold: NDArray[np.uint64],
+    choice: NDArray[np.int64],
+    share: NDArray[np.float64],
+    work: NDArray[np.int64],
+) -> None:
+    """Vose's alias table: column c gives choice[c, 1] = c below threshold[c], else choice[c, 0]."""
+    num_experts = len(weight)
+    scale = num_experts / weight.sum()
+    small, large = 0, num_experts
+    for e in range(num_experts):
+        share[e] = weight[e] * scale
+        choice[e, 0] = choice[e, 1] = e
+        threshold[e] = LOW_32 + np.uint64(1)
+        if share[e] < 1.0:
+            work[small] = e
+            small += 1
+        else:
+            large -= 1
+            work[large] = e
+    while small > 0 and large < num_experts:
+        small -= 1
+        low, high = work[small], work[large]
+        threshold[low] = np.uint64(share[low] * 4294967296.0)
+        choice[low, 0] = high
+        share[high] -= 1.0 - share[low]
+        if share[high] < 1.0:
+            large += 1
+            work[small] = high
+            small += 1
+
+
+@njit
+def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int, uniform: float) -> int:
+    """One expert among those not taken, by weight."""
+    total, last = 0.0, -1
+    for e in range(len(weight)):
+        if taken[e] != mark:
+            total += weight[e]
+            last = e
+    left = uniform * total
+    for e in range(len(weight)):
+        if taken[e] != mark:
+            left -= weight[e]
+            if left < 0.0:
+                return e
+    return last
+
+
+@njit
+def draw_tokens(
+    ids_TK: Ids,
+    weight: NDArray[np.float64],
+    threshold: NDArray[np.uint64],
+    choice: NDArray[np.int64],
+    taken: NDArray[np.int64],
+    first_mark: int,
+    state: Any,  # noqa: ANN401 - numba uint64
+) -> None:
+    """K different experts for each token. Token t writes first_mark + t in `taken` for its experts."""
+    num_tokens, top_k = ids_TK.shape
+    num_experts = np.uint64(len(weight))
+    for t in range(num_tokens):
+        mark = first_mark + t
+        drawn, tries = 0, 0
+        while drawn < top_k and tries < TRIES * top_k:
+            state += GOLDEN
+            z = mix(state)
+            column = ((z >> np.uint64(32)) * num_experts) >> np.uint64(32)
+            below = ((z & LOW_32) - threshold[column]) >> np.uint64(63)  # sign bit: a branch would be mispredicted
+            e = choice[column, below]
+            ids_TK[t, drawn] = e  # stays only if it is a new one
+            drawn += taken[e] != mark
+            taken[e] = mark
+            tries += 1
+        while drawn < top_k:
+            state += GOLDEN
+            e = _draw_rest(weight, taken, mark, (mix(state) >> np.uint64(11)) * SCALE_53)
+            ids_TK[t, drawn] = e
+            taken[e] = mark
+            drawn += 1
+
+
+@njit
+def draw_ids(
+    ids: Ids,
+    offsets: NDArray[np.int64],
+    first_sequence: int,
+    last_sequence: int,
+    group_of_sequence: NDArray[np.int64],
+    log_popularity_LE: NDArray[np.float64],
+    group_scale: float,
+    noise_scale: float,
+    seed: int,
+) -> None:
+    """Fill the ids of sequences first_sequence to last_sequence."""
+    num_layers = ids.shape[1]
+    num_experts = log_popularity_LE.shape[1]
+    weight, share = np.empty(num_experts), np.empty(num_experts)
+    threshold = np.empty(num_experts, np.uint64)
+    choice, work = np.empty((num_experts, 2), np.int64), np.empty(num_experts, np.int64)
+    taken = np.zeros(num_experts, np.int64)
+    mark = 1
+    for s in range(first_sequence, last_sequence):
+        for layer in range(num_layers):
+            log_popularity = log_popularity_LE[layer]
+            fill_weights(weight, log_popularity, group_scale, noise_scale, seed, group_of_sequence[s], s, layer)
+            fill_alias(weight, threshold, choice, share, work)
+            state = stream(seed, TOKENS, s, layer)
+            start, stop = offsets[s], offsets[s + 1]
+            draw_tokens(ids[start:stop, layer], weight, threshold, choice, taken, mark, state)
+            mark += stop - start

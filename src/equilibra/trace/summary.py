@@ -1,0 +1,133 @@
+"""What a recording holds, and how unbalanced it would be on a cluster: the first question anybody asks.
+
+Symbols: T tokens, S sequences, M micro-batches, L layers, E experts, R ranks. Homes are contiguous (expert e
+lives on rank e // (E / R)), and micro-batches are whole sequences in file order, filled up to the token
+budget, the last one included. The recording is read once, a few MiB at a time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from equilibra.measure.imbalance import imbalance, spread
+from equilibra.trace.count import loads_of_groups, micro_batches_in_file_order
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+    from equilibra.core.cluster import Cluster
+    from equilibra.trace.routing import Recording
+
+__all__ = ["TraceSummary", "summarize"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSummary:
+    """Sizes and imbalances of a recording on a cluster."""
+
+    tokens: int
+    """T"""
+    sequences: int
+    """S"""
+    layers: int
+    """L"""
+    experts: int
+    """E"""
+    top_k: int
+    """experts per token"""
+    tokens_without_routing: int
+    """tokens that will be routed live"""
+    groups: int | None
+    """prompt groups; None: not known"""
+    policy_versions: int | None
+    """different policy versions; None: not known"""
+    length_median: float
+    """tokens of a sequence"""
+    length_p99: float
+    """tokens of a sequence, 99th percentile"""
+    length_max: int
+    """tokens of the longest sequence"""
+    ranks: int
+    """R"""
+    nodes: int
+    """nodes of the cluster"""
+    tokens_per_microbatch: int
+    """token budget of a micro-batch"""
+    microbatches: int
+    """M"""
+    imbalance_batch: float
+    """slowest rank over mean rank of the batch totals, mean over layers"""
+    imbalance_microbatch_mean: float
+    """the same of each micro-batch and layer, mean over both"""
+    imbalance_microbatch_p99: float
+    """99th percentile of them"""
+    imbalance_microbatch_worst: float
+    """largest of them"""
+    node_imbalance_batch: float
+    """slowest node over mean node of the batch totals, mean over layers"""
+    node_imbalance_microbatch_mean: float
+    """the same of each micro-batch and layer, mean over both"""
+    worst_layer: int
+    """layer with the largest imbalance of the batch totals"""
+    imbalance_of_layer: tuple[float, ...]
+    """[L] slowest rank over mean rank of the batch totals"""
+    load_share_of_rank: tuple[float, ...]
+    """[R] share of the worst layer's load that each rank gets; the mean is 1 / R"""
+
+    def to_dict(self) -> dict[str, Any]:
+        """For JSON."""
+        return asdict(self)
+
+
+def summarize(recording: Recording, cluster: Cluster, tokens_per_microbatch: int) -> TraceSummary:
+    """Read the recording once and say what it holds."""
+    experts_per_rank = cluster.experts_per_rank(recording.num_experts)
+    lengths = recording.length_of_sequence
+    micro_batches = micro_batches_in_file_order(lengths, tokens_per_microbatch)
+    total = np.zeros((recording.num_layers, cluster.num_ranks), dtype=np.int64)
+    rank_imbalances, node_imbalances = [], []
+    for block in loads_of_groups(recording, recording.offsets[micro_batches]):
+        by_home = block.tokens_GLE.reshape(*block.tokens_GLE.shape[:2], cluster.num_ranks, experts_per_rank)
+        load = by_home.sum(axis=-1, dtype=np.int64)
+        total += load.sum(axis=0)
+        rank_imbalances.append(imbalance(load))
+        node_imbalances.append(imbalance(_by_node(load, cluster)))
+    rank_spread = spread(np.concatenate(rank_imbalances))
+    of_layer = imbalance(total)
+    worst = int(of_layer.argmax())
+    groups, segments = recording.group_of_sequence, recording.segments
+    return TraceSummary(
+        tokens=recording.num_tokens,
+        sequences=recording.num_sequences,
+        layers=recording.num_layers,
+        experts=recording.num_experts,
+        top_k=recording.top_k,
+        tokens_without_routing=recording.tokens_without_routing,
+        groups=None if groups is None else len(np.unique(groups)),
+        policy_versions=None if segments is None else len(np.unique(segments.version_of_segment)),
+        length_median=float(np.median(lengths)),
+        length_p99=float(np.percentile(lengths, 99)),
+        length_max=int(lengths.max()),
+        ranks=cluster.num_ranks,
+        nodes=cluster.num_nodes,
+        tokens_per_microbatch=tokens_per_microbatch,
+        microbatches=len(micro_batches) - 1,
+        imbalance_batch=float(of_layer.mean()),
+        imbalance_microbatch_mean=rank_spread.mean,
+        imbalance_microbatch_p99=rank_spread.p99,
+        imbalance_microbatch_worst=rank_spread.worst,
+        node_imbalance_batch=float(imbalance(_by_node(total, cluster)).mean()),
+        node_imbalance_microbatch_mean=float(np.concatenate(node_imbalances).mean()),
+        worst_layer=worst,
+        imbalance_of_layer=tuple(float(value) for value in of_layer),
+        load_share_of_rank=tuple(float(value) for value in total[worst] / max(1, total[worst].sum())),
+    )
+
+
+def _by_node(load: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+    """[..., N] load of each node from load [..., R]."""
+    by_node: NDArray[np.int64] = load.reshape(*load.shape[:-1], cluster.num_nodes, cluster.ranks_per_node).sum(axis=-1)
+    return by_node

@@ -1,0 +1,234 @@
+"""Synthetic RL routing: traces and loads with the skew of a real one, of any size.
+
+Symbols: S sequences, L layers, K experts per token, E experts. A step has `num_prompts` prompts with
+`answers_per_prompt` answers each; answers of one prompt stand together. The log-weight of an expert for one
+sequence is
+
+    popularity_skew * A[layer, expert]                                 what the model does to any text
+    + sequence_noise * (sqrt(c) * G[prompt, layer, expert]             what it does to this prompt
+                        + sqrt(1 - c) * N[sequence, layer, expert])    and to this answer
+
+with A, G, N standard normal and c = group_correlation. Each token draws K different experts by weight. From
+step to step popularity drifts: A' = sqrt(1 - drift^2) * A + drift * (new normals), so its spread stays and
+its memory fades; prompts are always new. Lengths are log-normal, cut at `max_length`. The same arguments give
+the same trace, however it is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad
+from equilibra.trace.count import micro_batches_in_file_order
+from equilibra.trace.routing import Recording, RoutingPiece, RoutingTrace, id_dtype, tokens_per_piece
+from equilibra.trace.sampling import draw_ids
+from equilibra.trace.totals import draw_loads
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+    from numpy.typing import NDArray
+
+__all__ = [
+    "SynthKnobs",
+    "SynthShape",
+    "SyntheticRecording",
+    "synthesize",
+    "synthesize_loads",
+    "synthetic_recording",
+]
+
+POPULARITY, LENGTHS, ROUTING = 1, 2, 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthKnobs:
+    """How unbalanced, how correlated, how long."""
+
+    popularity_skew: float = 0.7
+    """standard deviation of log-popularity over the experts of a layer; 0: all equally popular"""
+    sequence_noise: float = 0.8
+    """standard deviation of how a sequence's log-weights differ from popularity; 0: all sequences alike"""
+    group_correlation: float = 0.4
+    """correlation of those differences between two answers to one prompt, 0 to 1"""
+    drift: float = 0.1
+    """how much of popularity is new after one step, 0 (frozen) to 1 (forgotten)"""
+    median_length: float = 2048.0
+    """tokens of a sequence, median"""
+    length_tail: float = 0.8
+    """standard deviation of log-length; 0: all of one length"""
+    max_length: int = 16_384
+    """tokens at which a sequence is cut"""
+
+    def __post_init__(self) -> None:
+        limits = {
+            "popularity_skew": (0.0, 20.0),
+            "sequence_noise": (0.0, 20.0),
+            "group_correlation": (0.0, 1.0),
+            "drift": (0.0, 1.0),
+            "median_length": (1.0, 1e9),
+            "length_tail": (0.0, 10.0),
+            "max_length": (1, 10**9),
+        }
+        for name, (least, most) in limits.items():
+            value = getattr(self, name)
+            if not least <= value <= most:
+                raise InputError(f"{name} must be from {least} to {most}, not {value}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class SynthShape:
+    """How much to make, and for which model."""
+
+    num_prompts: int
+    """prompts of the step"""
+    answers_per_prompt: int
+    """answers to each prompt"""
+    num_layers: int
+    """L"""
+    num_experts: int
+    """E"""
+    top_k: int
+    """K"""
+
+    def __post_init__(self) -> None:
+        for name in ("num_prompts", "answers_per_prompt", "num_layers", "top_k"):
+            if not 1 <= getattr(self, name) <= 10**7:
+                raise InputError(f"{name} must be from 1 to 10000000, not {getattr(self, name)}")
+        if self.num_sequences > 10**7:
+            raise InputError(f"{self.num_sequences} sequences are too many: at most 10000000")
+        id_dtype(self.num_experts)
+        if self.top_k > self.num_experts:
+            raise InputError(f"{self.top_k} different experts per token need as many experts, not {self.num_experts}")
+
+    @property
+    def num_sequences(self) -> int:
+        """S."""
+        return self.num_prompts * self.answers_per_prompt
+
+    def group_of_sequence(self) -> NDArray[np.int64]:
+        """[S] the prompt of each answer."""
+        return np.arange(self.num_sequences) // self.answers_per_prompt
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class SyntheticRecording(Recording):
+    """A recording that is made while it is read, so that it can be written or counted whatever its size."""
+
+    size: SynthShape
+    """how much"""
+    knobs: SynthKnobs
+    """of what kind"""
+    seed: int
+    """of all random numbers"""
+    step: int
+    """steps of drift behind it"""
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """(T, L, K)."""
+        return int(self.offsets[-1]), self.size.num_layers, self.size.top_k
+
+    def pieces(self) -> Iterator[RoutingPiece]:
+        """All tokens in order, some whole sequences at a time."""
+        dtype = id_dtype(self.num_experts)
+        step = tokens_per_piece(self.num_layers * self.top_k * dtype.itemsize)
+        popularity = _log_popularity(self.size, self.knobs, self.seed, self.step)
+        seed, groups = _stream_seed(self.seed, self.step), self.size.group_of_sequence()
+        bounds = micro_batches_in_file_order(self.length_of_sequence, step)
+        for first, last in pairwise(bounds.tolist()):
+            start, stop = int(self.offsets[first]), int(self.offsets[last])
+            ids = np.empty((stop - start, self.num_layers, self.top_k), dtype=dtype)
+            draw_ids(ids, self.offsets - start, first, last, groups, popularity, *_scales(self.knobs), seed)
+            recorded = None if self.recorded is None else self.recorded[start:stop]
+            yield RoutingPiece(first_token=start, ids=ids, recorded=recorded)
+
+
+def synthetic_recording(
+    size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step: int = 0, record_last_token: bool = True
+) -> SyntheticRecording:
+    """One step, made while it is read. `record_last_token=False`: last tokens have none, as in rollouts."""
+    offsets = np.concatenate([[0], np.cumsum(_lengths(size, knobs, seed, step))]).astype(np.int64)
+    recorded = None
+    if not record_last_token:
+        recorded = np.ones(offsets[-1], dtype=np.bool_)
+        recorded[offsets[1:] - 1] = False
+    return SyntheticRecording(
+        offsets=offsets,
+        num_experts=size.num_experts,
+        recorded=recorded,
+        group_of_sequence=size.group_of_sequence(),
+        size=size,
+        knobs=knobs,
+        seed=seed,
+        step=step,
+    )
+
+
+def synthesize(
+    size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step: int = 0, record_last_token: bool = True
+) -> RoutingTrace:
+    """One step in memory."""
+    made = synthetic_recording(size, knobs, seed=seed, step=step, record_last_token=record_last_token)
+    ids = np.empty(made.shape, dtype=id_dtype(size.num_experts))
+    for piece in made.pieces():
+        ids[piece.first_token : piece.first_token + len(piece.ids)] = piece.ids
+    return RoutingTrace(
+        ids=ids,
+        offsets=made.offsets,
+        num_experts=size.num_experts,
+        recorded=made.recorded,
+        group_of_sequence=made.group_of_sequence,
+    )
+
+
+def synthesize_loads(size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step: int = 0) -> SequenceLoad:
+    """The loads of such a step without its tokens: those of long sequences are drawn as totals."""
+    lengths = _lengths(size, knobs, seed, step)
+    tokens_SLE = np.empty((size.num_sequences, size.num_layers, size.num_experts), dtype=np.int32)
+    popularity = _log_popularity(size, knobs, seed, step)
+    groups, stream = size.group_of_sequence(), _stream_seed(seed, step)
+    draw_loads(tokens_SLE, lengths, 0, len(lengths), groups, popularity, *_scales(knobs), stream, size.top_k)
+    return SequenceLoad(tokens_SLE=tokens_SLE, length_of_sequence=lengths)
+
+
+def _scales(knobs: SynthKnobs) -> tuple[float, float]:
+    """Standard deviations of G and N."""
+    return (
+        knobs.sequence_noise * math.sqrt(knobs.group_correlation),
+        knobs.sequence_noise * math.sqrt(1.0 - knobs.group_correlation),
+    )
+
+
+def _generator(seed: int, *names: int) -> np.random.Generator:
+    if seed < 0 or min(names) < 0:
+        raise InputError(f"seed and step must not be negative, not {(seed, *names)}")
+    return np.random.default_rng([seed, *names])
+
+
+def _stream_seed(seed: int, step: int) -> int:
+    return int(_generator(seed, ROUTING, step).integers(0, 2**62))
+
+
+def _lengths(size: SynthShape, knobs: SynthKnobs, seed: int, step: int) -> NDArray[np.int64]:
+    normals = _generator(seed, LENGTHS, step).standard_normal(size.num_sequences)
+    lengths = np.rint(knobs.median_length * np.exp(knobs.length_tail * normals))
+    return np.clip(lengths, 1, knobs.max_length).astype(np.int64)
+
+
+def _log_popularity(size: SynthShape, knobs: SynthKnobs, seed: int, step: int) -> NDArray[np.float64]:
+    """[L, E] log-popularity at a step: popularity_skew * A after `step` steps of drift."""
+    if step > 100_000:
+        raise InputError(f"step must be at most 100000, not {step}")
+    grid = (size.num_layers, size.num_experts)
+    popularity = _generator(seed, POPULARITY, 0).standard_normal(grid)
+    for past in range(1, step + 1) if knobs.drift > 0 else ():
+        new = _generator(seed, POPULARITY, past).standard_normal(grid)
+        popularity = math.sqrt(1.0 - knobs.drift**2) * popularity + knobs.drift * new
+    return knobs.popularity_skew * popularity
