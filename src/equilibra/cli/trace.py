@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     import argparse
     from collections.abc import Iterator, Sequence
 
     from equilibra.trace.summary import TraceSummary
-    from equilibra.trace.synth import SynthKnobs
+    from equilibra.trace.synth import SynthKnobs, SynthShape
 
 __all__ = ["add_parser"]
 
@@ -121,93 +121,67 @@ def _synth(arguments: argparse.Namespace) -> int:
     from dataclasses import asdict  # noqa: PLC0415
 
     from equilibra.trace.open import save_trace  # noqa: PLC0415 - the handler pays for numpy
-    from equilibra.trace.synth import SynthShape, synthetic_recording  # noqa: PLC0415
+    from equilibra.trace.synth import synthetic_recording  # noqa: PLC0415
 
     with _announced(f"making {arguments.target}"):
-        knobs, layers, experts, top_k = _wanted(arguments)
-        size = SynthShape(
-            num_prompts=arguments.prompts,
-            answers_per_prompt=arguments.answers,
-            num_layers=layers,
-            num_experts=experts,
-            top_k=top_k,
-        )
+        size, knobs = _wanted(arguments)
         recording = synthetic_recording(
-            size,
-            knobs,
-            seed=arguments.seed,
-            step=arguments.step,
-            record_last_token=not arguments.no_last_token,
+            size, knobs, seed=arguments.seed, step=arguments.step, record_last_token=not arguments.no_last_token
         )
         save_trace(recording, arguments.target, overwrite=arguments.overwrite)
     made = {
         "target": arguments.target,
         "tokens": recording.num_tokens,
         "sequences": recording.num_sequences,
-        "layers": layers,
-        "experts": experts,
-        "top_k": top_k,
+        "layers": size.num_layers,
+        "experts": size.num_experts,
+        "top_k": size.top_k,
         "knobs": asdict(knobs),
     }
-    text = "wrote {target}: {tokens} tokens, {sequences} sequences, {layers} layers, {top_k}/{experts} experts"
+    text = "wrote {target}: {tokens} tokens, {sequences} sequences, {layers} layers, {top_k} of {experts} experts"
     lines = [text.format(**made), *(f"  {name:18} {value:g}" for name, value in asdict(knobs).items())]
     _print(json.dumps(made) if arguments.json else "\n".join(lines))
     return 0
 
 
-def _wanted(arguments: argparse.Namespace) -> tuple[SynthKnobs, int, int, int]:
-    """Knobs, layers, experts and top-k: what was asked for, else those of --like, else the defaults."""
+def _wanted(arguments: argparse.Namespace) -> tuple[SynthShape, SynthKnobs]:
+    """What was asked for, else what --like has, else the defaults."""
     from dataclasses import replace  # noqa: PLC0415
 
-    from equilibra.trace.synth import SynthKnobs  # noqa: PLC0415
+    from equilibra.trace.synth import SynthKnobs, SynthShape  # noqa: PLC0415
 
-    knobs, layers, experts, top_k = SynthKnobs(), 48, 128, 8
+    knobs = SynthKnobs()
+    model = {"num_layers": 48, "num_experts": 128, "top_k": 8}
     if arguments.like is not None:
         from equilibra.trace.fit import fit_knobs  # noqa: PLC0415
         from equilibra.trace.open import load_trace  # noqa: PLC0415
 
         real = load_trace(arguments.like)
         knobs = fit_knobs(real, answers_per_prompt=arguments.answers)
-        layers, experts, top_k = real.num_layers, real.num_experts, real.top_k
-    asked = {name: getattr(arguments, name) for name in KNOBS if getattr(arguments, name) is not None}
-    return (
-        replace(knobs, **asked),
-        layers if arguments.layers is None else arguments.layers,
-        experts if arguments.experts is None else arguments.experts,
-        top_k if arguments.top_k is None else arguments.top_k,
-    )
+        model = {"num_layers": real.num_layers, "num_experts": real.num_experts, "top_k": real.top_k}
+    asked = {"num_layers": arguments.layers, "num_experts": arguments.experts, "top_k": arguments.top_k}
+    model.update({name: value for name, value in asked.items() if value is not None})
+    asked_knobs = {name: getattr(arguments, name) for name in KNOBS if getattr(arguments, name) is not None}
+    size = SynthShape(num_prompts=arguments.prompts, answers_per_prompt=arguments.answers, **model)
+    return size, replace(knobs, **asked_knobs)
 
 
 def _table(file: str, summary: TraceSummary) -> str:
-    rows: list[tuple[str, Any]] = [
-        ("tokens", f"{summary.tokens:,} ({summary.tokens_without_routing:,} without routing)"),
-        (
-            "sequences",
-            f"{summary.sequences:,} of {summary.length_median:g} tokens (median) to {summary.length_max:,}",
-        ),
-        ("model", f"{summary.layers} MoE layers, {summary.top_k} of {summary.experts} experts"),
-        ("cluster", f"{summary.nodes} nodes, {summary.ranks} ranks, contiguous homes"),
-        (
-            "micro-batches",
-            f"{summary.microbatches:,} of at most {summary.tokens_per_microbatch:,} tokens, file order",
-        ),
-    ]
-    imbalances: list[tuple[str, float, str]] = [
+    rows = {
+        "tokens": f"{summary.tokens:,} ({summary.tokens_without_routing:,} without routing)",
+        "sequences": f"{summary.sequences:,} of {summary.length_median:g} tokens (median) to {summary.length_max:,}",
+        "model": f"{summary.layers} MoE layers, {summary.top_k} of {summary.experts} experts",
+        "cluster": f"{summary.nodes} nodes, {summary.ranks} ranks, contiguous homes",
+        "micro-batches": f"{summary.microbatches:,} of {summary.tokens_per_microbatch:,} tokens (budget), file order",
+    }
+    imbalances = [
         ("batch", summary.imbalance_batch, "totals, mean over layers"),
         ("micro-batch mean", summary.imbalance_microbatch_mean, "mean over micro-batches and layers"),
         ("micro-batch p99", summary.imbalance_microbatch_p99, "99th percentile"),
-        (
-            "nodes, mean",
-            summary.node_imbalance_microbatch_mean,
-            "slowest node over mean node, per micro-batch",
-        ),
+        ("nodes, mean", summary.node_imbalance_microbatch_mean, "slowest node over mean node, per micro-batch"),
     ]
-    lines = [
-        file,
-        *(f"  {name:18} {value}" for name, value in rows),
-        "",
-        "  imbalance (slowest rank over mean rank)",
-    ]
+    lines = [file, *(f"  {name:18} {value}" for name, value in rows.items()), ""]
+    lines += ["  imbalance (slowest rank over mean rank)"]
     lines += [f"  {name:18} {value:6.3f}  {_bar(value)}  {text}" for name, value, text in imbalances]
     lines += ["", f"  layers 0 to {summary.layers - 1:<7} {_sparkline(summary.imbalance_of_layer)}"]
     lines += [f"  ranks of layer {summary.worst_layer:<3} {_sparkline(summary.load_share_of_rank)}  the worst layer"]

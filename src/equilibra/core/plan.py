@@ -23,7 +23,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Migration, Placement
 from equilibra.core.schedule import Schedule
 
-__all__ = ["Stage", "StagePlan", "StandingCopies", "StepPlan"]
+__all__ = ["STAGE_ARRAYS", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
 
 
 class Stage(StrEnum):
@@ -176,7 +176,7 @@ class StepPlan:
         }
         for stage in Stage:
             plan = self.stages[stage]
-            for name in _STAGE_ARRAYS:
+            for name in STAGE_ARRAYS:
                 arrays[f"{stage}_{name}"] = getattr(plan, name)
         if self.schedule is not None:
             arrays["micro_batch_of_sequence"] = self.schedule.micro_batch_of_sequence
@@ -195,7 +195,7 @@ class StepPlan:
                 _check_slots(self, self.stages[stage], spare_slots)
 
 
-_STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
+STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
 
 
 def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:

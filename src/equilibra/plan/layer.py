@@ -41,8 +41,8 @@ class Means:
     """flash copies a rank may hold; 0 switches them off"""
     tolerance: float = 0.005
     """imbalance accepted for fewer copies"""
-    swaps: int = 60_000
-    """swaps of homes weighed per layer"""
+    work: int = 4_000_000
+    """how long to search for homes: swaps weighed times micro-batches, per layer"""
     max_moves: int = -1
     """homes that may move per layer, -1 for any number"""
     exchange_rounds: int = 1
@@ -153,7 +153,9 @@ def _reorder(
     move_us = (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
     base = np.zeros((num_bins, load_EM.shape[1]), np.int32)
     price = int(move_us / unit)
-    new_bins, _ = reorder_bins(bins, base, time_BEM, price, means.swaps, means.seed + layer, means.max_moves)
+    new_bins, _ = reorder_bins(
+        bins, base, time_BEM, price, means.work // load_EM.shape[1] + 1, means.seed + layer, means.max_moves
+    )
     return _slots_exchanged(home, bins, new_bins)
 
 

@@ -57,7 +57,7 @@ def _swap(members, position, x_BM, time_BEM, p, i, q, j):  # type: ignore[no-unt
 
 @kernel
 def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: ignore[no-untyped-def]
-    """Apply the best swap of each pair of bins until none helps; returns what is left of the budget of swaps weighed."""
+    """Apply the best swap of each pair of bins until none helps; returns what is left of the budget."""
     num_bins, num_micro_batches = x_BM.shape
     size = members.shape[1]
     without_p = np.empty((size, num_micro_batches), np.int32)
@@ -75,7 +75,7 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: 
                     others[m] = max(others[m], x_BM[b, m])
         now = np.int64(0)
         for m in range(num_micro_batches):
-            now += max(others[m], max(x_BM[p, m], x_BM[q, m]))
+            now += max(others[m], x_BM[p, m], x_BM[q, m])
         for i in range(size):
             a = members[p, i]
             b = members[q, i]
@@ -93,7 +93,7 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: 
                 for m in range(num_micro_batches):
                     in_p = without_p[i, m] + time_BEM[p, b, m]
                     in_q = without_q[j, m] + time_BEM[q, a, m]
-                    total += max(others[m], max(in_p, in_q))
+                    total += max(others[m], in_p, in_q)
                 away = np.int64(home0[a] != q) - np.int64(home0[a] != p)
                 away += np.int64(home0[b] != p) - np.int64(home0[b] != q)
                 gain = now - np.int64(total) - price * away
@@ -139,7 +139,7 @@ def reorder_bins(home0, base_BM, time_BEM, price, budget, seed, max_moves):  # t
     base_BM: time of each bin that does not depend on homes. price: of an expert away from home0, in the same units.
     budget: swaps to weigh. max_moves: at most so many experts may leave (a migration budget), -1 for any number.
     """
-    num_bins, num_micro_batches = base_BM.shape
+    num_bins = base_BM.shape[0]
     size = home0.size // num_bins
     members = np.empty((num_bins, size), np.int64)
     filled = np.zeros(num_bins, np.int64)

@@ -18,7 +18,6 @@ if the cap was reached; the same input gives the same copies on every machine.
 from __future__ import annotations
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import TypeVar
 
 import numpy as np
@@ -48,7 +48,7 @@ class Equilibra:
     """imbalance accepted for fewer flash copies"""
     min_tokens_per_copy: int | None = None
     """tokens below which no flash copy is made; None: what a copy costs"""
-    means: Means = Means()
+    means: Means = field(default_factory=Means)
     """how hard to search; slots and switches come from the problem and from this class"""
     threads: int | None = None
     """threads to plan with; None: one per processor"""

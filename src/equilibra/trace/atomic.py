@@ -51,11 +51,11 @@ def _check_target(path: Path, *, overwrite: bool) -> None:
 @contextmanager
 def atomic_file(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     """Give a neighbour to write; when the block ends without an error it becomes `path`."""
-    _check_target(path, overwrite=overwrite)
-    if path.is_dir():
-        raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
     part = _neighbour(path)
     try:
+        _check_target(path, overwrite=overwrite)
+        if path.is_dir():
+            raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
         yield part
         flush_to_disk(part)
         _check_target(path, overwrite=overwrite)
@@ -74,11 +74,11 @@ def atomic_folder(path: Path, *, overwrite: bool = False, replaceable_if: str = 
     Only a folder that holds a file `replaceable_if` is ever overwritten, so that a slip of the hand cannot
     delete a folder of something else.
     """
-    _check_target(path, overwrite=overwrite)
-    if os.path.lexists(path) and not (path / replaceable_if).is_file():
-        raise InputError(f"cannot overwrite {path}: it holds no {replaceable_if}, so it is something else")
     part, aside = _neighbour(path), _neighbour(path)
     try:
+        _check_target(path, overwrite=overwrite)
+        if os.path.lexists(path) and not (path / replaceable_if).is_file():
+            raise InputError(f"cannot overwrite {path}: it holds no {replaceable_if}, so it is something else")
         part.mkdir()
         yield part
         for file in part.iterdir():

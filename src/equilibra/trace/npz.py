@@ -15,6 +15,7 @@ allocated. Pickled (object) arrays are refused.
 from __future__ import annotations
 
 import logging
+import lzma
 import zipfile
 import zlib
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ def read_npz(path: Path | str, *, num_experts: int | None = None) -> RoutingTrac
             return _read(archive, path, num_experts)
     except OSError as error:
         raise TraceFormatError(f"cannot read {path}: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError, RuntimeError) as error:
+    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
         raise TraceFormatError(
             f"{path} is not a readable .npz ({error}): truncated, corrupted or no .npz at all; write it again"
         ) from error

@@ -84,21 +84,8 @@ class TraceSummary:
 
 def summarize(recording: Recording, cluster: Cluster, tokens_per_microbatch: int) -> TraceSummary:
     """Read the recording once and say what it holds."""
-    experts_per_rank = cluster.experts_per_rank(recording.num_experts)
-    lengths = recording.length_of_sequence
+    lengths, groups, segments = recording.length_of_sequence, recording.group_of_sequence, recording.segments
     micro_batches = micro_batches_in_file_order(lengths, tokens_per_microbatch)
-    total = np.zeros((recording.num_layers, cluster.num_ranks), dtype=np.int64)
-    rank_imbalances, node_imbalances = [], []
-    for block in loads_of_groups(recording, recording.offsets[micro_batches]):
-        by_home = block.tokens_GLE.reshape(*block.tokens_GLE.shape[:2], cluster.num_ranks, experts_per_rank)
-        load = by_home.sum(axis=-1, dtype=np.int64)
-        total += load.sum(axis=0)
-        rank_imbalances.append(imbalance(load))
-        node_imbalances.append(imbalance(_by_node(load, cluster)))
-    rank_spread = spread(np.concatenate(rank_imbalances))
-    of_layer = imbalance(total)
-    worst = int(of_layer.argmax())
-    groups, segments = recording.group_of_sequence, recording.segments
     return TraceSummary(
         tokens=recording.num_tokens,
         sequences=recording.num_sequences,
@@ -115,16 +102,34 @@ def summarize(recording: Recording, cluster: Cluster, tokens_per_microbatch: int
         nodes=cluster.num_nodes,
         tokens_per_microbatch=tokens_per_microbatch,
         microbatches=len(micro_batches) - 1,
-        imbalance_batch=float(of_layer.mean()),
-        imbalance_microbatch_mean=rank_spread.mean,
-        imbalance_microbatch_p99=rank_spread.p99,
-        imbalance_microbatch_worst=rank_spread.worst,
-        node_imbalance_batch=float(imbalance(_by_node(total, cluster)).mean()),
-        node_imbalance_microbatch_mean=float(np.concatenate(node_imbalances).mean()),
-        worst_layer=worst,
-        imbalance_of_layer=tuple(float(value) for value in of_layer),
-        load_share_of_rank=tuple(float(value) for value in total[worst] / max(1, total[worst].sum())),
+        **_imbalances(recording, cluster, recording.offsets[micro_batches]),
     )
+
+
+def _imbalances(recording: Recording, cluster: Cluster, token_offsets: NDArray[np.int64]) -> dict[str, Any]:
+    """The fields that need the ids; micro-batch m is tokens token_offsets[m] to token_offsets[m + 1]."""
+    experts_per_rank = cluster.experts_per_rank(recording.num_experts)
+    total = np.zeros((recording.num_layers, cluster.num_ranks), dtype=np.int64)
+    of_ranks, of_nodes = [], []
+    for block in loads_of_groups(recording, token_offsets):
+        by_home = block.tokens_GLE.reshape(*block.tokens_GLE.shape[:2], cluster.num_ranks, experts_per_rank)
+        load = by_home.sum(axis=-1, dtype=np.int64)
+        total += load.sum(axis=0)
+        of_ranks.append(imbalance(load))
+        of_nodes.append(imbalance(_by_node(load, cluster)))
+    over_ranks, of_layer = spread(np.concatenate(of_ranks)), imbalance(total)
+    worst = int(of_layer.argmax())
+    return {
+        "imbalance_batch": float(of_layer.mean()),
+        "imbalance_microbatch_mean": over_ranks.mean,
+        "imbalance_microbatch_p99": over_ranks.p99,
+        "imbalance_microbatch_worst": over_ranks.worst,
+        "node_imbalance_batch": float(imbalance(_by_node(total, cluster)).mean()),
+        "node_imbalance_microbatch_mean": float(np.concatenate(of_nodes).mean()),
+        "worst_layer": worst,
+        "imbalance_of_layer": tuple(of_layer.tolist()),
+        "load_share_of_rank": tuple((total[worst] / max(1, total[worst].sum())).tolist()),
+    }
 
 
 def _by_node(load: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:

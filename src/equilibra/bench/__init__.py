@@ -1,0 +1,1 @@
+"""Measurements of this package itself: problems, timed solves, and the results files."""

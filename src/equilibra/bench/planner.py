@@ -1,0 +1,272 @@
+"""The planner bench: every figure that the planner promises, measured, beside what it must reach.
+
+Each section is a function from a `Setting` to rows (plain dicts): copies on Zipf loads, copies on real routing, several
+nodes, small instances against an exact solver, an ablation, the speed of counting a recording, whole steps and growth.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from equilibra.bench.problems import file_order_load, zipf_loads
+from equilibra.bench.solve import over_sources, solve_problems
+from equilibra.bench.steps import growth, whole_step
+from equilibra.core.cluster import Cluster
+from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.model import MODELS
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.cost.rates import Rates
+from equilibra.measure.imbalance import imbalance
+from equilibra.plan.layer import Means
+from equilibra.plan.pack import in_order
+from equilibra.plan.planner import StepProblem, planner_named
+from equilibra.plan.step import Equilibra
+from equilibra.trace.count import sequence_loads
+from equilibra.trace.open import load_trace
+from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
+
+__all__ = ["NEED_TRACES", "SECTIONS", "Setting", "environment", "run_sections"]
+
+Row = dict[str, Any]
+SMALL, MIDDLE, LARGE = 2048, 8192, 32_768
+
+
+@dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a bench run has at hand."""
+
+    traces: Path | None
+    """folder with routing recordings; sections that need it are left out without it"""
+    quick: bool = False
+    """few repeats: to see that everything runs, not to report"""
+
+
+def run_sections(setting: Setting, names: list[str], tell: Callable[[str], None]) -> Iterator[tuple[str, list[Row]]]:
+    """Run sections one after another."""
+    for name in names:
+        tell(name)
+        start = perf_counter()
+        rows = SECTIONS[name](setting)
+        tell(f"{name}: {perf_counter() - start:.1f} s")
+        yield name, rows
+
+
+def environment() -> Row:
+    """The machine and the versions that made the figures."""
+    import numba  # noqa: PLC0415
+
+    cpu = platform.processor() or platform.machine()
+    info = Path("/proc/cpuinfo")
+    if info.is_file():
+        lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
+        cpu = lines[0].split(":", 1)[1].strip() if lines else cpu
+    return {
+        "cpu": cpu,
+        "cores": len(os.sched_getaffinity(0)),
+        "python": platform.python_version(),
+        "numpy": np.__version__,
+        "numba": numba.__version__,
+    }
+
+
+def flash_zipf(setting: Setting) -> list[Row]:
+    """Flash copies on Zipf loads in one node."""
+    rows = []
+    for num_ranks, num_experts, tolerance, most in (
+        (64, 256, 0.01, {1.5: 36, 2.0: 40, 3.0: 44}),
+        (64, 256, 0.005, {1.5: None, 2.0: None, 3.0: None}),
+        (8, 128, 0.005, {1.5: None, 2.0: None, 3.0: None}),
+    ):
+        for start, copies in most.items():
+            loads = np.stack([
+                zipf_loads(num_ranks=num_ranks, num_experts=num_experts, start=start, seed=seed)
+                for seed in range(5 if setting.quick else 50)
+            ])  # fmt: skip
+            solved = solve_problems(
+                over_sources(loads, num_ranks), cluster=Cluster(ranks_per_node=num_ranks), spare_slots=2,
+                tolerance=tolerance, passes=9,
+            )  # fmt: skip
+            rows.append({
+                "ranks": num_ranks, "experts": num_experts, "start": start, "tolerance": tolerance,
+                "problems": len(loads),
+                "imbalance_mean": solved.imbalance_after.mean(), "imbalance_worst": solved.imbalance_after.max(),
+                "copies_mean": solved.copies.mean(), "copies_reach": copies,
+                "largest_fan_out": int(solved.largest_fan_out.max()),
+                "solve_us_median": np.median(solved.solve_us), "solve_us_p90": np.percentile(solved.solve_us, 90),
+                "solve_us_reach": 20 if num_ranks == 64 else 5,
+            })  # fmt: skip
+    return rows
+
+
+def flash_real(setting: Setting) -> list[Row]:
+    """Flash copies on gpt-oss-20b in file order, one node of 8."""
+    rows = []
+    sequences = _sequences(setting, "gpt-oss-20b")
+    for tokens in (SMALL, MIDDLE, LARGE):
+        for tolerance in (0.005, 0.0):
+            load = file_order_load(sequences, Cluster(ranks_per_node=8), tokens)
+            problems = load.tokens_MLER.reshape(-1, *load.tokens_MLER.shape[2:])
+            solved = solve_problems(problems, cluster=Cluster(ranks_per_node=8), spare_slots=2, tolerance=tolerance)
+            rows.append({
+                "trace": "gpt-oss-20b", "ranks": 8, "tokens": tokens, "tolerance": tolerance,
+                "problems": len(problems),
+                "imbalance_before": solved.imbalance_before.mean(), "imbalance_mean": solved.imbalance_after.mean(),
+                "imbalance_p99": np.percentile(solved.imbalance_after, 99),
+                "imbalance_worst": solved.imbalance_after.max(),
+                "copies_mean": solved.copies.mean(), "solve_us_median": np.median(solved.solve_us),
+                "mean_reach": 1.003, "p99_reach": 1.01,
+            })  # fmt: skip
+    return rows
+
+
+def several_nodes(setting: Setting) -> list[Row]:
+    """Reorder and flash copies against a long search; then standing copies, on real routing."""
+    rows = []
+    cases = [("gpt-oss-20b", 2, 8), ("gpt-oss-20b", 4, 8), ("gpt-oss-20b", 8, 4)]
+    cases += [(name, *shape) for name in ("dsv2-lite-law", "dsv2-lite-intent") for shape in ((2, 8), (4, 8), (8, 4))]
+    for name, nodes, group in cases:
+        sequences, cluster = _sequences(setting, name), Cluster(num_nodes=nodes, ranks_per_node=group)
+        for tokens in (SMALL, MIDDLE):
+            load = file_order_load(sequences, cluster, tokens)
+            problem = StepProblem(cluster=cluster, given_load=load, rates=Rates.free())
+            both = Equilibra(standing=False).plan(problem)
+            work = Means().work * (2 if setting.quick else 40)
+            slowest = [
+                _slowest(Equilibra(standing=False, means=Means(work=work)).plan(_with_seed(problem, seed)), load)
+                for seed in range(1 if setting.quick else 3)
+            ]
+            standing = Equilibra().plan(problem)
+            ratio = imbalance(standing.rank_load(load))
+            rows.append({
+                "trace": name, "nodes": nodes, "ranks_per_node": group, "tokens": tokens,
+                "micro_batches": load.num_micro_batches,
+                "imbalance_static": imbalance(planner_named("static").plan(problem).rank_load(load)).mean(),
+                "imbalance_reorder_flash": imbalance(both.rank_load(load)).mean(),
+                "over_long_search": _slowest(both, load) / min(slowest) - 1, "over_long_search_reach": 0.01,
+                "imbalance_standing": ratio.mean(), "imbalance_standing_p99": np.percentile(ratio, 99),
+                "imbalance_standing_reach": 1.02 if nodes == 8 else 1.01,
+                "standing_per_node_layer": standing.standing.num_copies / load.num_layers / nodes,
+                "flash_per_layer": _flash(standing),
+            })  # fmt: skip
+    return rows
+
+
+def exact_small(setting: Setting) -> list[Row]:
+    """Small instances against HiGHS."""
+    from equilibra.bench.exact_instances import compare  # noqa: PLC0415
+
+    over = np.array(compare(20 if setting.quick else 500))
+    return [{
+        "instances": over.size, "mean_over_optimal": over.mean(), "worst_over_optimal": over.max(),
+        "optimal_share": float(np.mean(over <= 1e-9)), "mean_reach": 0.01, "worst_reach": 0.05,
+    }]  # fmt: skip
+
+
+def ablation(setting: Setting) -> list[Row]:
+    """Static, LPT, reorder, + flash, + standing, + pack on real routing; moves and copies beside the balance."""
+    rows = []
+    off = {"pack": False, "reorder": False, "standing": False, "flash": False}
+    steps: list[tuple[str, Any]] = [
+        ("static", planner_named("static")),
+        ("LPT", planner_named("lpt")),
+        ("reorder", Equilibra(**{**off, "reorder": True})),
+        ("+ flash", Equilibra(**{**off, "reorder": True, "flash": True})),
+        ("+ standing", Equilibra(pack=False)),
+        ("+ pack", Equilibra()),
+        ("balanced", planner_named("balanced")),
+    ]
+    for name, model_name, nodes in (
+        ("gpt-oss-20b", "gpt-oss-20b", 2),
+        ("gpt-oss-20b", "gpt-oss-20b", 4),
+        ("dsv2-lite-law", "moonlight", 4),
+    ):
+        cluster, sequences = Cluster(num_nodes=nodes, ranks_per_node=8), _sequences(setting, name)
+        budget = int(sequences.length_of_sequence.max())
+        problem = StepProblem(
+            cluster=cluster, sequences=sequences, tokens_per_rank=budget, rates=Rates.free(),
+            schedule=in_order(sequences.length_of_sequence, cluster, tokens_per_rank=budget),
+        )  # fmt: skip
+        model = MODELS[model_name]
+        for label, planner in steps:
+            plan = planner.plan(problem)
+            load = problem.load_under(plan.schedule)
+            ratio = imbalance(plan.rank_load(load))
+            rows.append({
+                "trace": name, "nodes": nodes, "ranks_per_node": 8, "step": label,
+                "micro_batches": plan.num_micro_batches,
+                "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
+                "slowest_over_bound": 1 + plan.gap(load),
+                "moves": plan.migration.num_moves,
+                "move_gb": plan.migration.num_moves * model.expert_home_bytes / 1e9,
+                "standing_per_layer": plan.standing.num_copies / plan.num_layers,
+                "standing_gb": plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) / 1e9,
+                "flash_per_layer": _flash(plan),
+                "flash_gb": plan.stages[Stage.UPDATE].num_copies * model.expert_bytes / 1e9,
+            })  # fmt: skip
+    return rows
+
+
+def counting(setting: Setting) -> list[Row]:
+    """Per-sequence loads from a recording in memory, one core."""
+    rows = []
+    for name, layers, experts, top_k in (
+        ("qwen3-30b-a3b", 48, 128, 8),
+        ("kimi-k2", 60, 384, 8),
+        ("gpt-oss-20b", 24, 32, 4),
+    ):
+        size = SynthShape(
+            num_prompts=4 if setting.quick else 32,
+            answers_per_prompt=4,
+            num_layers=layers,
+            num_experts=experts,
+            top_k=top_k,
+        )
+        trace = synthesize(size, SynthKnobs(median_length=2000.0), seed=1)
+        seconds = []
+        for _ in range(4):
+            start = perf_counter()
+            sequence_loads(trace)
+            seconds.append(perf_counter() - start)
+        ids = trace.num_tokens * layers * top_k
+        rows.append({
+            "shape": name, "ids": ids, "million_ids_per_s": ids / min(seconds[1:]) / 1e6, "reach": 500,
+        })  # fmt: skip
+    return rows
+
+
+SECTIONS: dict[str, Callable[[Setting], list[Row]]] = {
+    "flash_zipf": flash_zipf,
+    "flash_real": flash_real,
+    "several_nodes": several_nodes,
+    "whole_step": lambda setting: whole_step(quick=setting.quick),
+    "exact_small": exact_small,
+    "ablation": ablation,
+    "counting": counting,
+    "growth": lambda setting: growth(quick=setting.quick),
+}
+NEED_TRACES = {"flash_real", "several_nodes", "ablation"}
+
+
+def _sequences(setting: Setting, name: str) -> SequenceLoad:
+    assert setting.traces is not None
+    return sequence_loads(load_trace(setting.traces / f"{name}.npz"))
+
+
+def _with_seed(problem: StepProblem, seed: int) -> StepProblem:
+    return StepProblem(cluster=problem.cluster, given_load=problem.load, rates=problem.rates, seed=seed)
+
+
+def _slowest(plan: StepPlan, load: StepLoad) -> int:
+    return int(plan.rank_load(load).max(axis=2).sum())
+
+
+def _flash(plan: StepPlan) -> float:
+    return plan.stages[Stage.UPDATE].num_copies / plan.num_layers / plan.num_micro_batches

@@ -1,0 +1,100 @@
+"""Results of the planner bench as JSON, as Markdown tables, and as a plot of growth."""
+
+from __future__ import annotations
+
+import json
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equilibra.core.atomic import atomic_file
+
+__all__ = ["markdown", "plain", "write_results"]
+
+Row = dict[str, Any]
+TITLES = {
+    "flash_zipf": "Flash copies, Zipf loads, one node, 2 spare slots (measured)",
+    "flash_real": "Flash copies, gpt-oss-20b in file order, one node of 8 ranks, 2 spare slots (measured)",
+    "several_nodes": "Several nodes, real routing in file order (measured)",
+    "whole_step": "A whole step: loads of sequences to complete StepPlan (measured)",
+    "exact_small": "Small instances against an exact MILP, HiGHS (measured)",
+    "ablation": "Ablation on real routing; bytes follow from the model's expert size (measured balance)",
+    "counting": "Loads from a recording, one core (measured)",
+    "growth": "Growth of planning time (measured)",
+}
+
+
+def plain(rows: list[Row]) -> list[Row]:
+    """Rows with Python numbers only, floats to six digits."""
+
+    def one(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, np.integer):
+            return int(value)
+        return float(f"{value:.6g}") if isinstance(value, (float, np.floating)) else value
+
+    return [{key: one(value) for key, value in row.items()} for row in rows]
+
+
+def markdown(result: dict[str, Any]) -> str:
+    """One table per section."""
+    machine = ", ".join(f"{key} {value}" for key, value in result["measured_on"].items())
+    parts = ["# Planner bench", f"`{result['command']}`, {result.get('date', 'now')}. Machine: {machine}."]
+    parts.append("`reach` columns are what was asked for; empty ones have no requirement.")
+    for name, rows in result["sections"].items():
+        keys = list(dict.fromkeys(key for row in rows for key in row))
+        table = ["| " + " | ".join(keys) + " |", "|" + "---|" * len(keys)]
+        table += ["| " + " | ".join(_cell(row.get(key)) for key in keys) + " |" for row in rows]
+        parts += [f"## {TITLES[name]}", "\n".join(table)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cell(value: Any) -> str:  # noqa: ANN401
+    if value is None:
+        return ""
+    if isinstance(value, float):
+        return f"{value:.4f}" if 0.99 < value < 2 else f"{value:.4g}"
+    return str(value)
+
+
+def write_results(result: dict[str, Any], folder: Path) -> None:
+    """Write planner.json, planner.md and, where growth was measured, planner-growth.png; sections not run are kept."""
+    result = {**result, "date": datetime.now(UTC).date().isoformat()}
+    file = folder / "planner.json"
+    if file.is_file():
+        before = json.loads(file.read_text())
+        result["sections"] = {
+            name: result["sections"].get(name, before["sections"].get(name))
+            for name in TITLES
+            if name in result["sections"] or name in before["sections"]
+        }
+    with atomic_file(file, overwrite=True) as part:
+        part.write_text(json.dumps(result, indent=1) + "\n")
+    with atomic_file(folder / "planner.md", overwrite=True) as part:
+        part.write_text(markdown(result))
+    if "growth" in result["sections"]:
+        _plot(result["sections"]["growth"], folder / "planner-growth.png")
+
+
+def _plot(rows: list[Row], file: Path) -> None:
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for axis, what in zip(axes, ("ranks", "experts", "layers"), strict=True):
+        points = sorted(
+            (row[what], row["seconds"] if what == "layers" else row["ms_per_layer"])
+            for row in rows
+            if row["grows"] == what
+        )
+        axis.loglog(*zip(*points, strict=True), "o-", color="#2a6f97")
+        axis.set_xlabel(what)
+        axis.set_ylabel("seconds per step" if what == "layers" else "ms per layer")
+        axis.grid(visible=True, which="both", alpha=0.25)
+    figure.suptitle("Planning time, measured on two cores")
+    with atomic_file(file, overwrite=True) as part:
+        figure.savefig(part, format="png", dpi=110)
+    plt.close(figure)

@@ -1,0 +1,95 @@
+"""Whole steps, timed: loads of sequences in, a complete StepPlan out, each in a fresh process for its peak memory."""
+
+from __future__ import annotations
+
+import resource
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from time import perf_counter
+from typing import Any
+
+import numpy as np
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.model import MODELS
+from equilibra.core.plan import Stage
+from equilibra.cost.rates import rates_for
+from equilibra.measure.imbalance import imbalance
+from equilibra.plan.pack import in_order
+from equilibra.plan.planner import StepProblem, planner_named
+from equilibra.plan.step import Equilibra
+from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
+
+__all__ = ["growth", "whole_step"]
+
+Row = dict[str, Any]
+
+
+def whole_step(*, quick: bool) -> list[Row]:
+    """1,024 sequences, 48 layers, 32 micro-batches, 128 experts, 4 x 8 ranks: loads to complete plan, on all cores."""
+    layers = 8 if quick else 48
+    return [_in_fresh_process(_step_row, 4, 8, 128, layers, 1024, 32, 3)]
+
+
+def growth(*, quick: bool) -> list[Row]:
+    """Time per layer as ranks, experts and layers grow; beyond 512 ranks as expert-parallel groups of 512."""
+    sizes = (1, 2, 4) if quick else (1, 2, 4, 8, 16, 32, 64)
+    rows = [{"grows": "ranks", **_in_fresh_process(_step_row, nodes, 8, 512, 4, nodes * 256, 32, 1)} for nodes in sizes]
+    if not quick:
+        row = _in_fresh_process(_step_row, 64, 8, 512, 2, 65_536, 128, 1)
+        rows.append({"grows": "ranks", **row, "ranks": 2048, "note": "4 groups of 512 ranks, 32 micro-batches each"})
+    rows += [
+        {"grows": "experts", **_in_fresh_process(_step_row, 4, 8, experts, 8, 1024, 32, 1)}
+        for experts in ((32, 64) if quick else (32, 64, 128, 256, 512))
+    ]
+    rows += [
+        {"grows": "layers", **_in_fresh_process(_step_row, 4, 8, 128, layers, 1024, 32, 1)}
+        for layers in ((6, 12) if quick else (6, 12, 24, 48, 94))
+    ]
+    return rows
+
+
+def _in_fresh_process(function: Callable[..., Row], *arguments: int) -> Row:
+    """Run in a process of its own, so that its peak memory is its own."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
+def _step_row(
+    nodes: int, group: int, experts: int, layers: int, sequences: int, micro_batches: int, repeats: int
+) -> Row:
+    """Plan a synthetic step `repeats` times and report the fastest."""
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=group)
+    size = SynthShape(
+        num_prompts=-(-sequences // 16), answers_per_prompt=16, num_layers=layers, num_experts=experts, top_k=8
+    )
+    made = synthesize_loads(size, SynthKnobs(median_length=2048.0, length_tail=0.5, max_length=8192), seed=3)
+    lengths = made.length_of_sequence
+    budget = max(int(lengths.max()), -(-int(lengths.sum()) // (cluster.num_ranks * micro_batches)) * 104 // 100)
+    base_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    seconds, plan, problem = [], None, None
+    for _ in range(repeats + 1):
+        start = perf_counter()
+        problem = StepProblem(
+            cluster=cluster, sequences=made, tokens_per_rank=budget, rates=rates_for(MODELS["qwen3-30b-a3b"]),
+            schedule=in_order(lengths, cluster, tokens_per_rank=budget),
+        )  # fmt: skip
+        plan = Equilibra().plan(problem)
+        seconds.append(perf_counter() - start)
+    assert plan is not None
+    assert problem is not None
+    load = problem.load_under(plan.schedule)
+    ratio = imbalance(plan.rank_load(load))
+    return {
+        "ranks": cluster.num_ranks, "experts": experts, "layers": layers, "sequences": made.num_sequences,
+        "micro_batches": plan.num_micro_batches, "seconds": min(seconds[1:]),
+        "ms_per_layer": min(seconds[1:]) / layers * 1000,
+        "imbalance_static": imbalance(planner_named("static").plan(problem).rank_load(problem.load)).mean(),
+        "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
+        "gap_to_bound": plan.gap(load),
+        "flash_per_layer": plan.stages[Stage.UPDATE].num_copies / layers / plan.num_micro_batches,
+        "standing_per_layer": plan.standing.num_copies / layers, "moves": plan.migration.num_moves,
+        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
+        "input_memory_mb": base_bytes / 2**20,
+    }  # fmt: skip

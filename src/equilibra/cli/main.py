@@ -1,0 +1,45 @@
+"""`equilibra`: one command, one file per subcommand. Heavy imports happen inside the commands, so help is instant.
+
+Exit codes: 0 done, 1 a defect of ours or an interrupted run, 2 the input cannot be used (one clear line on stderr).
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Sequence
+
+import equilibra
+from equilibra.cli import bench, demo, plan, trace
+from equilibra.core.errors import EquilibraError, InputError
+
+__all__ = ["main"]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run one command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (demo, plan, trace, bench):
+        command.add_parser(commands)
+    parsed = parser.parse_args(arguments)
+    try:
+        return int(parsed.run(parsed))
+    except InputError as error:
+        print(f"equilibra: {error}", file=sys.stderr)
+        return 2
+    except EquilibraError as error:
+        print(f"equilibra: {type(error).__name__}: {error}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print("equilibra: interrupted", file=sys.stderr)
+        return 130
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: not an error
+        return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,159 @@
+"""`equilibra plan`: a load matrix or a routing recording in, a plan out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from equilibra.cli.arguments import add_cluster, positive
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "plan",
+        help="plan the copies for a load matrix, or a whole step from a routing recording",
+        description="With --loads: balance every row of a load matrix on its own (one layer and micro-batch each, "
+        "contiguous homes, copies inside nodes). With --trace: plan a whole step, with micro-batches, homes and "
+        "standing copies, and write it with --output.",
+    )
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument(
+        "--loads", metavar="FILE.npy", help="integers [problems, experts] or [problems, source ranks, experts]"
+    )
+    source.add_argument("--trace", metavar="FILE", help="a routing recording (.npz or .eqtrace)")
+    add_cluster(parser)
+    parser.add_argument("--spare-slots", type=int, default=2, metavar="S", help="flash copies a rank can hold (2)")
+    parser.add_argument("--tolerance", type=float, default=0.005, help="imbalance accepted for fewer copies (0.005)")
+    parser.add_argument("--standing-slots", type=int, default=2, metavar="S", help="with --trace: standing copies per "
+                        "node and layer (2)")  # fmt: skip
+    parser.add_argument("--tokens-per-rank", type=positive, default=8192, metavar="T", help="with --trace: token "
+                        "budget of one rank in one micro-batch (8192)")  # fmt: skip
+    parser.add_argument("--model", metavar="NAME", help="with --trace: weigh copies and moves by this model's experts "
+                        "(without it they are free)")  # fmt: skip
+    parser.add_argument("--planner", default="equilibra", metavar="NAME", help="with --trace: equilibra or a baseline")
+    parser.add_argument("--previous", metavar="PLAN", help="with --trace: a plan file; its homes are where experts are")
+    parser.add_argument("--output", metavar="PLAN", help="with --trace: write the plan to this file (.npz)")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Plan."""
+    return _plan_loads(arguments) if arguments.loads else _plan_trace(arguments)
+
+
+def _plan_loads(arguments: argparse.Namespace) -> int:
+    import numpy as np
+
+    from equilibra.bench.solve import over_sources, solve_problems
+    from equilibra.core.cluster import Cluster
+
+    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    loads = _read_loads(arguments.loads, cluster.num_ranks)
+    cluster.experts_per_rank(loads.shape[-1])
+    tokens = (
+        over_sources(loads, cluster.num_ranks)
+        if loads.ndim == 2
+        else np.ascontiguousarray(loads.transpose(0, 2, 1), dtype=np.int32)
+    )
+    solved = solve_problems(tokens, cluster=cluster, spare_slots=arguments.spare_slots, tolerance=arguments.tolerance)
+    result = {
+        "imbalance_before": solved.imbalance_before.tolist(),
+        "imbalance_after": solved.imbalance_after.tolist(),
+        "lower_bound": solved.lower_bound.tolist(),
+        "copies": solved.copies.tolist(),
+        "solve_us_median": float(np.median(solved.solve_us)),
+    }
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    print(f"{'problem':>8} {'before':>8} {'after':>8} {'bound':>8} {'copies':>7}")
+    rows = zip(
+        result["imbalance_before"], result["imbalance_after"], result["lower_bound"], result["copies"], strict=True
+    )  # type: ignore[arg-type]
+    for p, (before, after, bound, copies) in enumerate(rows):
+        print(f"{p:>8} {before:>8.4f} {after:>8.4f} {bound:>8.4f} {copies:>7}")
+    print(f"median solve {result['solve_us_median']:.1f} us", file=sys.stderr)
+    return 0
+
+
+def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
+    import numpy as np
+
+    from equilibra.core.errors import InputError
+
+    try:
+        with open(path, "rb") as file:  # noqa: PTH123 - np.load takes the open file, so a folder fails clearly here
+            loads = np.load(file, allow_pickle=False)
+    except OSError as error:
+        raise InputError(f"cannot read {path}: {error.strerror or error}") from error
+    except (ValueError, EOFError, MemoryError) as error:
+        raise InputError(f"cannot read {path}: it is not a .npy array of numbers, or damaged ({error})") from error
+    if not isinstance(loads, np.ndarray):
+        raise InputError(f"{path} holds several arrays; --loads takes one array in a .npy file")
+    if not np.issubdtype(loads.dtype, np.integer):
+        raise InputError(f"loads must be integers, {path} has {loads.dtype}; convert with loads.astype('int64')")
+    if loads.ndim not in (2, 3) or 0 in loads.shape:
+        raise InputError(
+            f"loads must be [problems, experts] or [problems, source ranks, experts], all above 0, not {loads.shape}"
+        )
+    if loads.ndim == 3 and loads.shape[1] != num_ranks:
+        raise InputError(f"{path} has {loads.shape[1]} source ranks, the cluster has {num_ranks}: they must be equal")
+    if loads.min() < 0 or loads.max() >= 2**31:
+        raise InputError(f"loads must be from 0 to {2**31 - 1}, {path} has {loads.min()} to {loads.max()}")
+    return loads.astype(np.int64)
+
+
+def _plan_trace(arguments: argparse.Namespace) -> int:
+    from equilibra.core.cluster import Cluster
+    from equilibra.core.plan import Stage
+    from equilibra.measure.imbalance import imbalance, spread
+    from equilibra.plan.entry import step_problem
+    from equilibra.plan.planner import planner_named
+    from equilibra.plan.store import load_plan, save_plan
+    from equilibra.trace.open import load_trace
+
+    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    planner = planner_named(arguments.planner)
+    problem = step_problem(
+        load_trace(arguments.trace),
+        cluster=cluster,
+        model=arguments.model,
+        tokens_per_rank=arguments.tokens_per_rank,
+        previous=load_plan(arguments.previous).placement if arguments.previous else None,
+        spare_slots=arguments.spare_slots,
+        standing_slots=arguments.standing_slots,
+    )
+    plan = planner.plan(problem)
+    load = problem.load_under(plan.schedule)
+    plan.check(load)
+    static = planner_named("static").plan(problem)
+    before = spread(imbalance(static.rank_load(problem.load)))
+    after = spread(imbalance(plan.rank_load(load)))
+    if arguments.output:
+        save_plan(plan, arguments.output, overwrite=arguments.overwrite)
+    num_problems = plan.num_layers * plan.num_micro_batches
+    result = {
+        "planner": plan.planner,
+        "micro_batches": plan.num_micro_batches,
+        "imbalance_before": before.mean,
+        "imbalance_after": after.mean,
+        "imbalance_after_p99": after.p99,
+        "gap_to_bound": plan.gap(load),
+        "flash_copies_per_layer": {stage.value: plan.stages[stage].num_copies / num_problems for stage in Stage},
+        "standing_copies_per_layer": plan.standing.num_copies / plan.num_layers,
+        "moves": plan.migration.num_moves,
+        "digest": plan.digest,
+    }
+    print(json.dumps(result) if arguments.json else "\n".join(f"{key:26} {value}" for key, value in result.items()))
+    return 0
