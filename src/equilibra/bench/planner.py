@@ -27,7 +27,7 @@ from equilibra.cost.rates import Rates
 from equilibra.measure.imbalance import imbalance
 from equilibra.plan.layer import Means
 from equilibra.plan.pack import in_order
-from equilibra.plan.planner import StepProblem, planner_named
+from equilibra.plan.planner import Planner, StepProblem, planner_named
 from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.open import load_trace
@@ -173,21 +173,17 @@ def exact_small(setting: Setting) -> list[Row]:
 def ablation(setting: Setting) -> list[Row]:
     """Static, LPT, reorder, + flash, + standing, + pack on real routing; moves and copies beside the balance."""
     rows = []
-    off = {"pack": False, "reorder": False, "standing": False, "flash": False}
-    steps: list[tuple[str, Any]] = [
+    steps: list[tuple[str, Planner]] = [
         ("static", planner_named("static")),
         ("LPT", planner_named("lpt")),
-        ("reorder", Equilibra(**{**off, "reorder": True})),
-        ("+ flash", Equilibra(**{**off, "reorder": True, "flash": True})),
+        ("reorder", Equilibra(pack=False, standing=False, flash=False)),
+        ("+ flash", Equilibra(pack=False, standing=False)),
         ("+ standing", Equilibra(pack=False)),
         ("+ pack", Equilibra()),
         ("balanced", planner_named("balanced")),
     ]
-    for name, model_name, nodes in (
-        ("gpt-oss-20b", "gpt-oss-20b", 2),
-        ("gpt-oss-20b", "gpt-oss-20b", 4),
-        ("dsv2-lite-law", "moonlight", 4),
-    ):
+    cases = (("gpt-oss-20b", "gpt-oss-20b", 2), ("gpt-oss-20b", "gpt-oss-20b", 4), ("dsv2-lite-intent", "moonlight", 2))
+    for name, model_name, nodes in cases:
         cluster, sequences = Cluster(num_nodes=nodes, ranks_per_node=8), _sequences(setting, name)
         budget = int(sequences.length_of_sequence.max())
         problem = StepProblem(

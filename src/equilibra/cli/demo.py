@@ -108,21 +108,21 @@ def _tell(line: str) -> None:
 
 
 def _picture(load_MR: NDArray[np.int64]) -> str:
-    """One character per rank and micro-batch; # and beyond is above the mean, where others wait for it."""
+    """Two characters per rank and micro-batch; + is the mean, @ far above it, where others wait."""
     relative = load_MR / load_MR.mean(axis=1, keepdims=True)
     colour = sys.stdout.isatty()
     lines = []
     for rank, row in enumerate(relative.T):
         line = ""
         for value in row:
-            shade = min(int(value * 5), len(SHADES) - 1)
+            shade = min(round(value * 5), len(SHADES) - 1)
             if colour:
                 code = 16 + 36 * min(int(max(value - 1, 0) * 5), 5) + 6 * min(int(min(value, 1) * 3), 3)
                 line += f"\033[48;5;{code}m  \033[0m"
             else:
                 line += SHADES[shade] * 2
         lines.append(f"{rank:>4} {line} {row.max():.2f}")
-    return "\n".join([*lines, "     shade: load over mean, blank 0 to @ 1.8 and more; right: worst of the rank"])
+    return "\n".join([*lines, "     shade: load over mean, blank 0, + 1, @ 1.8 and more; right: the rank's worst"])
 
 
 def _table(rows: list[dict[str, Any]]) -> str:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import sys
 from collections.abc import Sequence
 
@@ -19,12 +20,13 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     for command in (demo, plan, trace, bench):
         command.add_parser(commands)
     parsed = parser.parse_args(arguments)
+    signal.signal(signal.SIGTERM, _interrupt)  # ends like Ctrl-C: nothing half-written stays
     try:
         return int(parsed.run(parsed))
     except InputError as error:
@@ -36,9 +38,18 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("equilibra: interrupted", file=sys.stderr)
         return 130
+    except MemoryError:
+        print(
+            "equilibra: this needs more memory than there is; use a smaller input, or fewer at a time", file=sys.stderr
+        )
+        return 2
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: not an error
         return 0
+
+
+def _interrupt(_number: int, _frame: object) -> None:
+    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

@@ -80,7 +80,7 @@ def _plan_loads(arguments: argparse.Namespace) -> int:
     print(f"{'problem':>8} {'before':>8} {'after':>8} {'bound':>8} {'copies':>7}")
     rows = zip(
         result["imbalance_before"], result["imbalance_after"], result["lower_bound"], result["copies"], strict=True
-    )  # type: ignore[arg-type]
+    )
     for p, (before, after, bound, copies) in enumerate(rows):
         print(f"{p:>8} {before:>8.4f} {after:>8.4f} {bound:>8.4f} {copies:>7}")
     print(f"median solve {result['solve_us_median']:.1f} us", file=sys.stderr)

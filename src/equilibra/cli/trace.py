@@ -89,10 +89,10 @@ def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from equilibra.core.cluster import Cluster  # noqa: PLC0415 - the handler pays for numpy
-    from equilibra.trace.count import require_distinct_experts  # noqa: PLC0415
-    from equilibra.trace.open import load_trace  # noqa: PLC0415
-    from equilibra.trace.summary import summarize  # noqa: PLC0415
+    from equilibra.core.cluster import Cluster
+    from equilibra.trace.count import require_distinct_experts
+    from equilibra.trace.open import load_trace
+    from equilibra.trace.summary import summarize
 
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
     with _announced(f"reading {arguments.file}"):
@@ -105,7 +105,7 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _convert(arguments: argparse.Namespace) -> int:
-    from equilibra.trace.open import load_trace, save_trace  # noqa: PLC0415 - the handler pays for numpy
+    from equilibra.trace.open import load_trace, save_trace
 
     with _announced(f"converting {arguments.source}"):
         recording = load_trace(arguments.source, num_experts=arguments.experts)
@@ -118,10 +118,10 @@ def _convert(arguments: argparse.Namespace) -> int:
 
 
 def _synth(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict  # noqa: PLC0415
+    from dataclasses import asdict
 
-    from equilibra.trace.open import save_trace  # noqa: PLC0415 - the handler pays for numpy
-    from equilibra.trace.synth import synthetic_recording  # noqa: PLC0415
+    from equilibra.trace.open import save_trace
+    from equilibra.trace.synth import synthetic_recording
 
     with _announced(f"making {arguments.target}"):
         size, knobs = _wanted(arguments)
@@ -146,15 +146,15 @@ def _synth(arguments: argparse.Namespace) -> int:
 
 def _wanted(arguments: argparse.Namespace) -> tuple[SynthShape, SynthKnobs]:
     """What was asked for, else what --like has, else the defaults."""
-    from dataclasses import replace  # noqa: PLC0415
+    from dataclasses import replace
 
-    from equilibra.trace.synth import SynthKnobs, SynthShape  # noqa: PLC0415
+    from equilibra.trace.synth import SynthKnobs, SynthShape
 
     knobs = SynthKnobs()
     model = {"num_layers": 48, "num_experts": 128, "top_k": 8}
     if arguments.like is not None:
-        from equilibra.trace.fit import fit_knobs  # noqa: PLC0415
-        from equilibra.trace.open import load_trace  # noqa: PLC0415
+        from equilibra.trace.fit import fit_knobs
+        from equilibra.trace.open import load_trace
 
         real = load_trace(arguments.like)
         knobs = fit_knobs(real, answers_per_prompt=arguments.answers)

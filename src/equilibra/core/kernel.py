@@ -2,7 +2,8 @@
 
 numba's cache looks only at the file of the function itself. A kernel that calls another one from another file would
 go on running the old code of that one after it changed, and a stale planner makes wrong plans. So the stamp that
-numba compares is replaced by one over all files of this package: any change compiles everything anew, once.
+numba compares is replaced by one over all files of this package that have kernels: a change to any of them compiles
+all of them anew, once.
 """
 
 from __future__ import annotations
@@ -21,8 +22,9 @@ Function = Callable[..., Any]
 
 @cache
 def source_stamp() -> tuple[float, int]:
-    """Sum of the change times and of the sizes of all source files of the package."""
-    stats = [file.stat() for file in sorted(Path(__file__).parents[1].rglob("*.py"))]
+    """Sum of the change times and of the sizes of all source files that have kernels."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
+    stats = [file.stat() for file in files if b"equilibra.core.kernel" in file.read_bytes()]
     return sum(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
 
 

@@ -88,9 +88,7 @@ def exact_fewest_copies(
     return total
 
 
-def _nodes(
-    load: NDArray[np.integer], home: NDArray[np.integer], cluster: Cluster, slots: int
-) -> list[_Node]:
+def _nodes(load: NDArray[np.integer], home: NDArray[np.integer], cluster: Cluster, slots: int) -> list[_Node]:
     load, home = np.asarray(load), np.asarray(home)
     if load.ndim != 1 or load.shape != home.shape or load.size == 0:
         raise InputError(f"loads and homes must be [experts], at least one, not {load.shape} and {home.shape}")
@@ -212,7 +210,9 @@ def _node_copies(node: _Node, cap: int, time_limit_s: float) -> int | None:
         return 0
     solved = _solve(node, cap=cap, time_limit_s=time_limit_s)
     if solved.status == 1:
-        raise InputError(f"no proof within {time_limit_s} s for {node.load.size} experts on {node.ranks} ranks: allow more")
+        raise InputError(
+            f"no proof within {time_limit_s} s for {node.load.size} experts on {node.ranks} ranks: allow more"
+        )
     return None if solved.x is None else round(solved.fun)
 
 

@@ -1,29 +1,27 @@
-"""One layer, all its micro-batches: homes and standing copies for the step, then flash copies and splits.
+"""One layer for a whole step: its homes and its standing copies.
 
-Symbols: M micro-batches, N nodes, E experts, R ranks, C standing copies of the layer, F flash copies.
+Symbols: M micro-batches, N nodes, E experts, R ranks, C standing copies of the layer.
 
-`choose` decides what holds for the whole step. It weighs two ways out of a skew between nodes in one currency,
-microseconds: moving homes (reorder: weights and optimizer state travel) and standing copies (weights travel, gradients
-return), and both together; the cheapest wins. Standing still is always a candidate, so no choice costs more than
-staying as we are. `fill` then balances every micro-batch under that choice.
+`choose` weighs two ways out of a skew between nodes in one currency, microseconds: moving homes (reorder: weights and
+optimizer state travel) and standing copies (weights travel, gradients return), alone and together. `stay`, the choice
+to change nothing, is what a plan is measured against (`fill.real_cost_us`).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
-from equilibra.core.kernel import kernel
 from equilibra.core.load import StepLoad
 from equilibra.cost.rates import Rates
-from equilibra.plan.micro_batch import EXPERT, ORIGIN, TARGET, TRIES, balance_micro_batch, bench_for
 from equilibra.plan.reorder import quantized, reorder_bins
-from equilibra.plan.stand import choose_standing_copies
+from equilibra.plan.stand import choose_standing_copies, level_micro_batches
 
-__all__ = ["Choice", "LayerCopies", "Means", "choose", "fill"]
+__all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
 
 GOOD_ENOUGH = 1.0005
 """slowest node over mean node at which no more standing copies are sought"""
@@ -41,7 +39,7 @@ class Means:
     """flash copies a rank may hold; 0 switches them off"""
     tolerance: float = 0.005
     """imbalance accepted for fewer copies"""
-    work: int = 4_000_000
+    work: int = 3_000_000
     """how long to search for homes: swaps weighed times micro-batches, per layer"""
     max_moves: int = -1
     """homes that may move per layer, -1 for any number"""
@@ -52,8 +50,40 @@ class Means:
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
+class LayerProblem:
+    """One layer of a step."""
+
+    load: StepLoad
+    """of the step"""
+    layer: int
+    """which layer"""
+    home: NDArray[np.int32]
+    """[E] homes now"""
+    cluster: Cluster
+    """the ranks"""
+    rates: Rates
+    """what rows, copies and moves cost"""
+    means: Means
+    """what may be used"""
+
+    @cached_property
+    def load_EM(self) -> NDArray[np.int64]:
+        """[E, M] tokens of each expert."""
+        return np.ascontiguousarray(self.load.tokens_MLER[:, self.layer].sum(axis=2, dtype=np.int64).T)
+
+    @cached_property
+    def near_NEM(self) -> NDArray[np.int64] | None:
+        """[N, E, M] tokens of each expert whose source is on the node; None if traffic across nodes costs nothing."""
+        if self.cluster.num_nodes == 1 or self.rates.cross_row_us == 0:
+            return None
+        tokens_MER = self.load.tokens_MLER[:, self.layer]
+        by_node = tokens_MER.reshape(*tokens_MER.shape[:2], self.cluster.num_nodes, self.cluster.ranks_per_node)
+        return np.ascontiguousarray(by_node.sum(axis=3, dtype=np.int64).transpose(2, 1, 0))
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """What holds for the whole step in one layer."""
+    """What holds for the whole step in one layer, and what it costs."""
 
     home_of_expert: NDArray[np.int32]
     """[E]"""
@@ -61,102 +91,101 @@ class Choice:
     """[C] sorted by expert, then node"""
     standing_node: NDArray[np.int64]
     """[C]"""
-    cost_us: float
-    """slowest nodes over all micro-batches, copies and moves"""
+    rows_us: float
+    """compute of the slowest nodes (ranks, where nothing levels them), over all micro-batches and both stages"""
+    traffic_us: float
+    """pairs that cross nodes, slowest nodes over all micro-batches"""
+    moving_us: float
+    """standing copies and moved homes, once a step"""
+
+    @property
+    def cost_us(self) -> float:
+        """All of it."""
+        return self.rows_us + self.traffic_us + self.moving_us
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class LayerCopies:
-    """Flash copies of one layer in the order of micro-batches."""
-
-    num_of_micro_batch: NDArray[np.int64]
-    """[M]"""
-    expert: NDArray[np.int32]
-    """[F]"""
-    rank: NDArray[np.int32]
-    """[F]"""
-    origin: NDArray[np.int32]
-    """[F]"""
-    tokens_FR: NDArray[np.int32]
-    """[F, R]"""
-    standing_tokens_CMR: NDArray[np.int32]
-    """[C, M, R]"""
-
-
-def choose(load: StepLoad, layer: int, home: NDArray[np.int32], cluster: Cluster, rates: Rates, means: Means) -> Choice:
-    """Homes and standing copies of one layer."""
-    load_EM = np.ascontiguousarray(load.tokens_MLER[:, layer].sum(axis=2, dtype=np.int64).T)
-    best = _stand(load_EM, home, home, cluster, rates, means)
-    flat = cluster.num_nodes == 1
-    if not means.reorder or (flat and means.spare_slots > 0):
+def choose(problem: LayerProblem) -> Choice:
+    """Homes and standing copies of one layer: the cheapest of staying and moving, each with standing copies."""
+    best = _stand(problem, problem.home, problem.means)
+    means = problem.means
+    if not means.reorder or (problem.cluster.num_nodes == 1 and means.spare_slots > 0):
         return best
-    moved = _reorder(load, layer, load_EM, home, cluster, rates, means)
-    if np.array_equal(moved, home):
+    moved = _reorder(problem)
+    if np.array_equal(moved, problem.home):
         return best
-    other = _stand(load_EM, moved, home, cluster, rates, means)
+    other = _stand(problem, moved, means)
     return other if other.cost_us < best.cost_us else best
 
 
-def _stand(
-    load_EM: NDArray[np.int64],
-    home: NDArray[np.int32],
-    before: NDArray[np.int32],
-    cluster: Cluster,
-    rates: Rates,
-    means: Means,
-) -> Choice:
+def stay(problem: LayerProblem) -> Choice:
+    """The choice to change nothing: what every other one must beat."""
+    return _stand(problem, problem.home, Means(reorder=False, standing_slots=0, spare_slots=0))
+
+
+def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choice:
     """Standing copies for given homes, and what all of it costs."""
-    num_nodes, group = cluster.num_nodes, cluster.ranks_per_node
+    cluster, rates, load_EM = problem.cluster, problem.rates, problem.load_EM
+    group = cluster.ranks_per_node
     # Copies and moves of all nodes travel at the same time, each rank on its own link.
     copy_us = rates.standing_copy_us / cluster.num_ranks
-    node_row_us = rates.step_row_us / group
-    slots = means.standing_slots if num_nodes > 1 else 0
+    slots = means.standing_slots if cluster.num_nodes > 1 else 0
     by_rank = slots == 0 and means.spare_slots == 0
-    bins = home if by_rank else home // group
-    num_bins = cluster.num_ranks if by_rank else num_nodes
+    bins = (home if by_rank else home // group).astype(np.int64)
+    num_bins = cluster.num_ranks if by_rank else cluster.num_nodes
     expert, node = np.zeros((2, num_bins * slots + 1), np.int64)
     mean = -(-load_EM.sum(axis=0) // num_bins)
     n, slowest = choose_standing_copies(
-        load_EM, bins.astype(np.int64), num_bins, slots, int(copy_us / node_row_us),
+        load_EM, bins, num_bins, slots, int(copy_us * group / rates.step_row_us),
         int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
     )  # fmt: skip
-    cost_us = slowest * rates.step_row_us * (num_bins / cluster.num_ranks) + n * copy_us
-    across = np.count_nonzero(home // group != before // group)
-    inside = np.count_nonzero(home != before) - across
-    cost_us += (across * rates.move_us + inside * rates.move_inside_us) / cluster.num_ranks
-    return Choice(
-        home_of_expert=home, standing_expert=expert[:n].copy(), standing_node=node[:n].copy(), cost_us=cost_us
+    across = np.count_nonzero(home // group != problem.home // group)
+    inside = np.count_nonzero(home != problem.home) - across
+    moves_us = (across * rates.move_us + inside * rates.move_inside_us) / cluster.num_ranks
+    choice = Choice(
+        home_of_expert=home,
+        standing_expert=expert[:n].copy(),
+        standing_node=node[:n].copy(),
+        rows_us=slowest * rates.step_row_us * num_bins / cluster.num_ranks,
+        traffic_us=0.0,
+        moving_us=n * copy_us + moves_us,
     )
+    return choice if problem.near_NEM is None else replace(choice, traffic_us=_traffic_us(problem, choice))
 
 
-def _reorder(
-    load: StepLoad,
-    layer: int,
-    load_EM: NDArray[np.int64],
-    home: NDArray[np.int32],
-    cluster: Cluster,
-    rates: Rates,
-    means: Means,
-) -> NDArray[np.int32]:
+def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
+    """Pairs that cross into each node under a choice: what it serves less what comes from its own ranks."""
+    assert problem.near_NEM is not None
+    load_EM, group = problem.load_EM, problem.cluster.ranks_per_node
+    home_node = choice.home_of_expert.astype(np.int64) // group
+    expert, node = choice.standing_expert, choice.standing_node
+    shares_CM = level_micro_batches(load_EM, home_node, problem.cluster.num_nodes, expert, node)
+    served_NEM = np.zeros_like(problem.near_NEM)
+    served_NEM[home_node, np.arange(home_node.size)] = load_EM
+    for c in range(expert.size):
+        served_NEM[home_node[expert[c]], expert[c]] -= shares_CM[c]
+        served_NEM[node[c], expert[c]] += shares_CM[c]
+    across_NM = np.maximum(served_NEM - problem.near_NEM, 0).sum(axis=1)
+    return float(across_NM.max(axis=0).sum()) * problem.rates.cross_row_us / group
+
+
+def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     """Homes by swap search: over nodes where flash copies level their ranks, over ranks where there are none."""
-    group = cluster.ranks_per_node
-    per_bin = 1 if means.spare_slots == 0 else group
-    bins = (home // per_bin).astype(np.int64)
+    cluster, rates, means, load_EM = problem.cluster, problem.rates, problem.means, problem.load_EM
+    per_bin = 1 if means.spare_slots == 0 else cluster.ranks_per_node
+    bins = (problem.home // per_bin).astype(np.int64)
     num_bins = cluster.num_ranks // per_bin
     time_BEM = np.broadcast_to(load_EM * (rates.step_row_us / per_bin), (num_bins, *load_EM.shape)).copy()
-    if cluster.num_nodes > 1 and rates.cross_row_us > 0:
-        source_MEN = load.tokens_MLER[:, layer].reshape(*load.tokens_MLER.shape[::2], cluster.num_nodes, group)
-        near_NEM = source_MEN.sum(axis=3, dtype=np.int64).transpose(2, 1, 0)
-        away = load_EM - near_NEM  # pairs that would come from other nodes
-        time_BEM += np.repeat(away, num_bins // cluster.num_nodes, axis=0) * (rates.cross_row_us / per_bin)
-    time_BEM, unit = quantized(time_BEM)
+    if problem.near_NEM is not None:
+        away_NEM = load_EM - problem.near_NEM
+        time_BEM += np.repeat(away_NEM, num_bins // cluster.num_nodes, axis=0) * (rates.cross_row_us / per_bin)
+    whole_BEM, unit = quantized(time_BEM)
     move_us = (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
-    base = np.zeros((num_bins, load_EM.shape[1]), np.int32)
-    price = int(move_us / unit)
-    new_bins, _ = reorder_bins(
-        bins, base, time_BEM, price, means.work // load_EM.shape[1] + 1, means.seed + layer, means.max_moves
-    )
-    return _slots_exchanged(home, bins, new_bins)
+    num_micro_batches = load_EM.shape[1]
+    base = np.zeros((num_bins, num_micro_batches), np.int32)
+    swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
+    seed = means.seed + problem.layer
+    new_bins, _ = reorder_bins(bins, base, whole_BEM, int(move_us / unit), swaps, seed, means.max_moves)
+    return _slots_exchanged(problem.home, bins, new_bins)
 
 
 def _slots_exchanged(
@@ -168,67 +197,3 @@ def _slots_exchanged(
     for b in np.unique(new_bins[moved]):
         result[moved[new_bins[moved] == b]] = home[moved[bins[moved] == b]]
     return result
-
-
-@kernel
-def _fill(  # type: ignore[no-untyped-def]
-    tokens_MLER,
-    layer,
-    bench,
-    num_nodes,
-    group,
-    slots,
-    tolerance,
-    min_tokens,
-    tries,
-    num,
-    copies,
-    standing_MCR,
-    pool,
-):
-    """Balance every micro-batch of a layer; returns the number of flash copies."""
-    total = 0
-    one = np.empty((5, group * num_nodes * slots + 1), np.int64)
-    for m in range(tokens_MLER.shape[0]):
-        n = balance_micro_batch(
-            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, min_tokens, tries,
-            one, standing_MCR[m], pool[total:],
-        )  # fmt: skip
-        copies[:, total : total + n] = one[:, :n]
-        num[m] = n
-        total += n
-    return total
-
-
-def fill(
-    load: StepLoad,
-    layer: int,
-    home: NDArray[np.int32],
-    standing_expert: NDArray[np.integer],
-    standing_rank: NDArray[np.integer],
-    cluster: Cluster,
-    *,
-    slots: int,
-    tolerance: float,
-    min_tokens: int,
-) -> LayerCopies:
-    """Flash copies and splits of every micro-batch of one layer."""
-    num_micro_batches, num_ranks = load.num_micro_batches, cluster.num_ranks
-    bench = bench_for(cluster, home, slots, standing_expert, standing_rank)
-    most = num_micro_batches * num_ranks * slots
-    copies = np.empty((5, most), np.int64)
-    num = np.zeros(num_micro_batches, np.int64)
-    standing_MCR = np.zeros((num_micro_batches, standing_expert.size, num_ranks), np.int32)
-    pool = np.zeros((most + standing_expert.size + 1, num_ranks), np.int32)
-    n = _fill(
-        load.tokens_MLER, layer, bench, cluster.num_nodes, cluster.ranks_per_node, slots, tolerance, min_tokens, TRIES,
-        num, copies, standing_MCR, pool,
-    )  # fmt: skip
-    return LayerCopies(
-        num_of_micro_batch=num,
-        expert=copies[EXPERT, :n].astype(np.int32),
-        rank=copies[TARGET, :n].astype(np.int32),
-        origin=copies[ORIGIN, :n].astype(np.int32),
-        tokens_FR=pool[:n].copy(),
-        standing_tokens_CMR=np.ascontiguousarray(standing_MCR.transpose(1, 0, 2)),
-    )

@@ -1,10 +1,11 @@
-"""The protocol of all planners, the problem they solve, and the registry of their names."""
+"""The protocol of all planners, the problem they solve, and their names. `registry` fills in the planners we ship."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import import_module
 from typing import Protocol
 
 import numpy as np
@@ -18,7 +19,7 @@ from equilibra.core.plan import StepPlan
 from equilibra.core.schedule import Schedule, step_load
 from equilibra.cost.rates import Rates
 
-__all__ = ["Planner", "StepProblem", "planner_named", "planner_names", "register"]
+__all__ = ["Planner", "StepProblem", "planner_named", "planner_names", "register", "respects_nodes", "respects_slots"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -88,13 +89,35 @@ class StepProblem:
 
 
 class Planner(Protocol):
-    """One method: a problem in, a plan out."""
+    """One method: a problem in, a plan out.
 
-    name: str
+    A planner that ignores a limit says so with a class attribute, `respects_slots = False` or `respects_nodes = False`;
+    the functions of these names read it. Planners without the attribute keep to the limit, and the contract suite
+    (tests/contracts) holds them to it.
+    """
+
+    @property
+    def name(self) -> str:
+        """In the registry and in plans."""
+        ...
 
     def plan(self, problem: StepProblem) -> StepPlan:
         """The plan for this step. The same problem gives the same plan, on every machine."""
         ...
+
+
+def respects_slots(planner: Planner) -> bool:
+    """Whether a rank never holds more copies than the problem allows.
+
+    Either spare_slots flash copies at a time and standing_slots standing copies per node and layer, or, for planners
+    whose redundant experts stay for the whole step, spare_slots experts of a layer more than its even share of homes.
+    """
+    return bool(getattr(planner, "respects_slots", True))
+
+
+def respects_nodes(planner: Planner) -> bool:
+    """Whether flash copies never leave the node they are copied from."""
+    return bool(getattr(planner, "respects_nodes", True))
 
 
 _PLANNERS: dict[str, Callable[[], Planner]] = {}
@@ -109,12 +132,18 @@ def register(name: str, make: Callable[[], Planner]) -> None:
 
 def planner_names() -> list[str]:
     """Names of all planners."""
-    return list(_PLANNERS)
+    return list(_all_planners())
 
 
 def planner_named(name: str) -> Planner:
     """The planner of that name; an error that lists the names otherwise."""
-    try:
-        return _PLANNERS[name]()
-    except KeyError:
-        raise InputError(f"no planner is named {name!r}; use one of {', '.join(_PLANNERS)}") from None
+    planners = _all_planners()
+    if name not in planners:
+        raise InputError(f"no planner is named {name!r}; use one of {', '.join(planners)}")
+    return planners[name]()
+
+
+def _all_planners() -> dict[str, Callable[[], Planner]]:
+    """The planners, with those we ship: imported here, because they import this file, and their kernels take time."""
+    import_module("equilibra.plan.registry")
+    return _PLANNERS

@@ -20,6 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from equilibra.core.kernel import inlined, kernel
+from equilibra.plan.stand import choose_standing_copies, level_nodes
 
 __all__ = ["ITEM", "NUM_ROWS", "RANK", "TOKENS", "level_node"]
 
@@ -31,6 +32,7 @@ _ORDER, _EXCESS0, _EXCESS = 8, 9, 10  # exporters
 _ROOM0, _ROOM = 11, 12  # receivers, in falling order of room
 _USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the exporter at hand
 NUM_ROWS = 15
+_SEARCHED = 32  # ranks up to which a search takes about a millisecond
 _RANK_BITS = 16
 _RANKS = 1 << _RANK_BITS
 _SEED = 0x2545F4914F6CDD1D
@@ -259,9 +261,43 @@ def _best_effort(load, first, w, slots, cap, highest, min_tokens, state):  # typ
             high = probe
         else:
             low = probe
-        if high <= low or (high - low) * 2000 <= cap:
-            return best
+        if high - low <= 1 or (high - low) * 2000 <= cap:
+            break
         probe = (low + high) >> 1
+    if high > cap and first.size - 1 <= _SEARCHED:
+        best = _search(load, first, w, slots, cap, high, min_tokens, best)
+    return best
+
+
+@kernel
+def _search(load, first, w, slots, cap, reached, min_tokens, best):  # type: ignore[no-untyped-def]
+    """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`."""
+    num_ranks = first.size - 1
+    rank_of_item = np.empty(load.size, np.int64)
+    rank_load = np.zeros(num_ranks, np.int64)
+    for r in range(num_ranks):
+        rank_of_item[first[r] : first[r + 1]] = r
+        rank_load[r] = w[_LOAD, r]
+    item = np.zeros(num_ranks * slots + 1, np.int64)
+    rank = np.zeros(num_ranks * slots + 1, np.int64)
+    share = np.zeros(num_ranks * slots + 1, np.int64)
+    n, _ = choose_standing_copies(load.reshape(-1, 1), rank_of_item, num_ranks, slots, 1, cap, 4, item, rank)
+    level_nodes(rank_load, share, load, item, rank, rank_of_item, n)
+    for c in range(n):
+        if share[c] < min_tokens:  # not worth a copy: back home
+            rank_load[rank_of_item[item[c]]] += share[c]
+            rank_load[rank[c]] -= share[c]
+            share[c] = 0
+    if rank_load.max() >= reached:
+        return best
+    best = 0
+    for c in range(n):
+        if share[c] > 0:
+            w[ITEM, best] = item[c]
+            w[RANK, best] = rank[c]
+            w[TOKENS, best] = share[c]
+            best += 1
+    return best
 
 
 @kernel

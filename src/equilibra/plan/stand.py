@@ -22,7 +22,7 @@ import numpy as np
 
 from equilibra.core.kernel import kernel
 
-__all__ = ["choose_standing_copies", "level_nodes"]
+__all__ = ["choose_standing_copies", "level_micro_batches", "level_nodes"]
 
 _SWEEPS = 40
 
@@ -108,6 +108,17 @@ def _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, num_copies, 
             share_CM[c, m] = share[c]
         cost += highest
     return cost
+
+
+@kernel
+def level_micro_batches(load_EM, home_node, num_nodes, copy_expert, copy_node):  # type: ignore[no-untyped-def]
+    """[C, M] tokens that each copy takes from its home in each micro-batch."""
+    base_NM = np.zeros((num_nodes, load_EM.shape[1]), np.int64)
+    for e in range(home_node.size):
+        base_NM[home_node[e]] += load_EM[e]
+    share_CM = np.zeros((copy_expert.size, load_EM.shape[1]), np.int64)
+    _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, copy_expert.size, base_NM.copy(), share_CM)
+    return share_CM
 
 
 @kernel
@@ -199,7 +210,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     most = num_nodes * slots
     share_CM = np.zeros((most + 1, num_micro_batches), np.int64)
     free = np.full(num_nodes, slots, np.int64)
-    width = 3
+    width = 3 if num_micro_batches > 1 else 10
     best_expert = np.zeros(width, np.int64)
     best_node = np.zeros(width, np.int64)
     best_gain = np.zeros(width, np.int64)

@@ -20,8 +20,10 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.core.schedule import Schedule
+from equilibra.cost.rates import Rates
 from equilibra.plan import bounds
-from equilibra.plan.layer import Choice, LayerCopies, Means, choose, fill
+from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
+from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
 from equilibra.plan.pack import pack
 from equilibra.plan.planner import StepProblem
 
@@ -55,11 +57,33 @@ class Equilibra:
 
     def plan(self, problem: StepProblem) -> StepPlan:
         """Plan one step."""
-        cluster, rates = problem.cluster, problem.rates
-        schedule: Schedule | None = problem.schedule
-        if self.pack and problem.sequences is not None and problem.tokens_per_rank is not None:
-            schedule = pack(problem.sequences, cluster, tokens_per_rank=problem.tokens_per_rank, home=problem.home_now)
+        schedule = self._schedule(problem)
         load = problem.load_under(schedule)
+        layers = self._layers(problem, load)
+        choices = self._each(lambda layer: choose(layers[layer]), len(layers))
+        ranks = _on_ranks(choices, load, problem.cluster)
+        done = self._each(lambda layer: self._fill(layers[layer], choices[layer], ranks[layer]), len(layers))
+        choices = [choice for choice, _ in done]
+        ranks = [rank[: choice.standing_expert.size] for choice, rank in zip(choices, ranks, strict=True)]
+        return StepPlan(
+            planner=self.name,
+            placement=Placement(
+                home_of_expert=np.stack([choice.home_of_expert for choice in choices]), cluster=problem.cluster
+            ),
+            previous=problem.home_now,
+            standing=_standing(choices, ranks),
+            stages={stage: stage_plan([copies[stage] for _, copies in done]) for stage in Stage},
+            bound_LM=bounds.any_plan(load),
+            schedule=schedule,
+        )
+
+    def _schedule(self, problem: StepProblem) -> Schedule | None:
+        if not self.pack or problem.sequences is None or problem.tokens_per_rank is None:
+            return problem.schedule
+        tokens_per_rank = problem.tokens_per_rank
+        return pack(problem.sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now)
+
+    def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:
         means = replace(
             self.means,
             reorder=self.reorder,
@@ -68,44 +92,33 @@ class Equilibra:
             tolerance=self.tolerance,
             seed=problem.seed,
         )
-        home = problem.home_now.home_of_expert
-        layers = range(load.num_layers)
-        choices = self._each(lambda layer: choose(load, layer, home[layer], cluster, rates, means), layers)
-        standing = _on_ranks(choices, load, cluster)
-        placement = Placement(home_of_expert=np.stack([c.home_of_expert for c in choices]), cluster=cluster)
-        stages: dict[Stage, StagePlan] = {}
-        by_minimum: dict[int, StagePlan] = {}
-        for stage in Stage:
-            minimum = self.min_tokens_per_copy
-            minimum = rates.min_tokens_per_copy(stage) if minimum is None else minimum
-            if minimum not in by_minimum:
-                by_minimum[minimum] = self._stage(load, placement, standing, means, minimum)
-            stages[stage] = by_minimum[minimum]
-        return StepPlan(
-            planner=self.name, placement=placement, previous=problem.home_now, standing=standing, stages=stages,
-            bound_LM=bounds.any_plan(load), schedule=schedule,
-        )  # fmt: skip
+        home_LE = problem.home_now.home_of_expert
+        return [
+            LayerProblem(load=load, layer=layer, home=home, cluster=problem.cluster, rates=problem.rates, means=means)
+            for layer, home in enumerate(home_LE)
+        ]
 
-    def _stage(
-        self, load: StepLoad, placement: Placement, standing: StandingCopies, means: Means, minimum: int
-    ) -> StagePlan:
-        first = np.searchsorted(standing.layer, np.arange(load.num_layers + 1))
+    def _fill(
+        self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]
+    ) -> tuple[Choice, dict[Stage, LayerCopies]]:
+        """Copies of both stages; or nothing at all, where that turns out cheaper."""
+        minimum = {stage: self._min_tokens(layer.rates, stage) for stage in Stage}
+        by_minimum = {least: fill(layer, choice, ranks, min_tokens=least) for least in set(minimum.values())}
+        copies = {stage: by_minimum[minimum[stage]] for stage in Stage}
+        still = stay(layer)
+        if real_cost_us(layer, choice, ranks, copies) > still.cost_us:
+            return still, dict.fromkeys(Stage, no_copies(layer))
+        return choice, copies
 
-        def one(layer: int) -> LayerCopies:
-            these = slice(first[layer], first[layer + 1])
-            return fill(
-                load, layer, placement.home_of_expert[layer], standing.expert[these], standing.rank[these],
-                placement.cluster, slots=means.spare_slots, tolerance=means.tolerance, min_tokens=minimum,
-            )  # fmt: skip
+    def _min_tokens(self, rates: Rates, stage: Stage) -> int:
+        return rates.min_tokens_per_copy(stage) if self.min_tokens_per_copy is None else self.min_tokens_per_copy
 
-        return stage_plan(self._each(one, range(load.num_layers)))
-
-    def _each(self, function: Callable[[int], T], layers: range) -> list[T]:
+    def _each(self, function: Callable[[int], T], num_layers: int) -> list[T]:
         threads = self.threads or len(os.sched_getaffinity(0))
-        if threads == 1 or len(layers) == 1:
-            return [function(layer) for layer in layers]
+        if threads == 1 or num_layers == 1:
+            return [function(layer) for layer in range(num_layers)]
         with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(function, layers))
+            return list(pool.map(function, range(num_layers)))
 
 
 def stage_plan(layers: list[LayerCopies]) -> StagePlan:
@@ -121,7 +134,7 @@ def stage_plan(layers: list[LayerCopies]) -> StagePlan:
     )
 
 
-def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> StandingCopies:
+def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[NDArray[np.int64]]:
     """A rank of its node for every standing copy: the one that holds fewest, then the least loaded of the layer.
 
     So no rank holds more than its share of the node's standing copies over all layers: memory is even.
@@ -129,17 +142,23 @@ def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> Standi
     group = cluster.ranks_per_node
     held = np.zeros(cluster.num_ranks, np.int64)
     batch_LE = load.tokens_MLER.sum(axis=(0, 3), dtype=np.int64)
-    rows: list[tuple[int, int, int]] = []
+    result = []
     for layer, choice in enumerate(choices):
-        if not choice.standing_expert.size:
-            continue
         loaded = np.bincount(choice.home_of_expert, weights=batch_LE[layer], minlength=cluster.num_ranks)
-        chosen: list[tuple[int, int, int]] = []
-        for expert, node in zip(choice.standing_expert.tolist(), choice.standing_node.tolist(), strict=True):
-            ranks = np.arange(node * group, (node + 1) * group)
-            rank = int(ranks[np.lexsort((loaded[ranks], held[ranks]))[0]])
-            held[rank] += 1
-            chosen.append((layer, expert, rank))
-        rows += sorted(chosen)
-    table: NDArray[np.int32] = np.array(rows, np.int32).reshape(-1, 3)
-    return StandingCopies(layer=table[:, 0].copy(), expert=table[:, 1].copy(), rank=table[:, 2].copy())
+        ranks = np.zeros(choice.standing_node.size, np.int64)
+        for c, node in enumerate(choice.standing_node.tolist()):
+            of_node = np.arange(node * group, (node + 1) * group)
+            ranks[c] = of_node[np.lexsort((loaded[of_node], held[of_node]))[0]]
+            held[ranks[c]] += 1
+        result.append(ranks)
+    return result
+
+
+def _standing(choices: list[Choice], ranks: list[NDArray[np.int64]]) -> StandingCopies:
+    """The layers' standing copies as one list."""
+    layer = np.repeat(np.arange(len(choices)), [rank.size for rank in ranks])
+    return StandingCopies(
+        layer=layer.astype(np.int32),
+        expert=np.concatenate([choice.standing_expert for choice in choices]).astype(np.int32),
+        rank=np.concatenate(ranks).astype(np.int32),
+    )

@@ -13,10 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
 
 from equilibra.core.errors import InputError
+from equilibra.core.kernel import kernel
 from equilibra.core.load import SequenceLoad
 from equilibra.trace.routing import check_ids
 
@@ -86,7 +86,7 @@ def _check_group_sizes(recording: Recording, token_offsets: NDArray[np.int64]) -
         raise InputError(f"a group of {sizes.max()} tokens is too large to count; split it")
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _count(
     ids: Ids,
     recorded: NDArray[np.bool_],
@@ -156,7 +156,7 @@ def require_distinct_experts(recording: Recording) -> None:
         )
 
 
-@numba.njit(nogil=True, cache=True)
+@kernel
 def _tokens_with_repeats(ids: Ids, recorded: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - numba integer
     num_tokens, num_layers, top_k = ids.shape
     tokens = 0

@@ -24,8 +24,8 @@ from typing import IO, TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
+from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError, TraceFormatError
-from equilibra.trace.atomic import atomic_file
 from equilibra.trace.index import INDEX_DTYPES, index_arrays, index_fields
 from equilibra.trace.routing import Ids, RoutingTrace, id_dtype, narrow_ids, tokens_per_piece
 

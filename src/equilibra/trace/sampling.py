@@ -16,13 +16,14 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-import numba
 import numpy as np
+
+from equilibra.core.kernel import kernel
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-    from equilibra.trace.routing import Ids
+from equilibra.trace.routing import Ids
 
 __all__ = [
     "GOLDEN",
@@ -34,7 +35,6 @@ __all__ = [
     "fill_alias",
     "fill_weights",
     "mix",
-    "njit",
     "stream",
 ]
 
@@ -44,10 +44,8 @@ GROUP, NOISE, TOKENS = 1, 2, 3
 TRIES = 8
 SCALE_53 = 1.0 / (1 << 53)
 
-njit = numba.njit(nogil=True, cache=True)
 
-
-@njit
+@kernel
 def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
     """SplitMix64's finaliser: 64 bits in, 64 well-mixed bits out."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -55,7 +53,7 @@ def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
     return z ^ (z >> np.uint64(31))
 
 
-@njit
+@kernel
 def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN401 - numba uint64
     """State of the random stream with this name."""
     state = mix(np.uint64(seed) + GOLDEN)
@@ -64,7 +62,7 @@ def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN4
     return mix(state + np.uint64(layer) * GOLDEN)
 
 
-@njit
+@kernel
 def add_normals(out: NDArray[np.float64], scale: float, state: Any) -> None:  # noqa: ANN401 - numba uint64
     """Add scale * N(0, 1) to each element (Box-Muller)."""
     for i in range(0, len(out), 2):
@@ -78,7 +76,7 @@ def add_normals(out: NDArray[np.float64], scale: float, state: Any) -> None:  # 
             out[i + 1] += radius * math.sin(angle)
 
 
-@njit
+@kernel
 def fill_weights(
     weight: NDArray[np.float64],
     log_popularity: NDArray[np.float64],
@@ -100,7 +98,7 @@ def fill_weights(
         weight[e] = math.exp(weight[e] - top)
 
 
-@njit
+@kernel
 def fill_alias(
     weight: NDArray[np.float64],
     threshold: NDArray[np.uint64],
@@ -134,7 +132,7 @@ def fill_alias(
             small += 1
 
 
-@njit
+@kernel
 def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int, uniform: float) -> int:
     """One expert among those not taken, by weight."""
     total, last = 0.0, -1
@@ -151,7 +149,7 @@ def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int,
     return last
 
 
-@njit
+@kernel
 def draw_tokens(
     ids_TK: Ids,
     weight: NDArray[np.float64],
@@ -185,7 +183,7 @@ def draw_tokens(
             drawn += 1
 
 
-@njit
+@kernel
 def draw_ids(
     ids: Ids,
     offsets: NDArray[np.int64],

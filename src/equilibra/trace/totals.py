@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from equilibra.core.kernel import kernel
 from equilibra.trace.sampling import (
     GOLDEN,
     SCALE_53,
@@ -21,7 +22,6 @@ from equilibra.trace.sampling import (
     fill_alias,
     fill_weights,
     mix,
-    njit,
     stream,
 )
 
@@ -34,7 +34,7 @@ EXACT_DRAWS_PER_EXPERT = 16
 RARE = 8.0
 
 
-@njit
+@kernel
 def draw_loads(
     tokens_SLE: NDArray[np.int32],
     length_of_sequence: NDArray[np.int64],
@@ -73,7 +73,7 @@ def draw_loads(
                 counts[e] += 1
 
 
-@njit
+@kernel
 def _fill_inclusion(weight: NDArray[np.float64], inclusion: NDArray[np.float64], top_k: int) -> None:
     """Probability that an expert is among the K drawn: 1 - exp(-c * weight), with c such that the sum is K.
 
@@ -97,7 +97,7 @@ def _fill_inclusion(weight: NDArray[np.float64], inclusion: NDArray[np.float64],
         clock += (top_k - total) / slope
 
 
-@njit
+@kernel
 def _draw_counts(
     counts: NDArray[np.int32],
     inclusion: NDArray[np.float64],

@@ -15,8 +15,8 @@ from typing import IO, TYPE_CHECKING, Any
 
 import numpy as np
 
+from equilibra.core.atomic import atomic_folder
 from equilibra.core.errors import InputError
-from equilibra.trace.atomic import atomic_folder
 from equilibra.trace.index import INDEX_DTYPES, index_arrays
 from equilibra.trace.manifest import Manifest, StoredArray, StoredShard, to_json
 from equilibra.trace.routing import id_dtype, narrow_ids

@@ -1,0 +1,125 @@
+"""From the decisions of a baseline to a StepPlan: the part that all of them share.
+
+Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies, F flash copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.kernel import kernel
+from equilibra.core.placement import Placement
+from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
+from equilibra.plan import bounds
+from equilibra.plan.fill import LayerCopies
+from equilibra.plan.planner import StepProblem
+from equilibra.plan.split import split_expert
+from equilibra.plan.step import stage_plan
+
+__all__ = ["EXPERT", "QUOTA", "RANK", "flash_copies", "no_flash_copies", "split_copies", "step_plan"]
+
+EXPERT, RANK, QUOTA = 0, 1, 2
+"""rows of the copies that a solver fills in"""
+
+Solver = Callable[[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]], int]
+"""(load [E], home [E], copies [3, ...]) -> how many copies it wrote"""
+
+
+def step_plan(
+    problem: StepProblem,
+    planner: str,
+    stage: StagePlan,
+    *,
+    home_of_expert: NDArray[np.int32] | None = None,
+    standing: StandingCopies | None = None,
+) -> StepPlan:
+    """The plan with the same copies in both stages; homes stay where they are unless given."""
+    homes = problem.home_now
+    if home_of_expert is not None:
+        homes = Placement(home_of_expert=home_of_expert, cluster=problem.cluster)
+    return StepPlan(
+        planner=planner,
+        placement=homes,
+        previous=problem.home_now,
+        standing=StandingCopies.none() if standing is None else standing,
+        stages=dict.fromkeys(Stage, stage),
+        bound_LM=bounds.any_plan(problem.load),
+        schedule=problem.schedule,
+    )
+
+
+def no_flash_copies(problem: StepProblem, standing_tokens_CMR: NDArray[np.int32] | None = None) -> StagePlan:
+    """A stage in which only homes and standing copies serve tokens."""
+    load = problem.load
+    if standing_tokens_CMR is None:
+        standing_tokens_CMR = np.zeros((0, load.num_micro_batches, load.num_ranks), np.int32)
+    empty = np.zeros(0, np.int32)
+    return StagePlan(
+        first_of_problem=np.zeros(load.num_layers * load.num_micro_batches + 1, np.int64),
+        expert=empty,
+        rank=empty,
+        origin=empty,
+        tokens_FR=np.zeros((0, load.num_ranks), np.int32),
+        standing_tokens_CMR=standing_tokens_CMR,
+    )
+
+
+def flash_copies(problem: StepProblem, solve: Solver) -> StagePlan:
+    """A stage whose flash copies and quotas `solve` finds for every layer and micro-batch; homes stay."""
+    load_MLE, home = problem.load.expert_load(), problem.home_now.home_of_expert
+    num_micro_batches, num_layers, num_experts = load_MLE.shape
+    num_ranks = problem.cluster.num_ranks
+    copies = np.zeros((3, num_experts + num_ranks * (problem.spare_slots + 1)), np.int64)
+    layers = []
+    for layer in range(num_layers):
+        found, tokens = [], []
+        for m in range(num_micro_batches):
+            n = solve(load_MLE[m, layer], home[layer], copies)
+            these = np.ascontiguousarray(copies[:, np.lexsort((copies[RANK, :n], copies[EXPERT, :n]))])
+            out = np.zeros((n, num_ranks), np.int32)
+            split_copies(problem.load.tokens_MLER[m, layer], home[layer], problem.cluster.ranks_per_node, *these, out)
+            found.append(these)
+            tokens.append(out)
+        expert, rank, _ = np.concatenate(found, axis=1)
+        layers.append(
+            LayerCopies(
+                num_of_micro_batch=np.array([these.shape[1] for these in found]),
+                expert=expert.astype(np.int32),
+                rank=rank.astype(np.int32),
+                origin=home[layer][expert],
+                tokens_FR=np.concatenate(tokens),
+                standing_tokens_CMR=np.zeros((0, num_micro_batches, num_ranks), np.int32),
+            )
+        )
+    return stage_plan(layers)
+
+
+@kernel
+def split_copies(tokens_ER, home, group, expert, rank, quota, out):  # type: ignore[no-untyped-def]
+    """Tokens by source into out [copies, R], zero before, for copies sorted by expert; local tokens first."""
+    num_ranks, n = tokens_ER.shape[1], expert.size
+    left = np.empty(num_ranks, np.int64)
+    ranks, nodes, quotas, rows = np.empty((4, n + 1), np.int64)
+    c = 0
+    while c < n:
+        e = expert[c]
+        at_home = np.int64(0)
+        for r in range(num_ranks):
+            left[r] = tokens_ER[e, r]
+            at_home += left[r]
+        q = 0
+        while c < n and expert[c] == e:
+            ranks[q] = rank[c]
+            nodes[q] = rank[c] // group
+            quotas[q] = quota[c]
+            rows[q] = c
+            at_home -= quota[c]
+            q += 1
+            c += 1
+        ranks[q] = home[e]
+        nodes[q] = home[e] // group
+        quotas[q] = at_home
+        split_expert(left, ranks, nodes, quotas, q, group, rows, out)

@@ -1,0 +1,85 @@
+"""LLEP's rule (least-loaded expert parallelism): spill what is above capacity to the least loaded rank, in chunks.
+
+Method, per layer and micro-batch. Only if the fullest rank is above 1.3 times the mean: experts in the order of their
+load, heaviest first; if the home is above capacity (the mean), the expert's share of the excess goes to the least
+loaded rank of the whole group as far as there is room below capacity, then to the next. A chunk has at least 1024
+tokens; what cannot go in such chunks stays at home.
+
+LLEP knows neither nodes nor slots: weights go wherever tokens go, into memory that is made for them. So here: copies
+cross nodes, and a rank may receive any number of experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+from equilibra.core.kernel import kernel
+from equilibra.core.plan import StepPlan
+from equilibra.plan.baselines.assemble import EXPERT, QUOTA, RANK, flash_copies, step_plan
+from equilibra.plan.planner import StepProblem
+
+__all__ = ["LeastLoaded"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class LeastLoaded:
+    """Online exact copying without slots."""
+
+    respects_slots: ClassVar[bool] = False
+    respects_nodes: ClassVar[bool] = False
+
+    name: str = "llep"
+    """in the registry and in plans"""
+    trigger: float = 1.3
+    """imbalance up to which nothing is done"""
+    capacity: float = 1.0
+    """load of a rank above which it spills and up to which it receives, in means"""
+    min_chunk: int = 1024
+    """tokens below which nothing is spilled"""
+
+    def __post_init__(self) -> None:
+        if self.trigger < 1 or self.capacity < 1 or self.min_chunk < 1:
+            raise InputError("trigger, capacity and min_chunk must be at least 1")
+
+    def plan(self, problem: StepProblem) -> StepPlan:
+        """Flash copies for every micro-batch."""
+        num_ranks = problem.cluster.num_ranks
+
+        def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:
+            n: int = _spill(load, home, num_ranks, self.trigger, self.capacity, self.min_chunk, copies)
+            return n
+
+        return step_plan(problem, self.name, flash_copies(problem, solve))
+
+
+@kernel
+def _spill(load, home, num_ranks, trigger, capacity, min_chunk, copies):  # type: ignore[no-untyped-def]
+    """Copies of one micro-batch; returns their number, at most experts + ranks."""
+    x = np.zeros(num_ranks, np.int64)
+    for e in range(load.size):
+        x[home[e]] += load[e]
+    total = x.sum()
+    if x.max() * num_ranks <= trigger * total:
+        return 0
+    full = np.int64(np.ceil(capacity * total / num_ranks))
+    n = 0
+    for e in np.argsort(-load, kind="mergesort"):
+        excess = min(load[e], x[home[e]] - full)
+        while excess >= min_chunk:
+            target = np.argmin(x)
+            amount = min(excess, full - x[target])
+            if amount < min_chunk:
+                return n  # nobody has room for a chunk
+            copies[EXPERT, n] = e
+            copies[RANK, n] = target
+            copies[QUOTA, n] = amount
+            x[home[e]] -= amount
+            x[target] += amount
+            excess -= amount
+            n += 1
+    return n

@@ -1,0 +1,23 @@
+"""Static: homes stay where they are, nothing is copied. What plain expert parallelism does."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from equilibra.core.plan import StepPlan
+from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
+from equilibra.plan.planner import StepProblem
+
+__all__ = ["Static"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """Contiguous homes, or those of the previous placement."""
+
+    name: str = "static"
+    """in the registry and in plans"""
+
+    def plan(self, problem: StepProblem) -> StepPlan:
+        """Change nothing."""
+        return step_plan(problem, self.name, no_flash_copies(problem))

@@ -1,0 +1,129 @@
+"""Fill: flash copies and splits of every micro-batch of one layer, under a choice of homes and standing copies.
+
+Symbols: M micro-batches, R ranks, C standing copies of the layer, F its flash copies.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.kernel import kernel
+from equilibra.core.plan import Stage
+from equilibra.plan.layer import Choice, LayerProblem
+from equilibra.plan.micro_batch import EXPERT, ORIGIN, TARGET, TRIES, balance_micro_batch, bench_for
+
+__all__ = ["LayerCopies", "fill", "no_copies", "real_cost_us"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerCopies:
+    """Flash copies of one layer in the order of micro-batches, and the tokens that all its copies serve."""
+
+    num_of_micro_batch: NDArray[np.int64]
+    """[M]"""
+    expert: NDArray[np.int32]
+    """[F]"""
+    rank: NDArray[np.int32]
+    """[F]"""
+    origin: NDArray[np.int32]
+    """[F]"""
+    tokens_FR: NDArray[np.int32]
+    """[F, R]"""
+    standing_tokens_CMR: NDArray[np.int32]
+    """[C, M, R]"""
+
+
+def no_copies(problem: LayerProblem) -> LayerCopies:
+    """Every token is served at home."""
+    num_micro_batches, num_ranks = problem.load.num_micro_batches, problem.cluster.num_ranks
+    none = np.zeros(0, np.int32)
+    return LayerCopies(
+        num_of_micro_batch=np.zeros(num_micro_batches, np.int64), expert=none, rank=none, origin=none,
+        tokens_FR=np.zeros((0, num_ranks), np.int32),
+        standing_tokens_CMR=np.zeros((0, num_micro_batches, num_ranks), np.int32),
+    )  # fmt: skip
+
+
+def fill(problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], *, min_tokens: int) -> LayerCopies:
+    """Balance every micro-batch; standing_rank [C] says where in its node each standing copy is."""
+    load, cluster, means = problem.load, problem.cluster, problem.means
+    num_micro_batches, num_ranks, slots = load.num_micro_batches, cluster.num_ranks, means.spare_slots
+    num_standing = choice.standing_expert.size
+    bench = bench_for(cluster, choice.home_of_expert, slots, choice.standing_expert, standing_rank)
+    most = num_micro_batches * num_ranks * slots
+    copies = np.empty((5, most), np.int64)
+    num = np.zeros(num_micro_batches, np.int64)
+    standing_MCR = np.zeros((num_micro_batches, num_standing, num_ranks), np.int32)
+    pool = np.zeros((most + num_standing + 1, num_ranks), np.int32)
+    n = _fill(
+        load.tokens_MLER, problem.layer, bench, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
+        min_tokens, TRIES, num, copies, standing_MCR, pool,
+    )  # fmt: skip
+    return LayerCopies(
+        num_of_micro_batch=num,
+        expert=copies[EXPERT, :n].astype(np.int32),
+        rank=copies[TARGET, :n].astype(np.int32),
+        origin=copies[ORIGIN, :n].astype(np.int32),
+        tokens_FR=pool[:n].copy(),
+        standing_tokens_CMR=np.ascontiguousarray(standing_MCR.transpose(1, 0, 2)),
+    )
+
+
+@kernel
+def _fill(  # type: ignore[no-untyped-def]
+    tokens_MLER, layer, bench, num_nodes, group, slots, tolerance, min_tokens, tries, num, copies, standing_MCR, pool
+):
+    """Balance every micro-batch of a layer; returns the number of flash copies."""
+    total = 0
+    one = np.empty((5, group * num_nodes * slots + 1), np.int64)
+    for m in range(tokens_MLER.shape[0]):
+        n = balance_micro_batch(
+            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, min_tokens, tries,
+            one, standing_MCR[m], pool[total:],
+        )  # fmt: skip
+        copies[:, total : total + n] = one[:, :n]
+        num[m] = n
+        total += n
+    return total
+
+
+def real_cost_us(
+    problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], copies: dict[Stage, LayerCopies]
+) -> float:
+    """The choice's cost with what its ranks really take in place of what its nodes promised.
+
+    In each stage: the slowest rank, and the flash copies of the busiest link as far as they are exposed.
+    """
+    rates, num_ranks = problem.rates, problem.cluster.num_ranks
+    cost_us = choice.traffic_us + choice.moving_us
+    for stage in Stage:
+        part = copies[stage]
+        rows_MR = _rank_rows(problem, choice, standing_rank, part)
+        first = np.repeat(np.arange(len(rows_MR)) * num_ranks, part.num_of_micro_batch)
+        received = np.bincount(first + part.rank, minlength=rows_MR.size)
+        sent = np.bincount(first + part.origin, minlength=rows_MR.size)
+        busiest = np.maximum(received, sent).reshape(-1, num_ranks).max(axis=1)
+        cost_us += float(rows_MR.max(axis=1).sum()) * rates.row_us[stage]
+        cost_us += float(busiest.sum()) * rates.exposed_share * rates.flash_copy_us[stage]
+    return cost_us
+
+
+def _rank_rows(
+    problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], copies: LayerCopies
+) -> NDArray[np.int64]:
+    """[M, R] pairs that each rank computes."""
+    num_micro_batches, num_ranks = problem.load.num_micro_batches, problem.cluster.num_ranks
+    home, first_M1 = choice.home_of_expert, np.arange(num_micro_batches)[:, None] * num_ranks
+    rows = np.zeros(num_micro_batches * num_ranks, np.int64)
+    np.add.at(rows, first_M1 + home, problem.load_EM.T)
+    served_MC = copies.standing_tokens_CMR.sum(axis=2, dtype=np.int64).T
+    np.subtract.at(rows, first_M1 + home[choice.standing_expert], served_MC)
+    np.add.at(rows, first_M1 + standing_rank, served_MC)
+    first = np.repeat(first_M1[:, 0], copies.num_of_micro_batch)
+    served = copies.tokens_FR.sum(axis=1, dtype=np.int64)
+    np.subtract.at(rows, first + home[copies.expert], served)
+    np.add.at(rows, first + copies.rank, served)
+    return rows.reshape(num_micro_batches, num_ranks)

@@ -1,0 +1,16 @@
+"""Where routing recordings are: $EQUILIBRA_TRACES, or ../shared/traces beside the repository."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="session")
+def traces() -> Path:
+    folder = Path(os.environ.get("EQUILIBRA_TRACES", REPOSITORY.parent / "shared" / "traces"))
+    if not folder.is_dir():
+        pytest.skip(f"no routing recordings in {folder}; set EQUILIBRA_TRACES")
+    return folder

@@ -1,0 +1,1 @@
+"""Slow, obvious implementations that the fast ones are compared with. Plain Python, numpy and scipy."""
