@@ -153,6 +153,8 @@ def several_nodes(setting: Setting) -> list[Row]:
                 "over_long_search": _slowest(both, load) / min(slowest) - 1, "over_long_search_reach": 0.01,
                 "imbalance_standing": ratio.mean(), "imbalance_standing_p99": np.percentile(ratio, 99),
                 "imbalance_standing_reach": 1.02 if nodes == 8 else 1.01,
+                "imbalance_bound": _bound(standing, load),
+                "slowest_over_bound": 1 + standing.gap(load),
                 "standing_per_node_layer": standing.standing.num_copies / load.num_layers / nodes,
                 "flash_per_layer": _flash(standing),
             })  # fmt: skip
@@ -262,6 +264,12 @@ def _with_seed(problem: StepProblem, seed: int) -> StepProblem:
 
 def _slowest(plan: StepPlan, load: StepLoad) -> int:
     return int(plan.rank_load(load).max(axis=2).sum())
+
+
+def _bound(plan: StepPlan, load: StepLoad) -> float:
+    """Mean imbalance if every slowest rank were at its lower bound: what rounding to whole tokens leaves."""
+    mean_LM = plan.rank_load(load).mean(axis=2)
+    return float(np.mean(plan.bound_LM / np.maximum(mean_LM, 1e-300)))
 
 
 def _flash(plan: StepPlan) -> float:

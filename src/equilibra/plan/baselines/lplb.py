@@ -59,7 +59,7 @@ class Lplb:
 
 
 def origin_of_slot(cluster: Cluster, slots: int) -> NDArray[np.int64]:
-    """[R, S] the rank whose expert each redundant slot doubles; no two slots of a rank have the same."""
+    """[R, S] the rank whose expert each redundant slot doubles; the same rank again only when others are used up."""
     num_ranks, group = cluster.num_ranks, cluster.ranks_per_node
     rank = np.arange(num_ranks)
     columns = []
@@ -74,10 +74,11 @@ def origin_of_slot(cluster: Cluster, slots: int) -> NDArray[np.int64]:
     strides = [1, *(num_ranks >> k for k in range(1, num_ranks.bit_length())), *range(1, num_ranks)]
     columns += [(rank - stride) % num_ranks for stride in strides]
     origin_RS = np.empty((num_ranks, 0), np.int64)
-    for column in columns:
-        new = (column != rank) & (column[:, None] != origin_RS).all(axis=1)
-        if origin_RS.shape[1] < slots and new.all():
-            origin_RS = np.column_stack([origin_RS, column])
+    for again in (False, True):
+        for column in columns:
+            new = (column != rank) & ((column[:, None] != origin_RS).all(axis=1) | again)
+            if origin_RS.shape[1] < slots and new.all():
+                origin_RS = np.column_stack([origin_RS, column])
     return origin_RS
 
 

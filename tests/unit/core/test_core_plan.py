@@ -1,0 +1,153 @@
+"""StepPlan.check finds every kind of wrong plan, and the digest sees every decision."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError, PlanError
+from equilibra.core.load import StepLoad
+from equilibra.core.placement import contiguous
+from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
+from equilibra.core.schedule import Schedule
+
+CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
+HOMES = contiguous(CLUSTER, num_layers=2, num_experts=4)  # expert e at home on rank e
+LOAD = StepLoad(tokens_MLER=np.full((3, 2, 4, 4), 10, np.int32))
+
+
+def ints(*values: int) -> np.ndarray:
+    return np.array(values, np.int32)
+
+
+def stage(**changes) -> StagePlan:
+    """Layer 0, micro-batch 1: expert 0 copied from rank 0 to rank 1; a standing copy of expert 0 on rank 2."""
+    standing_tokens = np.zeros((1, 3, 4), np.int32)
+    standing_tokens[0, :, 2] = 4
+    fields = {
+        "first_of_problem": np.array([0, 0, 1, 1, 1, 1, 1]),
+        "expert": ints(0),
+        "rank": ints(1),
+        "origin": ints(0),
+        "tokens_FR": np.array([[0, 9, 0, 1]], np.int32),
+        "standing_tokens_CMR": standing_tokens,
+    }
+    return StagePlan(**{**fields, **changes})
+
+
+def plan(one: StagePlan | None = None, **changes) -> StepPlan:
+    one = one or stage()
+    fields = {
+        "planner": "by hand",
+        "placement": HOMES,
+        "previous": HOMES,
+        "standing": StandingCopies(layer=ints(0), expert=ints(0), rank=ints(2)),
+        "stages": {Stage.RECOMPUTE: one, Stage.UPDATE: one},
+        "bound_LM": np.full((2, 3), 40),
+    }
+    return StepPlan(**{**fields, **changes})
+
+
+def test_a_right_plan_passes_and_its_loads_add_up():
+    good = plan()
+    good.check(LOAD, spare_slots=1)
+    loads = good.rank_load(LOAD)
+    assert loads[0].tolist() == [[36, 40, 44, 40], [26, 50, 44, 40], [36, 40, 44, 40]]
+    assert loads[1].tolist() == [[40] * 4] * 3
+    assert good.gap(LOAD) == pytest.approx((44 + 50 + 44 + 3 * 40) / 240 - 1)
+    assert good.shape == (3, 2, 4, 4)
+
+
+def test_the_plan_of_another_load_is_refused():
+    other = StepLoad(tokens_MLER=np.full((2, 2, 4, 4), 10, np.int32))
+    with pytest.raises(PlanError, match=r"\(3, 2, 4, 4\) does not fit loads of \(2, 2, 4, 4\)"):
+        plan().check(other)
+    with pytest.raises(InputError, match=r"\(3, 2, 4, 4\) was given loads of \(2, 2, 4, 4\)"):
+        plan().rank_load(other)
+
+
+def test_both_stages_are_needed():
+    with pytest.raises(PlanError, match="recompute, update, not update"):
+        plan(stages={Stage.UPDATE: stage()}).check(LOAD)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"tokens_FR": np.zeros((2, 4), np.int32)}, r"1 flash copies cannot have tokens of shape \(2, 4\)"),
+        ({"tokens_FR": np.array([[0, -1, 0, 0]], np.int32)}, "flash copy serves a negative number"),
+        ({"standing_tokens_CMR": np.full((1, 3, 4), -1, np.int32)}, "standing copy serves a negative number"),
+        # 7 + 4 of the 10 tokens of source 2
+        ({"tokens_FR": np.array([[0, 0, 7, 0]], np.int32)}, "layer 0, expert 0 serve 1 tokens more of source rank 2"),
+        ({"rank": ints(0)}, "layer 0: rank 0 has expert 0 and gets a copy of it"),
+        ({"rank": ints(2)}, "layer 0: rank 2 has expert 0 and gets a copy of it"),
+        ({"origin": ints(3)}, "expert 0 is copied from rank 3, not there"),
+        (
+            {
+                "first_of_problem": np.array([0, 0, 2, 2, 2, 2, 2]),
+                "expert": ints(0, 0),
+                "rank": ints(1, 1),
+                "origin": ints(0, 0),
+                "tokens_FR": np.zeros((2, 4), np.int32),
+            },
+            "two flash copies of the same expert",
+        ),
+    ],
+)
+def test_a_wrong_stage_is_named(changes, message):
+    with pytest.raises(PlanError, match=message):
+        plan(stage(**changes)).check(LOAD)
+
+
+def test_a_standing_copy_at_home_is_refused():
+    with pytest.raises(PlanError, match="has its expert already"):
+        plan(standing=StandingCopies(layer=ints(0), expert=ints(0), rank=ints(0))).check(LOAD)
+
+
+def test_more_copies_than_slots_are_refused():
+    two = stage(
+        first_of_problem=np.array([0, 2, 2, 2, 2, 2, 2]),
+        expert=ints(0, 2),
+        rank=ints(1, 1),
+        origin=ints(0, 2),
+        tokens_FR=np.zeros((2, 4), np.int32),
+    )
+    plan(two).check(LOAD, spare_slots=2)
+    with pytest.raises(PlanError, match="needs 2 spare slots, 1 are allowed"):
+        plan(two).check(LOAD, spare_slots=1)
+
+
+def test_the_same_copies_in_two_micro_batches_share_the_slot():
+    two = stage(
+        first_of_problem=np.array([0, 1, 2, 2, 2, 2, 2]),
+        expert=ints(0, 0),
+        rank=ints(1, 1),
+        origin=ints(0, 0),
+        tokens_FR=np.zeros((2, 4), np.int32),
+    )
+    plan(two).check(LOAD, spare_slots=1)
+
+
+def test_the_digest_sees_every_decision():
+    schedule = Schedule(micro_batch_of_sequence=ints(0, 1), rank_of_sequence=ints(0, 1), num_micro_batches=3)
+    swapped = replace(HOMES, home_of_expert=HOMES.home_of_expert[:, ::-1].copy())
+    plans = [
+        plan(),
+        plan(planner="other"),
+        plan(placement=swapped),
+        plan(previous=swapped),
+        plan(standing=StandingCopies(layer=ints(0), expert=ints(0), rank=ints(3))),
+        plan(bound_LM=np.full((2, 3), 41)),
+        plan(schedule=schedule),
+        plan(schedule=replace(schedule, rank_of_sequence=ints(1, 0))),
+        plan(stage(rank=ints(3))),
+        plan(stage(origin=ints(2))),
+        plan(stage(expert=ints(1))),
+        plan(stage(tokens_FR=np.array([[0, 8, 0, 1]], np.int32))),
+        plan(stage(first_of_problem=np.array([0, 1, 1, 1, 1, 1, 1]))),
+        plan(stage(standing_tokens_CMR=np.zeros((1, 3, 4), np.int32))),
+        plan(stages={Stage.RECOMPUTE: stage(), Stage.UPDATE: stage(tokens_FR=np.zeros((1, 4), np.int32))}),
+    ]
+    assert len({p.digest for p in plans}) == len(plans)
+    assert plan().digest == plan().digest
