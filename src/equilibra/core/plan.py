@@ -152,8 +152,8 @@ class StepPlan:
 
     def gap(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> float:
         """How far the slowest ranks, summed over layers and micro-batches, are above the lower bound (0 is optimal)."""
-        slowest = self.rank_load(load, stage).max(axis=2).sum()
-        return float(slowest / max(int(self.bound_LM.sum()), 1) - 1)
+        slowest, bound = self.rank_load(load, stage).max(axis=2).sum(), int(self.bound_LM.sum())
+        return float(slowest / bound - 1) if bound else 0.0
 
     @cached_property
     def digest(self) -> str:

@@ -174,6 +174,8 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     per_bin = 1 if means.spare_slots == 0 else cluster.ranks_per_node
     bins = (problem.home // per_bin).astype(np.int64)
     num_bins = cluster.num_ranks // per_bin
+    if np.unique(np.bincount(bins, minlength=num_bins)).size > 1:
+        return problem.home  # uneven homes, as EPLB leaves them: swaps would keep them uneven
     time_BEM = np.broadcast_to(load_EM * (rates.step_row_us / per_bin), (num_bins, *load_EM.shape)).copy()
     if problem.near_NEM is not None:
         away_NEM = load_EM - problem.near_NEM
