@@ -86,19 +86,31 @@ def test_eplb_refuses_what_does_not_divide() -> None:
 
 @pytest.mark.parametrize("num_groups", [1, 4])
 @pytest.mark.parametrize("num_nodes", [1, 2])
-def test_eplb_splits_equally(num_groups: int, num_nodes: int) -> None:
+def test_eplb_splits_equally_over_replicas(num_groups: int, num_nodes: int) -> None:
     cluster = Cluster(num_nodes=num_nodes, ranks_per_node=8 // num_nodes)
     step = problem(skewed(), cluster)
     plan = Eplb(num_groups=num_groups).plan(step)
     plan.check(step.load)
     standing, served = plan.standing, plan.stages[Stage.UPDATE].standing_tokens_CMR
     assert standing.num_copies > 8
+    expert_LP = eplb_replicas(
+        step.load.tokens_MLER.sum(axis=(0, 3)),
+        num_replicas=step.load.num_experts + 16,
+        num_groups=num_groups,
+        num_nodes=num_nodes,
+        num_ranks=8,
+    )
     for layer, expert in {*zip(standing.layer.tolist(), standing.expert.tolist(), strict=True)}:
         tokens_MR = step.load.tokens_MLER[:, layer, expert]
-        copies = served[(standing.layer == layer) & (standing.expert == expert)]
-        shares = np.concatenate([copies, [tokens_MR - copies.sum(axis=0)]])
-        assert np.ptp(shares, axis=0).max() <= 1  # from every source
-        assert np.ptp(shares.sum(axis=2), axis=0).max() <= 1  # in total
+        these = (standing.layer == layer) & (standing.expert == expert)
+        ranks = [*standing.rank[these].tolist(), int(plan.placement.home_of_expert[layer, expert])]
+        shares = np.concatenate([served[these], [tokens_MR - served[these].sum(axis=0)]])
+        replicas = [int((expert_LP[layer].reshape(8, -1)[rank] == expert).sum()) for rank in ranks]
+        assert sum(replicas) == (expert_LP[layer] == expert).sum()
+        for share, count in zip(shares, replicas, strict=True):
+            fair = tokens_MR * count / sum(replicas)
+            assert np.abs(share - fair).max() <= count  # from every source
+            assert np.abs(share.sum(axis=1) - fair.sum(axis=1)).max() <= count  # in total
     if num_groups == 4 and num_nodes == 2:
         home = plan.placement.home_of_expert[standing.layer, standing.expert]
         np.testing.assert_array_equal(home // 4, standing.rank // 4)  # replicas stay on the node of their group
@@ -129,9 +141,10 @@ def test_eplb_history_sees_only_history() -> None:
 def test_replicas_on_one_rank_are_one_instance() -> None:
     load = np.zeros(8, np.int64)
     load[3] = 8000
-    plan = Eplb().plan(one(load))  # 17 of 24 replicas are of expert 3, for 8 ranks
+    plan = Eplb().plan(one(load))  # 17 of 24 replicas are of expert 3: two on seven ranks, three on one
     assert plan.standing.num_copies == 7
-    assert plan.rank_load(one(load).load).tolist() == [[[1000] * 8]]
+    by_rank = np.sort(plan.rank_load(one(load).load).ravel())
+    np.testing.assert_allclose(by_rank, 8000 / 17 * np.array([2] * 7 + [3]), atol=2)
 
 
 # lplb

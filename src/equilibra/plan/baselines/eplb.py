@@ -5,11 +5,12 @@ Symbols: L layers, E experts, P replicas (all instances), N nodes, G expert grou
 Method, per layer. Pack the expert groups onto nodes (heaviest first, equally many each). On every node give each
 extra replica to the expert with the largest load per replica. Pack the node's replicas onto its ranks (heaviest
 first, equally many each). Where groups do not divide over nodes, the cluster counts as one node with one group: the
-global variant. Tokens of an expert are split equally over its instances, in every micro-batch.
+global variant. Tokens of an expert are split equally over its replicas, in every micro-batch.
 
 Here. A rank has E/R + spare_slots replicas per layer, and not one buffer for all layers: L times the memory of flash
-copies. Replicas of an expert on one rank are one instance. The home is the instance where it was, else one on the node
-where it was, else the first: homes per rank may be uneven. The other instances are standing copies.
+copies. Replicas of an expert on one rank are one instance with the share of as many. The home is the instance where it
+was, else one on the node where it was, else the first: homes per rank may be uneven. The other instances are standing
+copies.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
 from equilibra.plan.baselines.longest_first import batch_total, pack_evenly
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["Eplb", "eplb_replicas", "split_equally"]
+__all__ = ["Eplb", "eplb_replicas", "split_by_replicas"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +63,9 @@ class Eplb:
             num_nodes=cluster.num_nodes,
             num_ranks=cluster.num_ranks,
         )
-        home, standing = _instances(expert_LP, problem.home_now)
-        stage = no_flash_copies(problem, split_equally(load, standing))
+        replicas_LER = _replicas_on_ranks(expert_LP, load.num_experts, cluster.num_ranks)
+        home, standing = _instances(replicas_LER, problem.home_now)
+        stage = no_flash_copies(problem, split_by_replicas(load, home, standing, replicas_LER))
         return step_plan(problem, self.name, stage, home_of_expert=home, standing=standing)
 
 
@@ -108,33 +110,47 @@ def _replicate(weight, num_replicas):  # type: ignore[no-untyped-def]
     return member, (weight / count)[member]
 
 
-def _instances(expert_LP: NDArray[np.int64], before: Placement) -> tuple[NDArray[np.int32], StandingCopies]:
+def _replicas_on_ranks(expert_LP: NDArray[np.int64], num_experts: int, num_ranks: int) -> NDArray[np.int64]:
+    """[L, E, R] replicas of each expert on each rank."""
+    num_layers, num_replicas = expert_LP.shape
+    rank = np.arange(num_replicas) // (num_replicas // num_ranks)
+    entry_LP = (np.arange(num_layers)[:, None] * num_experts + expert_LP) * num_ranks + rank
+    count = np.bincount(entry_LP.ravel(), minlength=num_layers * num_experts * num_ranks)
+    return count.reshape(num_layers, num_experts, num_ranks)
+
+
+def _instances(replicas_LER: NDArray[np.int64], before: Placement) -> tuple[NDArray[np.int32], StandingCopies]:
     """One instance per rank that has a replica: one of them the home, the others standing copies."""
-    (num_layers, num_replicas), num_ranks = expert_LP.shape, before.cluster.num_ranks
     node_of_rank = before.cluster.node_of_rank()
-    score_LER = np.zeros((num_layers, before.num_experts, num_ranks), np.int8)
-    rank_of_replica = np.arange(num_replicas) // (num_replicas // num_ranks)
-    score_LER[np.arange(num_layers)[:, None], expert_LP, rank_of_replica] = 1
-    has_LER = score_LER > 0
+    has_LER = replicas_LER > 0
+    score_LER = has_LER.astype(np.int8)
     was = before.home_of_expert[:, :, None]
     score_LER[has_LER & (node_of_rank == node_of_rank[was])] = 2
-    score_LER[has_LER & (np.arange(num_ranks) == was)] = 3
+    score_LER[has_LER & (np.arange(node_of_rank.size) == was)] = 3
     home = score_LER.argmax(axis=2).astype(np.int32)
     np.put_along_axis(has_LER, home[:, :, None], values=False, axis=2)
     layer, expert, rank = (index.astype(np.int32) for index in np.nonzero(has_LER))
     return home, StandingCopies(layer=layer, expert=expert, rank=rank)
 
 
-def split_equally(load: StepLoad, standing: StandingCopies) -> NDArray[np.int32]:
-    """[C, M, R] tokens of each copy: the tokens of an expert, counted over all sources, go to its instances in turn.
+def split_by_replicas(
+    load: StepLoad, home_LE: NDArray[np.int32], standing: StandingCopies, replicas_LER: NDArray[np.int64]
+) -> NDArray[np.int32]:
+    """[C, M, R] tokens of each copy: the tokens of an expert, counted over all sources, go to its replicas in turn.
 
-    So the instances of an expert differ by at most one token, in total and from every source.
+    So the replicas of an expert differ by at most one token, in total and from every source.
     """
-    key = standing.layer.astype(np.int64) * load.num_experts + standing.expert
-    first, end = np.searchsorted(key, key), np.searchsorted(key, key, side="right")
-    instances = (end - first + 1)[:, None, None]
-    turn = (np.arange(key.size) - first + 1)[:, None, None]  # the home's turn is 0
-    upto_CMR = load.tokens_MLER[:, standing.layer, standing.expert].astype(np.int64).cumsum(axis=2).transpose(1, 0, 2)
-    served_CMR = (upto_CMR + instances - 1 - turn) // instances
+    layer, expert = standing.layer, standing.expert
+    own = replicas_LER[layer, expert, standing.rank]
+    key = layer.astype(np.int64) * load.num_experts + expert
+    before = np.cumsum(own) - own
+    before += (
+        replicas_LER[layer, expert, home_LE[layer, expert]] - before[np.searchsorted(key, key)]
+    )  # the home is first
+    own_C11, before_C11 = own[:, None, None], before[:, None, None]
+    every_C11 = replicas_LER[layer, expert].sum(axis=1)[:, None, None]
+    upto_CMR = load.tokens_MLER[:, layer, expert].astype(np.int64).cumsum(axis=2).transpose(1, 0, 2)
+    rounds, rest = np.divmod(upto_CMR, every_C11)
+    served_CMR = rounds * own_C11 + np.clip(rest - before_C11, 0, own_C11)
     tokens: NDArray[np.int32] = np.diff(served_CMR, axis=2, prepend=0).astype(np.int32)
     return np.ascontiguousarray(tokens)
