@@ -23,10 +23,23 @@ from equilibra.plan.replicate import ITEM, RANK, TOKENS, level_node
 from equilibra.plan.split import split_expert
 from equilibra.plan.stand import level_nodes
 
-__all__ = ["EXPERT", "ORIGIN", "QUOTA", "TARGET", "Balanced", "balance", "balance_micro_batch", "bench_for"]
+__all__ = [
+    "EXPERT",
+    "ORIGIN",
+    "QUICK_TRIES",
+    "QUOTA",
+    "TARGET",
+    "TRIES",
+    "Balanced",
+    "balance",
+    "balance_micro_batch",
+    "bench_for",
+]
 
-TRIES = 2
-"""orders in which exporters are served; more find slightly fewer copies, at about two microseconds each (64 ranks)"""
+TRIES = 6
+"""orders in which exporters are served when a step is planned ahead; each costs a few microseconds for 64 ranks"""
+QUICK_TRIES = 1
+"""the same where somebody waits for the answer: about one copy in thirty more, in a third of the time"""
 SMALL_GROUP = 16
 """ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
 
@@ -238,7 +251,7 @@ def balance(
     out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
     n = balance_micro_batch(
         tokens, bench, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, min_tokens_per_copy,
-        TRIES, copies, np.zeros((0, num_ranks), np.int32), out,
+        QUICK_TRIES, copies, np.zeros((0, num_ranks), np.int32), out,
     )  # fmt: skip
     rank_load = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
     rank_load = rank_load.astype(np.int64)

@@ -46,7 +46,7 @@ def _random_below(state, n):  # type: ignore[no-untyped-def]
     x ^= x >> np.uint64(7)
     x ^= x << np.uint64(17)
     state[0] = x
-    return np.int64((x >> np.uint64(33)) % np.uint64(n))
+    return np.int64(((x >> np.uint64(33)) * np.uint64(n)) >> np.uint64(31))
 
 
 @inlined
@@ -152,14 +152,12 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
                 at = 0
                 largest = w[_ROOM, 0] >> _RANK_BITS
                 if largest >= piece:
-                    high = num_rooms - 1
                     needed = piece * _RANKS
-                    while at < high:
-                        middle = (at + high + 1) >> 1
-                        if w[_ROOM, middle] >= needed:
-                            at = middle
-                        else:
-                            high = middle - 1
+                    size = num_rooms
+                    while size > 1:  # without a branch on the data: the last room that is large enough
+                        half = size >> 1
+                        at += half * (w[_ROOM, at + half] >= needed)
+                        size -= half
                     rest = (w[_ROOM, at] >> _RANK_BITS) - piece
                 elif num_rooms > 1 and largest + (w[_ROOM, 1] >> _RANK_BITS) > piece and n + 1 < most:
                     at, second = _pair(w, num_rooms, piece, fine)
