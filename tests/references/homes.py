@@ -13,12 +13,12 @@ def all_homes(num_experts, num_bins):
 
     def place(left, b):
         if b == num_bins - 1:
-            yield {e: b for e in left}
+            yield dict.fromkeys(left, b)
             return
         for chosen in combinations(left, size):
             rest = [e for e in left if e not in chosen]
             for more in place(rest, b + 1):
-                yield {**{e: b for e in chosen}, **more}
+                yield {**dict.fromkeys(chosen, b), **more}
 
     for homes in place(list(range(num_experts)), 0):
         yield np.array([homes[e] for e in range(num_experts)])
@@ -34,8 +34,8 @@ def cost_of_homes(home, home0, base_BM, time_BEM, price):
 
 def best_homes(home0, base_BM, time_BEM, price, max_moves):
     """The smallest cost of all homes that move at most max_moves experts (-1: any number)."""
-    costs = []
-    for home in all_homes(len(home0), base_BM.shape[0]):
-        if max_moves < 0 or np.count_nonzero(home != home0) <= max_moves:
-            costs.append(cost_of_homes(home, home0, base_BM, time_BEM, price))
-    return min(costs)
+    return min(
+        cost_of_homes(home, home0, base_BM, time_BEM, price)
+        for home in all_homes(len(home0), base_BM.shape[0])
+        if max_moves < 0 or np.count_nonzero(home != home0) <= max_moves
+    )

@@ -7,7 +7,7 @@ from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 
 
 def lowest_level(amount_E, home_node_E, copies, num_nodes):
-    """The smallest possible load of the fullest node, when copies [(expert, node)] may take any part of their expert."""
+    """The smallest possible load of the fullest node, when copies (expert, node) may take any part of an expert."""
     base = np.bincount(home_node_E, weights=amount_E, minlength=num_nodes)
     num = len(copies)
     # load[n] = base[n] + shares that come - shares that go <= z; shares of an expert together at most its tokens

@@ -79,6 +79,6 @@ def fewest_cells(lengths, budget):
 
 
 def waiting_cost(cells, costs, num_ranks):
-    """Sum over micro-batches of the costliest cell, when cells of like cost share a micro-batch; and the largest cell."""
+    """Sum over micro-batches of the costliest cell, cells of like cost sharing a micro-batch; and the largest cell."""
     spent = sorted((sum(costs[i] for i in cell) for cell in cells), reverse=True)
     return sum(spent[::num_ranks]), spent[0]

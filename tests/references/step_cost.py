@@ -42,7 +42,7 @@ def busiest_link(plan: StepPlan, stage: Stage, problem: int) -> int:
     for f in range(part.first_of_problem[problem], part.first_of_problem[problem + 1]):
         received[part.rank[f]] += 1
         sent[part.origin[f]] += 1
-    return max(max(received), max(sent))
+    return max(*received, *sent)
 
 
 def pairs_into_nodes(plan: StepPlan, load: StepLoad, stage: Stage, layer: int, m: int) -> list[int]:

@@ -5,8 +5,8 @@ of e that r computes, z the slowest rank.
 
 Model. Tokens of an expert stay on the node of its home, so nodes are independent. Per node: minimise z (or the number
 of copies) such that sum_r x[e, r] = load[e], x[e, r] <= load[e] * y[e, r] away from home, sum_e y[e, r] <= S and
-sum_e x[e, r] <= z. Tokens are whole, x is not: with y given the rest is a transport problem with whole capacities, which
-has a whole solution whenever it has one, so the best whole z is the fractional one rounded up.
+sum_e x[e, r] <= z. Tokens are whole, x is not: with y given the rest is a transport problem with whole capacities,
+which has a whole solution whenever it has one, so the best whole z is the fractional one rounded up.
 
 Promise: `makespan` can be reached (it is computed again with the copies fixed), and no plan is below `bound`.
 """
@@ -58,7 +58,8 @@ class _Node:
 
     def away(self) -> NDArray[np.bool_]:
         """[E * R] whether an instance there is a copy."""
-        return (self.home[:, None] != np.arange(self.ranks)).ravel()
+        away: NDArray[np.bool_] = (self.home[:, None] != np.arange(self.ranks)).ravel()
+        return away
 
 
 def exact_makespan(

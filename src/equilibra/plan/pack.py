@@ -8,15 +8,16 @@ verl uses). Ranks wait for each other in every micro-batch, so the cost of a sch
 Method, in whole numbers throughout:
 1. Cells: longest first into the cheapest cell with room; then items are moved and swapped out of the costliest cell
    while that lowers it. M is the smallest number for which all sequences find a cell.
-2. Micro-batches: cells in falling order of cost, R at a time, so that cells that wait for each other cost the same.
-3. Experts: sequences of like length are swapped between micro-batches where that lowers the skew, the sum of squares
-   of the load of every (layer, node) around its mean (every rank where there is one node), and raises no micro-batch's
-   slowest cell. One swap is weighed in constant time from the inner products of the sequences' loads.
+2. Micro-batches: cells in falling order of cost, R at a time, so that cells that wait for each other cost the same;
+   then items are moved and swapped out of the slowest cell of each, where no other micro-batch gets slower.
+3. Experts: `spread.py`.
 
 Promises: no cell above the budget; never more micro-batches than longest-first needs; step 3 costs no attention time.
 """
 
 from __future__ import annotations
+
+import heapq
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,13 +28,13 @@ from equilibra.core.kernel import kernel
 from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule
+from equilibra.plan.spread import spread_experts
 
 __all__ = ["DENSE_COST", "cell_cost", "fewest_micro_batches", "in_order", "pack"]
 
 DENSE_COST = 24_576
 """cost of a token's dense parts, in units of the attention cost s^2"""
-_SWEEPS = 6
-_WINDOW = 24
+_EVEN_WORK = 200_000_000
 
 
 def cell_cost(schedule: Schedule, lengths: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
@@ -80,10 +81,13 @@ def pack(sequences: SequenceLoad, cluster: Cluster, *, tokens_per_rank: int, hom
         if cell_of_sequence[0] >= 0:
             break
         num_micro_batches += 1
-    _even(lengths, cost, cell_of_sequence, num_micro_batches * num_ranks, tokens_per_rank)
-    cell_of_sequence = _grouped(cell_of_sequence, cost, num_micro_batches, num_ranks)
+    even = cell_of_sequence.copy()
+    _even(lengths, cost, even, num_micro_batches * num_ranks, tokens_per_rank)
+    grouped = [_grouped(cells, cost, num_micro_batches, num_ranks) for cells in (even, cell_of_sequence)]
+    cell_of_sequence = min(grouped, key=lambda cells: _waiting(cells, cost, num_micro_batches, num_ranks))
+    _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, tokens_per_rank)
     if home is not None and num_micro_batches > 1:
-        _spread(sequences, home, cell_of_sequence, cost, num_micro_batches, tokens_per_rank)
+        spread_experts(sequences, home, cell_of_sequence, cost, num_micro_batches, tokens_per_rank)
     return Schedule(
         micro_batch_of_sequence=(cell_of_sequence // num_ranks).astype(np.int32),
         rank_of_sequence=(cell_of_sequence % num_ranks).astype(np.int32),
@@ -105,39 +109,63 @@ def _grouped(
     cell_of_sequence: NDArray[np.int64], cost: NDArray[np.int64], num_micro_batches: int, num_ranks: int
 ) -> NDArray[np.int64]:
     """Cells renumbered in falling order of cost, so that a micro-batch has cells of like cost."""
-    total = np.zeros(num_micro_batches * num_ranks, np.int64)
-    np.add.at(total, cell_of_sequence, cost)
+    total = _spent(cell_of_sequence, cost, num_micro_batches * num_ranks)
     rank_of_cell = np.empty(total.size, np.int64)
     rank_of_cell[np.argsort(-total, kind="stable")] = np.arange(total.size)
     return rank_of_cell[cell_of_sequence]
+
+
+def _spent(cell_of_sequence: NDArray[np.int64], cost: NDArray[np.int64], num_cells: int) -> NDArray[np.int64]:
+    total = np.zeros(num_cells, np.int64)
+    np.add.at(total, cell_of_sequence, cost)
+    return total
+
+
+def _waiting(
+    cell_of_sequence: NDArray[np.int64], cost: NDArray[np.int64], num_micro_batches: int, num_ranks: int
+) -> int:
+    """sum_m max_r: what the ranks wait for each other."""
+    total = _spent(cell_of_sequence, cost, num_micro_batches * num_ranks)
+    return int(total.reshape(num_micro_batches, num_ranks).max(axis=1).sum())
 
 
 @kernel
 def _cells(lengths, cost, order, num_cells, budget):  # type: ignore[no-untyped-def]
     """Longest first into the cheapest cell with room, else tightest fit for all; -1 in entry 0 if neither works."""
     cell_of_sequence = np.empty(lengths.size, np.int64)
-    for tight in range(2):
-        used = np.zeros(num_cells, np.int64)
-        spent = np.zeros(num_cells, np.int64)
+    used = np.zeros(num_cells, np.int64)
+    heap = [(np.int64(0), np.int64(c)) for c in range(num_cells)]  # (spent, cell): in order, so a heap
+    full = [(np.int64(0), np.int64(0)) for _ in range(0)]
+    done = True
+    for s in order:
+        while heap and used[heap[0][1]] + lengths[s] > budget:
+            full.append(heapq.heappop(heap))
+        if not heap:
+            done = False
+            break
+        spent, c = heapq.heappop(heap)
+        cell_of_sequence[s] = c
+        used[c] += lengths[s]
+        heapq.heappush(heap, (spent + cost[s], c))
+        while full:  # room for a shorter one, perhaps
+            heapq.heappush(heap, full.pop())
+    if not done:
+        used[:] = 0
         done = True
         for s in order:
             best = -1
-            for c in range(num_cells):
-                if used[c] + lengths[s] <= budget and (
-                    best < 0 or (used[c] > used[best] if tight else spent[c] < spent[best])
-                ):
-                    best = c
-                    if used[c] == 0:
-                        break  # later cells are empty too
+            for k in range(num_cells):
+                if used[k] + lengths[s] <= budget and (best < 0 or used[k] > used[best]):
+                    best = k
+                if used[k] == 0:
+                    break  # later cells are empty too
             if best < 0:
                 done = False
                 break
             cell_of_sequence[s] = best
             used[best] += lengths[s]
-            spent[best] += cost[s]
-        if done:
-            return cell_of_sequence
-    cell_of_sequence[0] = -1
+    if not done:
+        cell_of_sequence[0] = -1
     return cell_of_sequence
 
 
@@ -149,7 +177,7 @@ def _even(lengths, cost, cell_of_sequence, num_cells, budget):  # type: ignore[n
     for s in range(lengths.size):
         used[cell_of_sequence[s]] += lengths[s]
         spent[cell_of_sequence[s]] += cost[s]
-    for _ in range(4 * num_cells):
+    for _ in range(min(4 * num_cells, _EVEN_WORK // (lengths.size + num_cells) + 1)):
         top = np.argmax(spent)
         # The best partner leaves the larger of the two cells lowest.
         best = spent[top]
@@ -195,88 +223,71 @@ def _even(lengths, cost, cell_of_sequence, num_cells, budget):  # type: ignore[n
             cell_of_sequence[best_in] = top
 
 
-def _spread(
-    sequences: SequenceLoad,
-    home: Placement,
-    cell_of_sequence: NDArray[np.int64],
-    cost: NDArray[np.int64],
-    num_micro_batches: int,
-    budget: int,
-) -> None:
-    """Swap sequences between micro-batches where that lowers the skew of the experts' loads."""
-    cluster = home.cluster
-    per_bin = cluster.ranks_per_node if cluster.num_nodes > 1 else 1
-    num_bins = cluster.num_ranks // per_bin
-    load_SLB = np.zeros((sequences.num_sequences, sequences.num_layers, num_bins))
-    for layer in range(sequences.num_layers):
-        in_bin_EB = (home.home_of_expert[layer] // per_bin)[:, None] == np.arange(num_bins)
-        load_SLB[:, layer] = sequences.tokens_SLE[:, layer].astype(np.float64) @ in_bin_EB
-    # Whole numbers below 2^53 make the products exact, and so the same on every machine.
-    skew = num_bins * load_SLB - load_SLB.sum(axis=2, keepdims=True)
-    scale = max(float(np.abs(skew).max()) / 2**15, 1.0)
-    skew = np.rint(skew / scale).reshape(sequences.num_sequences, -1)
-    inner_SS = skew @ skew.T
-    order = np.argsort(sequences.length_of_sequence, kind="stable")
-    _swap_alike(
-        inner_SS, sequences.length_of_sequence.astype(np.int64), cost, order, cell_of_sequence,
-        num_micro_batches, cluster.num_ranks, budget,
-    )  # fmt: skip
-
-
 @kernel
-def _swap_alike(inner_SS, lengths, cost, order, cell_of_sequence, num_micro_batches, num_ranks, budget):  # type: ignore[no-untyped-def]
-    num_sequences = lengths.size
+def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, budget):  # type: ignore[no-untyped-def]
+    """Move or swap items out of the slowest cell of every micro-batch, where no other micro-batch gets slower."""
     used = np.zeros(num_micro_batches * num_ranks, np.int64)
     spent = np.zeros(num_micro_batches * num_ranks, np.int64)
+    for s in range(lengths.size):
+        used[cell_of_sequence[s]] += lengths[s]
+        spent[cell_of_sequence[s]] += cost[s]
     slowest = np.zeros(num_micro_batches, np.int64)
-    toward_MS = np.zeros((num_micro_batches, num_sequences))  # inner product of micro-batch and sequence
-    for s in range(num_sequences):
-        c = cell_of_sequence[s]
-        used[c] += lengths[s]
-        spent[c] += cost[s]
-        toward_MS[c // num_ranks] += inner_SS[s]
     for c in range(spent.size):
         slowest[c // num_ranks] = max(slowest[c // num_ranks], spent[c])
-    for _ in range(_SWEEPS):
-        swaps = 0
-        for at in range(num_sequences):
-            i = order[at]
-            a = cell_of_sequence[i] // num_ranks
-            best = -1e-9
-            best_j = -1
-            for k in range(max(at - _WINDOW, 0), min(at + _WINDOW + 1, num_sequences)):
-                j = order[k]
-                b = cell_of_sequence[j] // num_ranks
-                if a == b:
+    work = _EVEN_WORK
+    improved = True
+    while improved and work > 0:
+        improved = False
+        for m in range(num_micro_batches):
+            top = m * num_ranks
+            for c in range(m * num_ranks, (m + 1) * num_ranks):
+                if spent[c] > spent[top]:
+                    top = c
+            second = np.int64(0)
+            for c in range(m * num_ranks, (m + 1) * num_ranks):
+                if c != top:
+                    second = max(second, spent[c])
+            best = spent[top]
+            best_out = -1
+            best_in = -1
+            best_cell = -1
+            for out in range(lengths.size):
+                if cell_of_sequence[out] != top:
                     continue
-                longer = lengths[j] - lengths[i]
-                more = cost[j] - cost[i]
-                ci = cell_of_sequence[i]
-                cj = cell_of_sequence[j]
-                if used[ci] + longer > budget or used[cj] - longer > budget:
-                    continue
-                if spent[ci] + more > slowest[a] or spent[cj] - more > slowest[b]:
-                    continue
-                change = toward_MS[a, j] - toward_MS[a, i] - toward_MS[b, j] + toward_MS[b, i]
-                change += inner_SS[i, i] - 2 * inner_SS[i, j] + inner_SS[j, j]
-                if change < best:
-                    best = change
-                    best_j = j
-            if best_j >= 0:
-                j = best_j
-                ci = cell_of_sequence[i]
-                cj = cell_of_sequence[j]
-                b = cj // num_ranks
-                used[ci] += lengths[j] - lengths[i]
-                used[cj] -= lengths[j] - lengths[i]
-                spent[ci] += cost[j] - cost[i]
-                spent[cj] -= cost[j] - cost[i]
-                cell_of_sequence[i] = cj
-                cell_of_sequence[j] = ci
-                for s in range(num_sequences):
-                    moved = inner_SS[j, s] - inner_SS[i, s]
-                    toward_MS[a, s] += moved
-                    toward_MS[b, s] -= moved
-                swaps += 1
-        if swaps == 0:
-            break
+                work -= lengths.size + spent.size
+                for c in range(spent.size):
+                    if c == top or used[c] + lengths[out] > budget or spent[c] + cost[out] > slowest[c // num_ranks]:
+                        continue
+                    after = max(second, spent[top] - cost[out])
+                    if c // num_ranks == m:
+                        after = max(after, spent[c] + cost[out])
+                    if after < best:
+                        best = after
+                        best_out = out
+                        best_in = -1
+                        best_cell = c
+                for other in range(lengths.size):
+                    c = cell_of_sequence[other]
+                    more = cost[out] - cost[other]
+                    longer = lengths[out] - lengths[other]
+                    if c == top or more <= 0 or used[c] + longer > budget or spent[c] + more > slowest[c // num_ranks]:
+                        continue
+                    after = max(second, spent[top] - more)
+                    if c // num_ranks == m:
+                        after = max(after, spent[c] + more)
+                    if after < best:
+                        best = after
+                        best_out = out
+                        best_in = other
+                        best_cell = c
+            if best_out < 0:
+                continue
+            improved = True
+            for item, source, target in ((best_out, top, best_cell), (best_in, best_cell, top)):
+                if item >= 0:
+                    used[source] -= lengths[item]
+                    spent[source] -= cost[item]
+                    used[target] += lengths[item]
+                    spent[target] += cost[item]
+                    cell_of_sequence[item] = target
+            slowest[m] = best

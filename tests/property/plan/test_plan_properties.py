@@ -1,4 +1,4 @@
-"""The invariants of the design, over clusters, loads, slots and switches: 1 (once), 3 (same), 5 (not worse), 6 (memory)."""
+"""Invariants 1 (once), 3 (same plan), 5 (not worse) and 6 (memory) over clusters, loads, slots and switches."""
 
 from dataclasses import dataclass
 
@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from references.step_cost import rank_rows, step_cost_us
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad, StepLoad
@@ -19,6 +18,7 @@ from equilibra.plan.micro_batch import balance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
+from references.step_cost import rank_rows, step_cost_us
 
 RATES = {
     "free": Rates.free(),
@@ -177,6 +177,33 @@ def test_every_pair_is_computed_exactly_once_within_the_memory_allowed(case):
     np.testing.assert_array_equal(before.num_homes(), after.num_homes(), "as many homes on every rank as before")
     if not case.switches["reorder"]:
         assert before == after
+
+
+@pytest.mark.parametrize("first_seed", [0, 30, 60, 90])
+def test_standing_copies_stay_even_where_some_layers_fall_back_to_nothing(first_seed):
+    """Several layers, so that one that gives up its copies leaves a gap in the memory of its ranks."""
+    copies = 0
+    for seed in range(first_seed, first_seed + 30):
+        rng = np.random.default_rng(seed)
+        cluster = Cluster(num_nodes=int(rng.integers(2, 5)), ranks_per_node=int(rng.integers(2, 9)))
+        num_ranks, num_layers = cluster.num_ranks, int(rng.integers(3, 9))
+        num_experts = num_ranks * int(rng.integers(1, 4))
+        popularity = rng.dirichlet(np.full(num_experts, 10 ** rng.uniform(-1, 1)), size=num_layers)
+        per_source = [rng.multinomial(int(10 ** rng.uniform(1.5, 3.5)), p, size=(2, num_ranks)) for p in popularity]
+        load = StepLoad(tokens_MLER=np.ascontiguousarray(np.stack(per_source).transpose(1, 0, 3, 2), np.int32))
+        problem = StepProblem(
+            cluster=cluster,
+            given_load=load,
+            rates=RATES[sorted(RATES)[seed % 3]],
+            spare_slots=seed % 2,
+            standing_slots=1 + seed % 3,
+        )
+        plan = Equilibra(threads=1, means=Means(work=50_000)).plan(problem)
+        plan.check(load, spare_slots=problem.spare_slots)
+        held = np.bincount(plan.standing.rank, minlength=num_ranks).reshape(cluster.num_nodes, -1)
+        assert (held.max(axis=1) - held.min(axis=1)).max() <= 1, f"seed {seed}: {held.tolist()}"
+        copies += plan.standing.num_copies
+    assert copies > 50
 
 
 @many

@@ -178,7 +178,7 @@ def test_migrations_compose_and_come_back():
 def test_there_is_no_migration_between_models_or_clusters():
     with pytest.raises(InputError, match=r"\(1, 4\).*\(1, 8\).*must be the same"):
         Migration(before=placement(0, 1, 2, 3), after=placement(0, 0, 1, 1, 2, 2, 3, 3))
-    with pytest.raises(InputError, match="num_nodes=2.*num_nodes=1"):
+    with pytest.raises(InputError, match=r"num_nodes=2.*num_nodes=1"):
         Migration(before=placement(0, 1, 2, 3), after=placement(0, 1, 2, 3, cluster=Cluster(ranks_per_node=4)))
 
 

@@ -96,8 +96,9 @@ from equilibra.core.errors import InputError
 from equilibra.plan.micro_batch import balance
 tokens = np.arange(32).reshape(8, 4)
 homes = {
-    "too large": [0, 0, 1, 1, 2, 2, 3, 4], "far too large": [0, 0, 1, 1, 2, 2, 3, 2**30], "negative": [0, 0, 1, 1, 2, 2, 3, -1],
-    "too few": [0, 1, 2, 3], "too many": [0] * 5000, "floats": [0.0, 0, 1, 1, 2, 2, 3, 3], "a table": [[0, 0, 1, 1, 2, 2, 3, 3]],
+    "too large": [0, 0, 1, 1, 2, 2, 3, 4], "far too large": [0, 0, 1, 1, 2, 2, 3, 2**30],
+    "negative": [0, 0, 1, 1, 2, 2, 3, -1], "too few": [0, 1, 2, 3], "too many": [0] * 5000,
+    "floats": [0.0, 0, 1, 1, 2, 2, 3, 3], "a table": [[0, 0, 1, 1, 2, 2, 3, 3]],
 }
 for name, home in homes.items():
     print(name, flush=True)
@@ -324,14 +325,16 @@ for seed in range(COUNT):
     assert one.rank_load.sum() == tokens[0, 0].sum()
     rates = Rates.free() if seed % 2 else rates_for(model_named("olmoe"))
     lengths = rng.integers(1, 500, 24)
-    sequences = SequenceLoad(tokens_SLE=rng.multinomial(lengths, weights, size=(2, 24)).transpose(1, 0, 2).astype(np.int32),
-                             length_of_sequence=lengths)
-    homes = np.stack([rng.permutation(np.repeat(np.arange(ranks), experts // ranks)) for _ in range(2)]).astype(np.int32)
+    per_sequence = rng.multinomial(lengths, weights, size=(2, 24)).transpose(1, 0, 2)
+    sequences = SequenceLoad(tokens_SLE=per_sequence.astype(np.int32), length_of_sequence=lengths)
+    even = np.repeat(np.arange(ranks), experts // ranks)
+    homes = np.stack([rng.permutation(even) for _ in range(2)]).astype(np.int32)
+    schedule = in_order(lengths, cluster, tokens_per_rank=600)
     common = {"cluster": cluster, "rates": rates, "spare_slots": slots, "standing_slots": int(rng.integers(0, 4)),
               "previous": Placement(home_of_expert=homes, cluster=cluster), "seed": seed}
     for problem in (
         StepProblem(given_load=StepLoad(tokens_MLER=np.ascontiguousarray(tokens, np.int32)), **common),
-        StepProblem(sequences=sequences, schedule=in_order(lengths, cluster, tokens_per_rank=600), tokens_per_rank=600, **common),
+        StepProblem(sequences=sequences, schedule=schedule, tokens_per_rank=600, **common),
     ):
         plan = Equilibra(threads=1, flash=seed % 5 != 0, standing=seed % 7 != 0, reorder=seed % 3 != 0).plan(problem)
         plan.check(problem.load_under(plan.schedule), spare_slots=slots)

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from references.homes import all_homes, best_homes, cost_of_homes
 
 from equilibra.plan.reorder import quantized, reorder_bins
+from references.homes import all_homes, best_homes, cost_of_homes
 
 
 def instance(seed):

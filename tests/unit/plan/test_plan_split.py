@@ -2,11 +2,11 @@
 
 import numpy as np
 import pytest
-from references.splits import most_kept
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.plan.micro_batch import EXPERT, TARGET, balance, balance_micro_batch, bench_for
+from references.splits import most_kept
 
 CLUSTERS = [Cluster(num_nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2))]
 

@@ -2,9 +2,9 @@
 
 import numpy as np
 import pytest
-from references.nodes import best_standing_copies, lowest_level
 
 from equilibra.plan.stand import choose_standing_copies, level_nodes
+from references.nodes import best_standing_copies, lowest_level
 
 
 def level(amount, home_node, copies, num_nodes):
@@ -73,7 +73,9 @@ def instance(seed):
     num_experts = num_nodes * int(rng.integers(2, 4))
     home_node = np.repeat(np.arange(num_nodes), num_experts // num_nodes)
     popularity = rng.dirichlet(np.full(num_experts, 10 ** rng.uniform(-0.5, 0.7))) * 50 + 0.01
-    load = np.stack([rng.multinomial(2000 * num_nodes, rng.dirichlet(popularity)) for _ in range(rng.integers(1, 4))], 1)
+    load = np.stack(
+        [rng.multinomial(2000 * num_nodes, rng.dirichlet(popularity)) for _ in range(rng.integers(1, 4))], 1
+    )
     return load.astype(np.int64), home_node, num_nodes, int(rng.integers(1, 3)), int(rng.choice([0, 5, 50, 200]))
 
 
