@@ -261,13 +261,13 @@ def test_check_rejects_a_token_too_many(name: str) -> None:
     tokens = stage.tokens_FR.copy()
     tokens[0] += PROBLEM.load.tokens_MLER[m, layer, stage.expert[0]] - served  # all that is left: still right
     if name != "equilibra":  # its standing copies may serve some
-        with_stage(plan, tokens_FR=tokens).check(PROBLEM.load)
+        with_stage(plan, tokens_FR=tokens.copy()).check(PROBLEM.load)
     tokens[0, 3] += 1
     with pytest.raises(PlanError, match="tokens more of source rank 3 than micro-batch"):
-        with_stage(plan, tokens_FR=tokens).check(PROBLEM.load)
+        with_stage(plan, tokens_FR=tokens.copy()).check(PROBLEM.load)
     tokens[0, 3] = -1
     with pytest.raises(PlanError, match="negative"):
-        with_stage(plan, tokens_FR=tokens).check(PROBLEM.load)
+        with_stage(plan, tokens_FR=tokens.copy()).check(PROBLEM.load)
 
 
 @pytest.mark.parametrize("name", ["eplb-oracle", "lplb"])

@@ -6,7 +6,6 @@ import subprocess
 import sys
 
 import pytest
-
 from tests.conftest import REPOSITORY
 
 EXAMPLES = sorted((REPOSITORY / "examples").glob("*.py"))
@@ -45,7 +44,11 @@ def test_readme_commands_run_in_order(tmp_path):
         if words[1] == "bench":
             words.append("--quick")
         done = subprocess.run(
-            [sys.executable, "-m", "equilibra.cli.main", *words[1:]], cwd=tmp_path, capture_output=True, text=True, check=False
+            [sys.executable, "-m", "equilibra.cli.main", *words[1:]],
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,17 @@ Function = Callable[..., Any]
 
 
 @cache
-def source_stamp() -> tuple[float, int]:
-    """Sum of the change times and of the sizes of all source files that have kernels."""
-    files = sorted(Path(__file__).parents[1].rglob("*.py"))
-    stats = [file.stat() for file in files if b"equilibra.core.kernel" in file.read_bytes()]
-    return sum(stat.st_mtime for stat in stats), sum(stat.st_size for stat in stats)
+def source_stamp() -> str:
+    """A hash of the name and content of every source file that has kernels: no edit of them keeps it."""
+    package = Path(__file__).parents[1]
+    state = sha256()
+    for file in sorted(package.rglob("*.py")):
+        content = file.read_bytes()
+        if b"equilibra.core.kernel" not in content:
+            continue
+        state.update(f"{file.relative_to(package)} {len(content)} ".encode())
+        state.update(content)
+    return state.hexdigest()
 
 
 def kernel(function: Function) -> Function:

@@ -21,9 +21,14 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Migration, Placement
+from equilibra.core.plan_checks import check_range, check_same_length, check_slots, check_stage, freeze
 from equilibra.core.schedule import Schedule
 
 __all__ = ["STAGE_ARRAYS", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
+
+
+STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
+"""arrays of a StagePlan, in the order of the digest"""
 
 
 class Stage(StrEnum):
@@ -45,6 +50,10 @@ class StandingCopies:
     """[C]"""
     rank: NDArray[np.int32]
     """[C] the rank that holds it"""
+
+    def __post_init__(self) -> None:
+        check_same_length("standing copies", self.layer, self.expert, self.rank)
+        freeze(self.layer, self.expert, self.rank)
 
     @property
     def num_copies(self) -> int:
@@ -75,6 +84,23 @@ class StagePlan:
     standing_tokens_CMR: NDArray[np.int32]
     """[C, M, R] tokens of each source that each standing copy serves in each micro-batch"""
 
+    def __post_init__(self) -> None:
+        check_same_length("flash copies", self.expert, self.rank, self.origin)
+        first, tokens, standing = self.first_of_problem, self.tokens_FR, self.standing_tokens_CMR
+        if (
+            first.ndim != 1
+            or first.size < 2
+            or first[0] != 0
+            or first[-1] != self.num_copies
+            or (np.diff(first) < 0).any()
+        ):
+            raise PlanError(f"first_of_problem must rise from 0 to the {self.num_copies} flash copies")
+        if tokens.ndim != 2 or len(tokens) != self.num_copies or standing.ndim != 3:
+            raise PlanError(f"tokens of {self.num_copies} flash copies cannot be {tokens.shape} and {standing.shape}")
+        if tokens.dtype != np.int32 or standing.dtype != np.int32:
+            raise PlanError(f"tokens must be int32, not {tokens.dtype} and {standing.dtype}")
+        freeze(first, self.expert, self.rank, self.origin, tokens, standing)
+
     @property
     def num_copies(self) -> int:
         """F."""
@@ -103,6 +129,26 @@ class StepPlan:
     """[L, M] tokens below which the slowest rank cannot be, whatever the plan"""
     schedule: Schedule | None = None
     """where every sequence goes, if the planner packed them"""
+
+    def __post_init__(self) -> None:
+        if set(self.stages) != set(Stage):
+            raise PlanError(f"a plan needs the stages {', '.join(Stage)}, not {', '.join(self.stages)}")
+        if self.bound_LM.ndim != 2 or len(self.bound_LM) != self.num_layers:
+            raise PlanError(f"{self.num_layers} layers cannot have bounds of shape {self.bound_LM.shape}")
+        num_micro_batches, num_layers, num_experts, num_ranks = self.shape
+        standing = self.standing
+        check_range("layers of standing copies", standing.layer, num_layers)
+        every: list[StandingCopies | StagePlan] = [standing, *self.stages.values()]
+        for copies in every:
+            check_range("experts of copies", copies.expert, num_experts)
+            check_range("ranks of copies", copies.rank, num_ranks)
+        for stage in self.stages.values():
+            check_range("ranks that flash copies come from", stage.origin, num_ranks)
+            shapes = stage.first_of_problem.size - 1, stage.tokens_FR.shape[1], stage.standing_tokens_CMR.shape
+            required = num_layers * num_micro_batches, num_ranks, (standing.num_copies, num_micro_batches, num_ranks)
+            if shapes != required:
+                raise PlanError(f"a stage for (problems, ranks, standing tokens) {shapes} is in a plan for {required}")
+        freeze(self.bound_LM, self.placement.home_of_expert, self.previous.home_of_expert)
 
     @property
     def cluster(self) -> Cluster:
@@ -187,68 +233,7 @@ class StepPlan:
         """Raise PlanError unless every (token, expert) pair is computed exactly once and the slots suffice."""
         if load.tokens_MLER.shape != self.shape:
             raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")
-        if set(self.stages) != set(Stage):
-            raise PlanError(f"a plan needs the stages {', '.join(Stage)}, not {', '.join(self.stages)}")
         for stage in Stage:
-            _check_stage(self, self.stages[stage], load)
+            check_stage(self, self.stages[stage], load)
             if spare_slots is not None:
-                _check_slots(self, self.stages[stage], spare_slots)
-
-
-STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
-
-
-def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:
-    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
-    if stage.tokens_FR.shape != (stage.num_copies, num_ranks):
-        raise PlanError(f"{stage.num_copies} flash copies cannot have tokens of shape {stage.tokens_FR.shape}")
-    if stage.tokens_FR.size and stage.tokens_FR.min() < 0:
-        raise PlanError("a flash copy serves a negative number of tokens")
-    if stage.standing_tokens_CMR.size and stage.standing_tokens_CMR.min() < 0:
-        raise PlanError("a standing copy serves a negative number of tokens")
-    layer, m = np.divmod(stage.problem_of_copy(), num_micro_batches)
-    left = load.tokens_MLER.astype(np.int64)
-    rows = left.reshape(-1, num_ranks)  # (m, layer, expert) by source
-    np.subtract.at(rows, (m * num_layers + layer) * num_experts + stage.expert, stage.tokens_FR)
-    standing = plan.standing
-    row_CM = np.arange(num_micro_batches) * num_layers * num_experts
-    row_CM = row_CM + (standing.layer * num_experts + standing.expert)[:, None]
-    np.subtract.at(rows, row_CM, stage.standing_tokens_CMR)
-    if left.min() < 0:
-        at = np.argwhere(left < 0)[0]
-        raise PlanError(
-            f"copies of layer {at[1]}, expert {at[2]} serve {-left[tuple(at)]} tokens more of source rank {at[3]} "
-            f"than micro-batch {at[0]} has: the plan is for another load"
-        )
-    _check_instances(plan, stage, layer, m)
-
-
-def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64], m: NDArray[np.int64]) -> None:
-    """No expert twice on one rank, and every flash copy comes from where an instance is."""
-    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
-    standing, home = plan.standing, plan.placement.home_of_expert
-    has_LER = np.zeros((num_layers, num_experts, num_ranks), np.bool_)
-    has_LER[np.arange(num_layers)[:, None], np.arange(num_experts), home] = True
-    has_LER[standing.layer, standing.expert, standing.rank] = True
-    if np.count_nonzero(has_LER) != home.size + standing.num_copies:
-        raise PlanError("a standing copy is on a rank that has its expert already")
-    doubled = np.flatnonzero(has_LER[layer, stage.expert, stage.rank])
-    if doubled.size:
-        at = doubled[0]
-        raise PlanError(f"layer {layer[at]}: rank {stage.rank[at]} has expert {stage.expert[at]} and gets a copy of it")
-    orphaned = np.flatnonzero(~has_LER[layer, stage.expert, stage.origin])
-    if orphaned.size:
-        at = orphaned[0]
-        raise PlanError(
-            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, not there"
-        )
-    key = ((layer * num_micro_batches + m) * num_experts + stage.expert) * num_ranks + stage.rank
-    if np.unique(key).size != key.size:
-        raise PlanError("a rank has two flash copies of the same expert in one micro-batch")
-
-
-def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
-    num_ranks = plan.cluster.num_ranks
-    used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
-    if used.size and used.max() > spare_slots:
-        raise PlanError(f"a rank needs {used.max()} spare slots, {spare_slots} are allowed")
+                check_slots(self, self.stages[stage], spare_slots)

@@ -7,6 +7,7 @@ one H200 node: 400 TFLOP/s in the expert matrix products, 450 GB/s per rank insi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import ceil, isfinite
 
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
@@ -35,14 +36,18 @@ class Rates:
     """part of a flash copy's time that prefetching does not hide"""
 
     def __post_init__(self) -> None:
+        for name in ("row_us", "flash_copy_us"):
+            if set(getattr(self, name)) != set(Stage):
+                raise InputError(f"{name} needs the stages {', '.join(Stage)}, not {', '.join(getattr(self, name))}")
         numbers = [
             *self.row_us.values(),
             *self.flash_copy_us.values(),
             self.cross_row_us,
             self.standing_copy_us,
         ]
-        if min(*numbers, self.move_us, self.move_inside_us, self.exposed_share) < 0:
-            raise InputError("rates must not be negative")
+        numbers += [self.move_us, self.move_inside_us, self.exposed_share]
+        if not all(isfinite(number) and number >= 0 for number in numbers):
+            raise InputError(f"rates must be finite and not negative: {numbers}")
         if min(self.row_us.values()) <= 0:
             raise InputError("a row must take more than 0 microseconds")
 
@@ -53,7 +58,7 @@ class Rates:
 
     def min_tokens_per_copy(self, stage: Stage) -> int:
         """Tokens a flash copy must take off the slowest rank to save more than it costs."""
-        return int(self.exposed_share * self.flash_copy_us[stage] / self.row_us[stage])
+        return int(min(ceil(self.exposed_share * self.flash_copy_us[stage] / self.row_us[stage]), 2**40))
 
     @classmethod
     def free(cls) -> Rates:

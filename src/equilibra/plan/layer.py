@@ -128,7 +128,7 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
     group = cluster.ranks_per_node
     # Copies and moves of all nodes travel at the same time, each rank on its own link.
     copy_us = rates.standing_copy_us / cluster.num_ranks
-    slots = means.standing_slots if cluster.num_nodes > 1 else 0
+    slots = min(means.standing_slots, home.size) if cluster.num_nodes > 1 else 0
     by_rank = slots == 0 and means.spare_slots == 0
     bins = (home if by_rank else home // group).astype(np.int64)
     num_bins = cluster.num_ranks if by_rank else cluster.num_nodes
@@ -186,7 +186,8 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     base = np.zeros((num_bins, num_micro_batches), np.int32)
     swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
     seed = means.seed + problem.layer
-    new_bins, _ = reorder_bins(bins, base, whole_BEM, int(move_us / unit), swaps, seed, means.max_moves)
+    price = int(min(move_us / unit, 2.0**30))  # all times together are below 2^30: no move is worth more
+    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, means.max_moves)
     return _slots_exchanged(problem.home, bins, new_bins)
 
 

@@ -222,6 +222,16 @@ class Balanced:
         return float(self.rank_load.max() * self.rank_load.size / total) if total else 1.0
 
 
+def _checked_tokens(tokens: NDArray[np.generic], cluster: Cluster) -> NDArray[np.int32]:
+    if tokens.ndim != 2 or tokens.shape[1] != cluster.num_ranks or tokens.shape[0] == 0:
+        raise InputError(f"tokens must be [experts, {cluster.num_ranks} source ranks], not {tokens.shape}")
+    if tokens.dtype.kind not in "iuf":
+        raise InputError(f"tokens must be numbers, not {tokens.dtype}")
+    if not (tokens.min() >= 0 and tokens.max() < 2**31 and np.array_equal(np.floor(tokens), tokens)):
+        raise InputError("tokens must be whole numbers from 0 to 2^31 - 1")
+    return np.ascontiguousarray(tokens, dtype=np.int32)
+
+
 def balance(
     tokens_ER: NDArray[np.integer],
     *,
@@ -236,15 +246,28 @@ def balance(
     Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean
     rank of the fullest node.
     """
-    tokens = np.ascontiguousarray(tokens_ER, dtype=np.int32)
-    if tokens.ndim != 2 or tokens.shape[1] != cluster.num_ranks or tokens.shape[0] == 0:
-        raise InputError(f"tokens must be [experts, {cluster.num_ranks} source ranks], not {tokens_ER.shape}")
-    if tokens.min() < 0 or not np.array_equal(tokens, tokens_ER):
-        raise InputError("tokens must be whole numbers from 0 to 2^31 - 1")
-    if spare_slots < 0 or not 0 <= tolerance < 1000 or min_tokens_per_copy < 0:
-        raise InputError("spare_slots, tolerance and min_tokens_per_copy must not be negative")
+    tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
+    if not (isinstance(spare_slots, int) and isinstance(min_tokens_per_copy, int)):
+        raise InputError(
+            f"spare_slots and min_tokens_per_copy must be whole, not {spare_slots!r}, {min_tokens_per_copy!r}"
+        )
+    if spare_slots < 0 or not 0 <= tolerance < 1000 or not 0 <= min_tokens_per_copy < 2**62:
+        raise InputError(
+            f"spare_slots {spare_slots}, tolerance {tolerance} and min_tokens_per_copy {min_tokens_per_copy} must not "
+            "be negative, and the tolerance below 1000"
+        )
+    spare_slots = min(spare_slots, tokens.shape[0])  # more experts than there are cannot be copied
     if home_of_expert is None:
         home_of_expert = contiguous(cluster, num_layers=1, num_experts=tokens.shape[0]).home_of_expert[0]
+    home_of_expert = np.asarray(home_of_expert)
+    if home_of_expert.shape != tokens.shape[:1] or not np.issubdtype(home_of_expert.dtype, np.integer):
+        raise InputError(
+            f"{tokens.shape[0]} experts need as many homes, not {home_of_expert.dtype} {home_of_expert.shape}"
+        )
+    if home_of_expert.min() < 0 or home_of_expert.max() >= cluster.num_ranks:
+        raise InputError(
+            f"homes must be ranks 0 to {cluster.num_ranks - 1}, not {home_of_expert.min()} to {home_of_expert.max()}"
+        )
     bench = bench_for(cluster, home_of_expert, spare_slots)
     num_ranks = cluster.num_ranks
     copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)

@@ -52,8 +52,10 @@ class StepProblem:
     def __post_init__(self) -> None:
         if (self.given_load is None) == (self.sequences is None or self.schedule is None):
             raise InputError("a step problem needs either a load, or sequences with a schedule")
-        if self.spare_slots < 0 or self.standing_slots < 0:
-            raise InputError("spare_slots and standing_slots must not be negative")
+        for name in ("spare_slots", "standing_slots", "seed"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or not 0 <= value < 2**31:
+                raise InputError(f"{name} must be a whole number from 0 to 2^31 - 1, not {value!r}")
         if self.load.num_ranks != self.cluster.num_ranks:
             raise InputError(
                 f"loads of {self.load.num_ranks} source ranks do not fit a cluster of {self.cluster.num_ranks} ranks"

@@ -27,8 +27,8 @@ __all__ = ["quantized", "reorder_bins"]
 def quantized(time_BEM: NDArray[np.float64]) -> tuple[NDArray[np.int32], float]:
     """Times as whole numbers that sum over experts and micro-batches without overflow, and the time of one unit."""
     num_micro_batches = time_BEM.shape[2]
-    largest = max(float(time_BEM.max(axis=0).sum(axis=0).max()), 1e-30)
-    unit = largest * num_micro_batches / 2**29
+    largest = float(time_BEM.max(axis=0).sum(axis=0).max())
+    unit = largest * num_micro_batches / 2**29 if largest > 0 else 1.0
     return np.rint(time_BEM / unit).astype(np.int32), unit
 
 
@@ -56,7 +56,7 @@ def _swap(members, position, x_BM, time_BEM, p, i, q, j):  # type: ignore[no-unt
 
 
 @kernel
-def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: ignore[no-untyped-def]
+def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves):  # type: ignore[no-untyped-def]
     """Apply the best swap of each pair of bins until none helps; returns what is left of the budget."""
     num_bins, num_micro_batches = x_BM.shape
     size = members.shape[1]
@@ -64,6 +64,9 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: 
     without_q = np.empty((size, num_micro_batches), np.int32)
     others = np.empty(num_micro_batches, np.int32)
     num_pairs = num_bins * (num_bins - 1) // 2
+    moves = np.int64(0)
+    for e in range(position.size):
+        moves += position[e] != home0[e]
     quiet = 0  # pairs in a row without a swap that helps
     p = 0
     q = 1
@@ -85,6 +88,7 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: 
         best = np.int64(0)
         best_i = -1
         best_j = -1
+        best_away = np.int64(0)
         for i in range(size):
             a = members[p, i]
             for j in range(size):
@@ -97,12 +101,16 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget):  # type: 
                 away = np.int64(home0[a] != q) - np.int64(home0[a] != p)
                 away += np.int64(home0[b] != p) - np.int64(home0[b] != q)
                 gain = now - np.int64(total) - price * away
+                if max_moves >= 0 and away > 0 and moves + away > max_moves:
+                    continue
                 if gain > best:
                     best = gain
                     best_i = i
                     best_j = j
+                    best_away = away
         budget -= size * size
         if best_i >= 0:
+            moves += best_away
             _swap(members, position, x_BM, time_BEM, p, best_i, q, best_j)
             quiet = 0
         else:
@@ -176,7 +184,7 @@ def reorder_bins(home0, base_BM, time_BEM, price, budget, seed, max_moves):  # t
                     q,
                     _random_below(state, size),
                 )
-        budget = _descend(members, position, home0, x_BM, time_BEM, price, budget)
+        budget = _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
         cost = _cost(x_BM, position, home0, price)
         moves = 0
         for e in range(home0.size):

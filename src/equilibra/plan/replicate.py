@@ -159,7 +159,13 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
                         at += half * (w[_ROOM, at + half] >= needed)
                         size -= half
                     rest = (w[_ROOM, at] >> _RANK_BITS) - piece
-                elif num_rooms > 1 and largest + (w[_ROOM, 1] >> _RANK_BITS) > piece and n + 1 < most:
+                elif (
+                    piece == x  # else another instance of the exporter must find a room too: fill this one first
+                    and num_rooms > 1
+                    and largest + (w[_ROOM, 1] >> _RANK_BITS) > piece
+                    and n + 1 < most
+                    and (chain == 0 or _random_below(state, 2) == 0)  # else the rest may go through an exporter
+                ):
                     at, second = _pair(w, num_rooms, piece, fine)
                     room = w[_ROOM, at] >> _RANK_BITS
                     if piece - room >= min_tokens:
@@ -250,7 +256,7 @@ def _best_effort(load, first, w, slots, cap, highest, min_tokens, state):  # typ
     probe = cap
     while True:
         found = -1
-        for chain in (0, 15, 35, 60):
+        for chain in (0, 20, 50, 85):
             found = _attempt(load, first, w, slots, probe, min_tokens, 24, most, chain, state)
             if found >= 0:
                 break

@@ -54,7 +54,7 @@ def _folded_skew(sequences: SequenceLoad, home: Placement) -> NDArray[np.float64
     if sequences.num_layers * num_bins <= _FOLDED:
         signs_LBD = np.eye(sequences.num_layers * num_bins, _FOLDED).reshape(shape)
     else:
-        signs_LBD = np.random.default_rng(0).integers(0, 2, shape) * 2.0 - 1.0
+        signs_LBD = np.random.default_rng(0).choice([-1.0, 1.0], shape)
     folded = np.zeros((sequences.num_sequences, _FOLDED))
     for layer in range(sequences.num_layers):
         in_bin_EB = (home.home_of_expert[layer] // per_bin)[:, None] == np.arange(num_bins)

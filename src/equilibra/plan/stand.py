@@ -9,8 +9,8 @@ from its home node to n. Weights travel once a step, gradients once, so the slow
 Method. With the copies given, the best split of one micro-batch is a min-max problem whose solution is also the
 one of least squares; it is found by levelling one expert at a time over the nodes that hold it, until nothing
 changes (`level_nodes`). The copies are chosen greedily by how much they lower the sum of squares of node loads
-over all micro-batches, then exchanged one by one while the real cost falls, then dropped where the gain is below
-the price of a copy.
+over all micro-batches, then (where they are few) exchanged one by one while the real cost falls, then dropped where
+the gain is below the price of a copy.
 
 Promises: at most `slots` copies per node; never a copy that gains less than `price`; exact whole numbers, so every
 machine finds the same copies.
@@ -25,6 +25,7 @@ from equilibra.core.kernel import kernel
 __all__ = ["choose_standing_copies", "level_micro_batches", "level_nodes"]
 
 _SWEEPS = 40
+_EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges take milliseconds
 
 
 @kernel
@@ -38,7 +39,8 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
     if num_copies == 0:
         return
     nodes = np.empty(x.size, np.int64)
-    for _ in range(_SWEEPS):
+    still = x.sum() // (4096 * x.size)  # tokens moved in a sweep below which it is level
+    for _ in range(_SWEEPS + 8 * x.size):  # long chains of nodes need more
         moved = np.int64(0)
         c = 0
         while c < num_copies:
@@ -82,7 +84,7 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
                     share[nodes[k]] = new
                 x[node] += new
             c = end
-        if moved * 4096 <= x[0]:
+        if moved <= still:
             break
 
 
@@ -216,6 +218,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     best_gain = np.zeros(width, np.int64)
     n = 0
     cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    cost_without = cost
     while n < most and cost > good_enough:
         found = _best_candidates(
             load_EM,
@@ -236,6 +239,8 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         free[best_node[0]] -= 1
         n += 1
         cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    if n * n * num_micro_batches > _EXCHANGED:
+        rounds = 0
     for _ in range(rounds):
         before = cost
         k = 0
@@ -266,22 +271,24 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
             k += 1
         if before - cost <= max(price, before >> 12):
             break
-    # Drop what does not pay, the least useful first.
-    while n > 0:
-        least = -1
-        least_cost = np.int64(0)
-        for k in range(n):
-            expert = copy_expert[k]
-            node = copy_node[k]
-            _remove(copy_expert, copy_node, n, k)
-            without = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
-            _insert(copy_expert, copy_node, n - 1, expert, node)
-            if least < 0 or without < least_cost:
-                least = k
-                least_cost = without
-        if least_cost - cost >= price and least_cost > good_enough:
-            break
-        _remove(copy_expert, copy_node, n, least)
-        n -= 1
-        cost = least_cost
+    # Drop what does not pay, the least used first: each copy is tried once.
+    used_C = np.zeros(n, np.int64)
+    _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    for c in range(n):
+        used_C[c] = share_CM[c].sum()
+    tried_expert = copy_expert[:n].copy()
+    tried_node = copy_node[:n].copy()
+    for c in np.argsort(used_C):
+        k = 0
+        while copy_expert[k] != tried_expert[c] or copy_node[k] != tried_node[c]:
+            k += 1
+        _remove(copy_expert, copy_node, n, k)
+        without = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
+        if without - cost < max(price, 1) or without <= good_enough:
+            n -= 1
+            cost = without
+        else:
+            _insert(copy_expert, copy_node, n - 1, tried_expert[c], tried_node[c])
+    if cost + n * price > cost_without:  # two copies that only help together may cost more than they gain
+        return 0, cost_without
     return n, cost

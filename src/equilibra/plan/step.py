@@ -62,9 +62,15 @@ class Equilibra:
         layers = self._layers(problem, load)
         choices = self._each(lambda layer: choose(layers[layer]), len(layers))
         ranks = _on_ranks(choices, load, problem.cluster)
-        done = self._each(lambda layer: self._fill(layers[layer], choices[layer], ranks[layer]), len(layers))
+        done = self._fill_some(list(range(len(layers))), layers, choices, ranks)
+        # Layers that gave up their standing copies leave gaps: spread the others anew, until no layer gives up.
+        while any(choice.standing_expert.size < rank.size for (choice, _), rank in zip(done, ranks, strict=True)):
+            choices, before = [choice for choice, _ in done], ranks
+            ranks = _on_ranks(choices, load, problem.cluster)
+            stale = [layer for layer in range(len(layers)) if not np.array_equal(ranks[layer], before[layer])]
+            for layer, filled in zip(stale, self._fill_some(stale, layers, choices, ranks), strict=True):
+                done[layer] = filled
         choices = [choice for choice, _ in done]
-        ranks = [rank[: choice.standing_expert.size] for choice, rank in zip(choices, ranks, strict=True)]
         return StepPlan(
             planner=self.name,
             placement=Placement(
@@ -98,6 +104,11 @@ class Equilibra:
             for layer, home in enumerate(home_LE)
         ]
 
+    def _fill_some(
+        self, which: list[int], layers: list[LayerProblem], choices: list[Choice], ranks: list[NDArray[np.int64]]
+    ) -> list[tuple[Choice, dict[Stage, LayerCopies]]]:
+        return self._each(lambda i: self._fill(layers[which[i]], choices[which[i]], ranks[which[i]]), len(which))
+
     def _fill(
         self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]
     ) -> tuple[Choice, dict[Stage, LayerCopies]]:
@@ -106,9 +117,11 @@ class Equilibra:
         by_minimum = {least: fill(layer, choice, ranks, min_tokens=least) for least in set(minimum.values())}
         copies = {stage: by_minimum[minimum[stage]] for stage in Stage}
         still = stay(layer)
-        if real_cost_us(layer, choice, ranks, copies) > still.cost_us:
-            return still, dict.fromkeys(Stage, no_copies(layer))
-        return choice, copies
+        if real_cost_us(layer, choice, ranks, copies) <= still.cost_us:
+            return choice, copies
+        if choice.standing_expert.size or not np.array_equal(choice.home_of_expert, layer.home):
+            return self._fill(layer, still, ranks[:0])  # flash copies alone may still pay
+        return still, dict.fromkeys(Stage, no_copies(layer))
 
     def _min_tokens(self, rates: Rates, stage: Stage) -> int:
         return rates.min_tokens_per_copy(stage) if self.min_tokens_per_copy is None else self.min_tokens_per_copy

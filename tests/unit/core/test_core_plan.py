@@ -75,7 +75,7 @@ def test_both_stages_are_needed():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"tokens_FR": np.zeros((2, 4), np.int32)}, r"1 flash copies cannot have tokens of shape \(2, 4\)"),
+        ({"tokens_FR": np.zeros((2, 4), np.int32)}, r"tokens of 1 flash copies cannot be \(2, 4\)"),
         ({"tokens_FR": np.array([[0, -1, 0, 0]], np.int32)}, "flash copy serves a negative number"),
         ({"standing_tokens_CMR": np.full((1, 3, 4), -1, np.int32)}, "standing copy serves a negative number"),
         # 7 + 4 of the 10 tokens of source 2
@@ -151,3 +151,30 @@ def test_the_digest_sees_every_decision():
     ]
     assert len({p.digest for p in plans}) == len(plans)
     assert plan().digest == plan().digest
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rank": ints(-1)}, "ranks of copies must be 0 to 3, not -1"),
+        ({"rank": ints(99)}, "ranks of copies must be 0 to 3, not 99"),
+        ({"expert": ints(4)}, "experts of copies must be 0 to 3"),
+        ({"origin": ints(-2)}, "come from must be 0 to 3"),
+        ({"expert": ints(0, 1)}, "int32 of one length"),
+        ({"tokens_FR": np.zeros((1, 4))}, "must be int32, not float64"),
+        ({"first_of_problem": np.array([0, 1])}, "in a plan for"),
+        ({"first_of_problem": np.array([0, 1, 0, 1, 1, 1, 1])}, "must rise"),
+        ({"first_of_problem": np.array([0, 0, 2, 2, 2, 2, 2])}, "must rise from 0 to the 1 flash copies"),
+        ({"standing_tokens_CMR": np.zeros((0, 3, 4), np.int32)}, "in a plan for"),
+    ],
+)
+def test_a_plan_that_cannot_be_is_refused_when_it_is_made(changes, message):
+    with pytest.raises(PlanError, match=message):
+        plan(stage(**changes))
+
+
+def test_a_plan_cannot_be_changed():
+    made = plan()
+    for array in made.arrays().values():
+        with pytest.raises(ValueError, match="read-only"):
+            array[...] = 0
