@@ -85,15 +85,16 @@ def _plot(rows: list[Row], file: Path) -> None:
 
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
     for axis, what in zip(axes, ("ranks", "experts", "layers"), strict=True):
-        points = sorted(
-            (row[what], row["seconds"] if what == "layers" else row["ms_per_layer"])
-            for row in rows
-            if row["grows"] == what
-        )
-        axis.loglog(*zip(*points, strict=True), "o-", color="#2a6f97")
+        time = "seconds" if what == "layers" else "ms_per_layer"
+        points = sorted((row[what], row[time]) for row in rows if row["grows"] == what)
+        sizes, times = zip(*points, strict=True)
+        axis.loglog(sizes, times, "o-", color="#2a6f97")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xlabel(what)
-        axis.set_ylabel("seconds per step" if what == "layers" else "ms per layer")
-        axis.grid(visible=True, which="both", alpha=0.25)
+        axis.set_ylabel("seconds per step" if what == "layers" else "milliseconds per layer")
+        axis.grid(visible=True, alpha=0.25)
     figure.suptitle("Planning time, measured on two cores")
     with atomic_file(file, overwrite=True) as part:
         figure.savefig(part, format="png", dpi=110)

@@ -18,8 +18,9 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.cost.rates import Rates
+from equilibra.plan.level import level_micro_batches
 from equilibra.plan.reorder import quantized, reorder_bins
-from equilibra.plan.stand import choose_standing_copies, level_micro_batches
+from equilibra.plan.stand import choose_standing_copies
 
 __all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
 

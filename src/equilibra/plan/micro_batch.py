@@ -19,9 +19,9 @@ from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.placement import contiguous
 from equilibra.plan import replicate
+from equilibra.plan.level import level_nodes
 from equilibra.plan.replicate import ITEM, RANK, TOKENS, level_node
 from equilibra.plan.split import split_expert
-from equilibra.plan.stand import level_nodes
 
 __all__ = [
     "EXPERT",
@@ -107,6 +107,8 @@ def _loads(tokens_ER, b, num_nodes, num_standing):  # type: ignore[no-untyped-de
         b[_NODE_LOAD, b[_HOME_NODE, e]] += b[_LOAD, e]
         b[_HEAD, e] = b[_LOAD, e]  # for now: what is left at home
     if num_standing > 0:
+        for c in range(num_standing):
+            b[_SHARE, c] = 0
         level_nodes(
             b[_NODE_LOAD, :num_nodes],
             b[_SHARE],

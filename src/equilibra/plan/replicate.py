@@ -20,7 +20,8 @@ from __future__ import annotations
 import numpy as np
 
 from equilibra.core.kernel import inlined, kernel
-from equilibra.plan.stand import choose_standing_copies, level_nodes
+from equilibra.plan.level import level_nodes
+from equilibra.plan.stand import choose_standing_copies
 
 __all__ = ["ITEM", "NUM_ROWS", "RANK", "TOKENS", "level_node"]
 

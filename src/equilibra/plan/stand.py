@@ -6,11 +6,9 @@ Problem. Homes give every node a load per micro-batch; the slowest node sets the
 sum_m max_n load[m, n]. A standing copy of expert e on node n lets every micro-batch move any part of e's tokens
 from its home node to n. Weights travel once a step, gradients once, so the slow network pays once for all M.
 
-Method. With the copies given, the best split of one micro-batch is a min-max problem whose solution is also the
-one of least squares; it is found by levelling one expert at a time over the nodes that hold it, until nothing
-changes (`level_nodes`). The copies are chosen greedily by how much they lower the sum of squares of node loads
-over all micro-batches, then (where they are few) exchanged one by one while the real cost falls, then dropped where
-the gain is below the price of a copy.
+Method. `level.py` finds the best split for given copies. The copies are chosen greedily by how much they lower the sum
+of squares of node loads over all micro-batches, then (where they are few) exchanged one by one while the real cost
+falls, then dropped where the gain is below the price of a copy.
 
 Promises: at most `slots` copies per node; never a copy that gains less than `price`; exact whole numbers, so every
 machine finds the same copies.
@@ -21,106 +19,11 @@ from __future__ import annotations
 import numpy as np
 
 from equilibra.core.kernel import kernel
+from equilibra.plan.level import level_from_home, level_on
 
-__all__ = ["choose_standing_copies", "level_micro_batches", "level_nodes"]
+__all__ = ["choose_standing_copies"]
 
-_SWEEPS = 40
 _EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges take milliseconds
-
-
-@kernel
-def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies):  # type: ignore[no-untyped-def]
-    """Level one micro-batch: shares of the copies into share [C], node loads into x [N], which starts as all at home.
-
-    amount [E] tokens of each expert; copies of one expert must stand next to each other.
-    """
-    for c in range(num_copies):
-        share[c] = 0
-    if num_copies == 0:
-        return
-    nodes = np.empty(x.size, np.int64)
-    still = x.sum() // (4096 * x.size)  # tokens moved in a sweep below which it is level
-    for _ in range(_SWEEPS + 8 * x.size):  # long chains of nodes need more
-        moved = np.int64(0)
-        c = 0
-        while c < num_copies:
-            expert = copy_expert[c]
-            end = c + 1
-            while end < num_copies and copy_expert[end] == expert:
-                end += 1
-            # Take the expert's tokens off all its nodes, then pour them where the level is lowest.
-            home = home_node[expert]
-            at_home = amount[expert]
-            for i in range(c, end):
-                at_home -= share[i]
-                x[copy_node[i]] -= share[i]
-            x[home] -= at_home
-            nodes[0] = c - 1  # stands for the home
-            count = 1
-            for i in range(c, end):
-                k = count
-                while k > 0 and x[copy_node[i]] < x[home if nodes[k - 1] < c else copy_node[nodes[k - 1]]]:
-                    nodes[k] = nodes[k - 1]
-                    k -= 1
-                nodes[k] = i
-                count += 1
-            total = amount[expert]
-            used = 0
-            for k in range(count):
-                at = x[home if nodes[k] < c else copy_node[nodes[k]]]
-                if k > 0 and at * k >= total:
-                    break
-                total += at
-                used += 1
-            level = total // used
-            extra = total - level * used
-            for k in range(count):
-                node = home if nodes[k] < c else copy_node[nodes[k]]
-                new = np.int64(0)
-                if k < used:
-                    new = level - x[node] + (1 if k < extra else 0)
-                if nodes[k] >= c:
-                    moved += abs(new - share[nodes[k]])
-                    share[nodes[k]] = new
-                x[node] += new
-            c = end
-        if moved <= still:
-            break
-
-
-@kernel
-def _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, num_copies, x_NM, share_CM):  # type: ignore[no-untyped-def]
-    """Level every micro-batch; returns sum_m max_n."""
-    num_nodes, num_micro_batches = base_NM.shape
-    x = np.empty(num_nodes, np.int64)
-    share = np.zeros(max(num_copies, 1), np.int64)
-    amount = np.zeros(home_node.size, np.int64)
-    cost = np.int64(0)
-    for m in range(num_micro_batches):
-        for n in range(num_nodes):
-            x[n] = base_NM[n, m]
-        for c in range(num_copies):
-            amount[copy_expert[c]] = load_EM[copy_expert[c], m]
-        level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
-        highest = np.int64(0)
-        for n in range(num_nodes):
-            x_NM[n, m] = x[n]
-            highest = max(highest, x[n])
-        for c in range(num_copies):
-            share_CM[c, m] = share[c]
-        cost += highest
-    return cost
-
-
-@kernel
-def level_micro_batches(load_EM, home_node, num_nodes, copy_expert, copy_node):  # type: ignore[no-untyped-def]
-    """[C, M] tokens that each copy takes from its home in each micro-batch."""
-    base_NM = np.zeros((num_nodes, load_EM.shape[1]), np.int64)
-    for e in range(home_node.size):
-        base_NM[home_node[e]] += load_EM[e]
-    share_CM = np.zeros((copy_expert.size, load_EM.shape[1]), np.int64)
-    _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, copy_expert.size, base_NM.copy(), share_CM)
-    return share_CM
 
 
 @kernel
@@ -142,6 +45,12 @@ def _best_candidates(  # type: ignore[no-untyped-def]
     num_nodes = x_NM.shape[0]
     at_home = np.empty(num_micro_batches, np.int64)
     taken = np.zeros(num_nodes, np.bool_)
+    most_NN = np.zeros((num_nodes, num_nodes), np.int64)  # what a copy could gain at most, were its expert large enough
+    for h in range(num_nodes):
+        for n in range(num_nodes):
+            for m in range(num_micro_batches):
+                slope = max(x_NM[h, m] - x_NM[n, m], 0)
+                most_NN[h, n] += (slope >> 1) * (slope - (slope >> 1))
     found = 0
     for e in range(num_experts):
         home = home_node[e]
@@ -153,6 +62,8 @@ def _best_candidates(  # type: ignore[no-untyped-def]
                 at_home -= share_CM[c]
         for n in range(num_nodes):
             if n == home or free[n] <= 0 or taken[n]:
+                continue
+            if found == best_gain.size and most_NN[home, n] <= best_gain[found - 1]:
                 continue
             gain = np.int64(0)
             for m in range(num_micro_batches):
@@ -217,7 +128,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     best_node = np.zeros(width, np.int64)
     best_gain = np.zeros(width, np.int64)
     n = 0
-    cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
     cost_without = cost
     while n < most and cost > good_enough:
         found = _best_candidates(
@@ -235,10 +146,13 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         )
         if found == 0:
             break
-        _insert(copy_expert, copy_node, n, best_expert[0], best_node[0])
+        at = _insert(copy_expert, copy_node, n, best_expert[0], best_node[0])
+        for c in range(n, at, -1):
+            share_CM[c] = share_CM[c - 1]
+        share_CM[at] = 0
         free[best_node[0]] -= 1
         n += 1
-        cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+        cost = level_on(load_EM, home_node, copy_expert, copy_node, n, x_NM, share_CM)
     if n * n * num_micro_batches > _EXCHANGED:
         rounds = 0
     for _ in range(rounds):
@@ -249,7 +163,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
             old_node = copy_node[k]
             _remove(copy_expert, copy_node, n, k)
             free[old_node] += 1
-            _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
+            level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
             found = _best_candidates(
                 load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, n - 1,
                 best_expert, best_node, best_gain,
@@ -260,7 +174,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
                 if best_expert[i] == old_expert and best_node[i] == old_node:
                     continue
                 at = _insert(copy_expert, copy_node, n - 1, best_expert[i], best_node[i])
-                new_cost = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+                new_cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
                 _remove(copy_expert, copy_node, n, at)
                 if new_cost < cost:
                     cost = new_cost
@@ -273,7 +187,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
             break
     # Drop what does not pay, the least used first: each copy is tried once.
     used_C = np.zeros(n, np.int64)
-    _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
+    cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
     for c in range(n):
         used_C[c] = share_CM[c].sum()
     tried_expert = copy_expert[:n].copy()
@@ -282,13 +196,21 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         k = 0
         while copy_expert[k] != tried_expert[c] or copy_node[k] != tried_node[c]:
             k += 1
+        x_before = x_NM.copy()
+        share_before = share_CM.copy()
+        x_NM[home_node[tried_expert[c]]] += share_CM[k]
+        x_NM[tried_node[c]] -= share_CM[k]
+        share_CM[k : n - 1] = share_before[k + 1 : n]
         _remove(copy_expert, copy_node, n, k)
-        without = _level_all(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
+        without = level_on(load_EM, home_node, copy_expert, copy_node, n - 1, x_NM, share_CM)
         if without - cost < max(price, 1) or without <= good_enough:
             n -= 1
             cost = without
         else:
             _insert(copy_expert, copy_node, n - 1, tried_expert[c], tried_node[c])
+            x_NM[:] = x_before
+            share_CM[:] = share_before
+    cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
     if cost + n * price > cost_without:  # two copies that only help together may cost more than they gain
         return 0, cost_without
     return n, cost

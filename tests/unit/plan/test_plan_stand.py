@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from equilibra.plan.stand import choose_standing_copies, level_nodes
+from equilibra.plan.level import level_nodes
+from equilibra.plan.stand import choose_standing_copies
 from references.nodes import best_standing_copies, lowest_level
 
 
