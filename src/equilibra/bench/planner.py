@@ -8,45 +8,31 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
+import subprocess
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
+from equilibra.bench.compare import ablation, planners
 from equilibra.bench.problems import file_order_load, zipf_loads
+from equilibra.bench.setting import LARGE, MIDDLE, SMALL, Row, Setting, flash_per_layer, sequences_of
 from equilibra.bench.solve import over_sources, solve_problems
 from equilibra.bench.steps import growth, whole_step
 from equilibra.core.cluster import Cluster
-from equilibra.core.load import SequenceLoad, StepLoad
-from equilibra.core.model import MODELS
-from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.load import StepLoad
+from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
 from equilibra.measure.imbalance import imbalance
 from equilibra.plan.layer import Means
-from equilibra.plan.pack import in_order
-from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads
-from equilibra.trace.open import load_trace
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
 __all__ = ["NEED_TRACES", "SECTIONS", "Setting", "environment", "run_sections"]
-
-Row = dict[str, Any]
-SMALL, MIDDLE, LARGE = 2048, 8192, 32_768
-
-
-@dataclass(frozen=True, kw_only=True)
-class Setting:
-    """What a bench run has at hand."""
-
-    traces: Path | None
-    """folder with routing recordings; sections that need it are left out without it"""
-    quick: bool = False
-    """few repeats: to see that everything runs, not to report"""
 
 
 def run_sections(setting: Setting, names: list[str], tell: Callable[[str], None]) -> Iterator[tuple[str, list[Row]]]:
@@ -68,7 +54,10 @@ def environment() -> Row:
     if info.is_file():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = lines[0].split(":", 1)[1].strip() if lines else cpu
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None  # noqa: S603
     return {
+        "commit": commit.stdout.strip() or "unknown" if commit else "unknown",
         "cpu": cpu,
         "cores": len(os.sched_getaffinity(0)),
         "python": platform.python_version(),
@@ -109,7 +98,7 @@ def flash_zipf(setting: Setting) -> list[Row]:
 def flash_real(setting: Setting) -> list[Row]:
     """Flash copies on gpt-oss-20b in file order, one node of 8."""
     rows = []
-    sequences = _sequences(setting, "gpt-oss-20b")
+    sequences = sequences_of(setting, "gpt-oss-20b")
     for tokens in (SMALL, MIDDLE, LARGE):
         for tolerance in (0.005, 0.0):
             load = file_order_load(sequences, Cluster(ranks_per_node=8), tokens)
@@ -133,7 +122,7 @@ def several_nodes(setting: Setting) -> list[Row]:
     cases = [("gpt-oss-20b", 2, 8), ("gpt-oss-20b", 4, 8), ("gpt-oss-20b", 8, 4)]
     cases += [(name, *shape) for name in ("dsv2-lite-law", "dsv2-lite-intent") for shape in ((2, 8), (4, 8), (8, 4))]
     for name, nodes, group in cases:
-        sequences, cluster = _sequences(setting, name), Cluster(num_nodes=nodes, ranks_per_node=group)
+        sequences, cluster = sequences_of(setting, name), Cluster(num_nodes=nodes, ranks_per_node=group)
         for tokens in (SMALL, MIDDLE):
             load = file_order_load(sequences, cluster, tokens)
             problem = StepProblem(cluster=cluster, given_load=load, rates=Rates.free())
@@ -156,7 +145,7 @@ def several_nodes(setting: Setting) -> list[Row]:
                 "imbalance_bound": _bound(standing, load),
                 "slowest_over_bound": 1 + standing.gap(load),
                 "standing_per_node_layer": standing.standing.num_copies / load.num_layers / nodes,
-                "flash_per_layer": _flash(standing),
+                "flash_per_layer": flash_per_layer(standing),
             })  # fmt: skip
     return rows
 
@@ -170,46 +159,6 @@ def exact_small(setting: Setting) -> list[Row]:
         "instances": over.size, "mean_over_optimal": over.mean(), "worst_over_optimal": over.max(),
         "optimal_share": float(np.mean(over <= 1e-9)), "mean_reach": 0.01, "worst_reach": 0.05,
     }]  # fmt: skip
-
-
-def ablation(setting: Setting) -> list[Row]:
-    """Static, LPT, reorder, + flash, + standing, + pack on real routing; moves and copies beside the balance."""
-    rows = []
-    steps: list[tuple[str, Planner]] = [
-        ("static", planner_named("static")),
-        ("LPT", planner_named("lpt")),
-        ("reorder", Equilibra(pack=False, standing=False, flash=False)),
-        ("+ flash", Equilibra(pack=False, standing=False)),
-        ("+ standing", Equilibra(pack=False)),
-        ("+ pack", Equilibra()),
-        ("balanced", planner_named("balanced")),
-    ]
-    cases = (("gpt-oss-20b", "gpt-oss-20b", 2), ("gpt-oss-20b", "gpt-oss-20b", 4), ("dsv2-lite-intent", "moonlight", 2))
-    for name, model_name, nodes in cases:
-        cluster, sequences = Cluster(num_nodes=nodes, ranks_per_node=8), _sequences(setting, name)
-        budget = int(sequences.length_of_sequence.max())
-        problem = StepProblem(
-            cluster=cluster, sequences=sequences, tokens_per_rank=budget, rates=Rates.free(),
-            schedule=in_order(sequences.length_of_sequence, cluster, tokens_per_rank=budget),
-        )  # fmt: skip
-        model = MODELS[model_name]
-        for label, planner in steps:
-            plan = planner.plan(problem)
-            load = problem.load_under(plan.schedule)
-            ratio = imbalance(plan.rank_load(load))
-            rows.append({
-                "trace": name, "nodes": nodes, "ranks_per_node": 8, "step": label,
-                "micro_batches": plan.num_micro_batches,
-                "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
-                "slowest_over_bound": 1 + plan.gap(load),
-                "moves": plan.migration.num_moves,
-                "move_gb": plan.migration.num_moves * model.expert_home_bytes / 1e9,
-                "standing_per_layer": plan.standing.num_copies / plan.num_layers,
-                "standing_gb": plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) / 1e9,
-                "flash_per_layer": _flash(plan),
-                "flash_gb": plan.stages[Stage.UPDATE].num_copies * model.expert_bytes / 1e9,
-            })  # fmt: skip
-    return rows
 
 
 def counting(setting: Setting) -> list[Row]:
@@ -247,15 +196,11 @@ SECTIONS: dict[str, Callable[[Setting], list[Row]]] = {
     "whole_step": lambda setting: whole_step(quick=setting.quick),
     "exact_small": exact_small,
     "ablation": ablation,
+    "planners": planners,
     "counting": counting,
     "growth": lambda setting: growth(quick=setting.quick),
 }
-NEED_TRACES = {"flash_real", "several_nodes", "ablation"}
-
-
-def _sequences(setting: Setting, name: str) -> SequenceLoad:
-    assert setting.traces is not None
-    return sequence_loads(load_trace(setting.traces / f"{name}.npz"))
+NEED_TRACES = {"flash_real", "several_nodes", "ablation", "planners"}
 
 
 def _with_seed(problem: StepProblem, seed: int) -> StepProblem:
@@ -270,7 +215,3 @@ def _bound(plan: StepPlan, load: StepLoad) -> float:
     """Mean imbalance if every slowest rank were at its lower bound: what rounding to whole tokens leaves."""
     mean_LM = plan.rank_load(load).mean(axis=2)
     return float(np.mean(plan.bound_LM / np.maximum(mean_LM, 1e-300)))
-
-
-def _flash(plan: StepPlan) -> float:
-    return plan.stages[Stage.UPDATE].num_copies / plan.num_layers / plan.num_micro_batches

@@ -21,6 +21,9 @@ TITLES = {
     "whole_step": "A whole step: loads of sequences to complete StepPlan (measured)",
     "exact_small": "Small instances against an exact MILP, HiGHS (measured)",
     "ablation": "Ablation on real routing; bytes follow from the model's expert size (measured balance)",
+    "planners": "Every planner on the same real routing in file order, 2 spare slots (measured). eplb-history knows "
+    "the first half of the same step. EPLB and LPLB hold their copies for all layers at once, flash copies are for one "
+    "layer at a time",
     "counting": "Loads from a recording, one core (measured)",
     "growth": "Growth of planning time (measured)",
 }
@@ -91,6 +94,10 @@ def _plot(rows: list[Row], file: Path) -> None:
         axis.loglog(sizes, times, "o-", color="#2a6f97")
         axis.set_xticks(sizes, [str(size) for size in sizes])
         axis.minorticks_off()
+        for size, value in points:
+            axis.annotate(f"{value:.2g}" if value < 10 else f"{value:.0f}", (size, value), xytext=(0, 6),
+                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+        axis.margins(y=0.15)
         axis.yaxis.set_major_formatter("{x:g}")
         axis.set_xlabel(what)
         axis.set_ylabel("seconds per step" if what == "layers" else "milliseconds per layer")
