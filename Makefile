@@ -40,7 +40,7 @@ test-all: lint ## the same and the slow proofs
 	$(BIN)/pytest -n 2
 
 .PHONY: bench
-bench: $(READY) ## measure the planner and write benchmarks/results/planner.json and .md
+bench: $(READY) ## measure the planner into benchmarks/results (set EQUILIBRA_TRACES for the sections on real routing)
 	$(BIN)/equilibra bench planner --output benchmarks/results
 
 .PHONY: clean

@@ -1,4 +1,4 @@
-"""A planner is one method. This one moves nothing and copies nothing; compare it with the others."""
+"""A planner is one method. This one makes flash copies and nothing else; compare it with the others."""
 
 from dataclasses import dataclass
 

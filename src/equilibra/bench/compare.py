@@ -32,7 +32,12 @@ def ablation(setting: Setting) -> list[Row]:
         ("+ pack", Equilibra()),
         ("balanced", planner_named("balanced")),
     ]
-    cases = (("gpt-oss-20b", "gpt-oss-20b", 2), ("gpt-oss-20b", "gpt-oss-20b", 4), ("dsv2-lite-intent", "moonlight", 2))
+    cases = (
+        ("gpt-oss-20b", "gpt-oss-20b", 2),
+        ("gpt-oss-20b", "gpt-oss-20b", 4),
+        ("dsv2-lite-intent", "moonlight", 2),
+        ("dsv2-lite-law", "moonlight", 1),
+    )
     for name, model_name, nodes in cases:
         cluster, sequences = Cluster(num_nodes=nodes, ranks_per_node=8), sequences_of(setting, name)
         budget = int(sequences.length_of_sequence.max())
@@ -46,7 +51,7 @@ def ablation(setting: Setting) -> list[Row]:
             load = problem.load_under(plan.schedule)
             ratio = imbalance(plan.rank_load(load))
             rows.append({
-                "trace": name, "nodes": nodes, "ranks_per_node": 8, "step": label,
+                "trace": name, "bytes_of": model.name, "nodes": nodes, "ranks_per_node": 8, "step": label,
                 "micro_batches": plan.num_micro_batches,
                 "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
                 "slowest_over_bound": 1 + plan.gap(load),
@@ -55,7 +60,10 @@ def ablation(setting: Setting) -> list[Row]:
                 "standing_per_layer": plan.standing.num_copies / plan.num_layers,
                 "standing_gb": plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) / 1e9,
                 "flash_per_layer": flash_per_layer(plan),
-                "flash_gb": plan.stages[Stage.UPDATE].num_copies * model.expert_bytes / 1e9,
+                "flash_gb": (
+                    plan.stages[Stage.RECOMPUTE].num_copies * model.expert_bytes
+                    + plan.stages[Stage.UPDATE].num_copies * (model.expert_bytes + model.expert_gradient_bytes)
+                ) / 1e9,
             })  # fmt: skip
     return rows
 

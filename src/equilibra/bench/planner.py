@@ -6,11 +6,11 @@ nodes, small instances against an exact solver, an ablation, the speed of counti
 
 from __future__ import annotations
 
-import os
 import platform
 import shutil
 import subprocess
 from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
 
@@ -26,9 +26,8 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
 from equilibra.measure.imbalance import imbalance
-from equilibra.plan.layer import Means
 from equilibra.plan.planner import StepProblem, planner_named
-from equilibra.plan.step import Equilibra
+from equilibra.plan.step import Equilibra, usable_cores
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
@@ -54,12 +53,13 @@ def environment() -> Row:
     if info.is_file():
         lines = [line for line in info.read_text().splitlines() if line.startswith("model name")]
         cpu = lines[0].split(":", 1)[1].strip() if lines else cpu
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "--short", "HEAD"]
+    git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"]
     commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None  # noqa: S603
     return {
+        "date": datetime.now(UTC).date().isoformat(),
         "commit": commit.stdout.strip() or "unknown" if commit else "unknown",
         "cpu": cpu,
-        "cores": len(os.sched_getaffinity(0)),
+        "cores": usable_cores(),
         "python": platform.python_version(),
         "numpy": np.__version__,
         "numba": numba.__version__,
@@ -127,9 +127,9 @@ def several_nodes(setting: Setting) -> list[Row]:
             load = file_order_load(sequences, cluster, tokens)
             problem = StepProblem(cluster=cluster, given_load=load, rates=Rates.free())
             both = Equilibra(standing=False).plan(problem)
-            work = Means().work * (2 if setting.quick else 40)
+            work = Equilibra().work * (2 if setting.quick else 40)
             slowest = [
-                _slowest(Equilibra(standing=False, means=Means(work=work)).plan(_with_seed(problem, seed)), load)
+                _slowest(Equilibra(standing=False, work=work).plan(_with_seed(problem, seed)), load)
                 for seed in range(1 if setting.quick else 3)
             ]
             standing = Equilibra().plan(problem)

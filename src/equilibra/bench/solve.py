@@ -57,14 +57,14 @@ def solve_problems(
     cluster: Cluster,
     spare_slots: int,
     tolerance: float,
-    min_tokens_per_copy: int = 0,
     passes: int = 3,
 ) -> Solved:
     """Solve problems with contiguous homes and time them."""
-    if spare_slots < 0 or tolerance < 0:
+    if spare_slots < 0 or not 0 <= tolerance < 1000:
         raise InputError(f"spare slots and tolerance must not be negative, not {spare_slots} and {tolerance}")
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
+    spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied
     bench = bench_for(cluster, home, spare_slots)
     copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
     standing = np.zeros((0, num_ranks), np.int32)
@@ -72,7 +72,7 @@ def solve_problems(
 
     def solve(tokens_ER: NDArray[np.int32]) -> int:
         n: int = balance_micro_batch(
-            tokens_ER, bench, cluster.num_nodes, group, spare_slots, tolerance, min_tokens_per_copy, QUICK_TRIES,
+            tokens_ER, bench, cluster.num_nodes, group, spare_slots, tolerance, 0, QUICK_TRIES,
             copies, standing, out,
         )  # fmt: skip
         return n

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import resource
+import re
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
+from pathlib import Path
 from time import perf_counter
 from typing import Any
 
@@ -29,7 +30,7 @@ Row = dict[str, Any]
 def whole_step(*, quick: bool) -> list[Row]:
     """1,024 sequences, 48 layers, 32 micro-batches, 128 experts, 4 x 8 ranks: loads to complete plan, on all cores."""
     layers = 8 if quick else 48
-    return [_in_fresh_process(_step_row, 4, 8, 128, layers, 1024, 32, 3)]
+    return [_in_fresh_process(_step_row, 4, 8, 128, layers, 1024, 32, 5)]
 
 
 def growth(*, quick: bool) -> list[Row]:
@@ -50,6 +51,13 @@ def growth(*, quick: bool) -> list[Row]:
     return rows
 
 
+def _peak_mb() -> float:
+    """Peak memory of this process so far (ru_maxrss would count the parent's too)."""
+    status = Path("/proc/self/status")
+    found = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.is_file() else None
+    return int(found[1]) / 1024 if found else float("nan")
+
+
 def _in_fresh_process(function: Callable[..., Row], *arguments: int) -> Row:
     """Run in a process of its own, so that its peak memory is its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
@@ -68,8 +76,9 @@ def _step_row(
     made = synthesize_loads(size, SynthKnobs(median_length=6000.0, length_tail=0.1, max_length=8192), seed=3)
     lengths = made.length_of_sequence
     budget = 8192 * -(-sequences // (cluster.num_ranks * micro_batches))
-    base_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    seconds, plan, problem = [], None, None
+    input_mb = _peak_mb()
+    seconds: list[float] = []
+    plan, problem = None, None
     for _ in range(repeats + 1):
         start = perf_counter()
         problem = StepProblem(
@@ -85,12 +94,12 @@ def _step_row(
     return {
         "ranks": cluster.num_ranks, "experts": experts, "layers": layers, "sequences": made.num_sequences,
         "micro_batches": plan.num_micro_batches, "seconds": min(seconds[1:]),
+        "repeats": repeats, "seconds_worst": max(seconds[1:]),
         "ms_per_layer": min(seconds[1:]) / layers * 1000,
         "imbalance_static": imbalance(planner_named("static").plan(problem).rank_load(problem.load)).mean(),
         "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
         "gap_to_bound": plan.gap(load),
         "flash_per_layer": plan.stages[Stage.UPDATE].num_copies / layers / plan.num_micro_batches,
         "standing_per_layer": plan.standing.num_copies / layers, "moves": plan.migration.num_moves,
-        "peak_memory_mb": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024,
-        "input_memory_mb": base_bytes / 2**20,
+        "peak_memory_mb": _peak_mb(), "input_memory_mb": input_mb,
     }  # fmt: skip

@@ -18,9 +18,9 @@ def positive(text: str) -> int:
     return value
 
 
-def add_cluster(parser: argparse.ArgumentParser, *, ranks_per_node: int = 8) -> None:
+def add_cluster(parser: argparse.ArgumentParser, *, nodes: int = 1, ranks_per_node: int = 8) -> None:
     """Add --nodes and --ranks-per-node."""
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes (1)")
+    parser.add_argument("--nodes", type=positive, default=nodes, metavar="N", help=f"nodes ({nodes})")
     parser.add_argument(
         "--ranks-per-node",
         type=positive,

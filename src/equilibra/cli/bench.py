@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,7 @@ def run_planner(arguments: argparse.Namespace) -> int:
     """Run the planner bench."""
     from equilibra.bench.planner import NEED_TRACES, SECTIONS, Setting, environment, run_sections
     from equilibra.bench.problems import traces_folder
-    from equilibra.bench.render import markdown, plain, write_results
+    from equilibra.bench.render import earlier_results, markdown, plain, write_results
     from equilibra.core.errors import InputError
 
     names = arguments.only or list(SECTIONS)
@@ -43,18 +44,21 @@ def run_planner(arguments: argparse.Namespace) -> int:
     left_out = [name for name in names if name in NEED_TRACES and traces is None]
     if left_out:
         print(f"left out, no --traces: {', '.join(left_out)}", file=sys.stderr)
+    if "exact_small" in names and find_spec("scipy") is None:
+        print("left out, no scipy (pip install 'equilibra[bench]'): exact_small", file=sys.stderr)
+        left_out.append("exact_small")
     if arguments.output and not Path(arguments.output).is_dir():
         raise InputError(f"there is no folder {arguments.output}; create it first")
+    if arguments.output:
+        earlier_results(Path(arguments.output))
     setting = Setting(traces=traces, quick=arguments.quick)
+    result: dict[str, Any] = {"left_out": left_out, "sections": {}}
+    about = {"command": "equilibra bench planner" + " --quick" * arguments.quick, "measured_on": environment()}
+    if traces is not None:
+        about["command"] += " --traces DIR"
     chosen = [name for name in names if name not in left_out]
-    result: dict[str, Any] = {
-        "command": "equilibra bench planner" + (" --quick" if arguments.quick else ""),
-        "measured_on": environment(),
-        "left_out": left_out,
-        "sections": {},
-    }
     for name, rows in run_sections(setting, chosen, lambda line: print(line, file=sys.stderr, flush=True)):
-        result["sections"][name] = plain(rows)
+        result["sections"][name] = {**about, "rows": plain(rows)}
     if arguments.output:
         write_results(result, Path(arguments.output))
     print(json.dumps(result) if arguments.json else markdown(result))

@@ -22,8 +22,7 @@ SHADES = " .:-=+*#%@"
 def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
     parser = commands.add_parser("demo", help="plan a synthetic RL step and show it before and after")
-    add_cluster(parser)
-    parser.set_defaults(nodes=4)
+    add_cluster(parser, nodes=4)
     parser.add_argument("--model", default="qwen3-30b-a3b", metavar="NAME", help="shapes (qwen3-30b-a3b)")
     parser.add_argument("--prompts", type=positive, default=64, metavar="P", help="prompts of the step (64)")
     parser.add_argument("--answers", type=positive, default=16, metavar="A", help="answers to each prompt (16)")
@@ -52,8 +51,8 @@ def run(arguments: argparse.Namespace) -> int:
         num_experts=model.num_experts, top_k=model.top_k,
     )  # fmt: skip
     knobs = SynthKnobs(max_length=min(arguments.tokens_per_rank, SynthKnobs().max_length))
-    sequences = synthesize_loads(size, knobs, seed=arguments.seed)
-    last = synthesize_loads(size, knobs, seed=arguments.seed, step=1).tokens_SLE.sum(axis=0, dtype="int64")
+    last = synthesize_loads(size, knobs, seed=arguments.seed).tokens_SLE.sum(axis=0, dtype="int64")
+    sequences = synthesize_loads(size, knobs, seed=arguments.seed, step=1)
     problem = step_problem(
         sequences, cluster=cluster, model=model, tokens_per_rank=arguments.tokens_per_rank, history_LE=last
     )
@@ -98,7 +97,8 @@ def run(arguments: argparse.Namespace) -> int:
     print(
         "\nimbalance: slowest rank over mean rank, 1.000 is perfect. step: time of the expert layers as the slowest\n"
         "ranks set it, against static. flash, standing: copies per layer (flash: and micro-batch). moves: homes that\n"
-        "move before the step. Counts of tokens are exact; no time here is simulated, planning time is measured."
+        "move before the step. equilibra weighs copies and moves by what the model's experts cost, so with few tokens\n"
+        "it makes few; packing may need fewer micro-batches (columns). Counts of tokens are exact; planning time is measured."
     )
     return 0
 

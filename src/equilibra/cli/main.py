@@ -1,6 +1,6 @@
 """`equilibra`: one command, one file per subcommand. Heavy imports happen inside the commands, so help is instant.
 
-Exit codes: 0 done, 1 a defect of ours or an interrupted run, 2 the input cannot be used (one clear line on stderr).
+Exit codes: 0 done, 1 a defect of ours, 2 the input cannot be used (one clear line on stderr), 130 interrupted.
 """
 
 from __future__ import annotations

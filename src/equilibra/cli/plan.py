@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from equilibra.cli.arguments import add_cluster, positive
+from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
@@ -39,7 +40,9 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
                         "budget of one rank in one micro-batch (8192)")  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help="with --trace: weigh copies and moves by this model's experts "
                         "(without it they are free)")  # fmt: skip
-    parser.add_argument("--planner", default="equilibra", metavar="NAME", help="with --trace: equilibra or a baseline")
+    parser.add_argument("--max-moves", type=int, default=-1, metavar="N", help="with --trace: homes that may move per "
+                        "layer (as many as pay)")  # fmt: skip
+    parser.add_argument("--planner", metavar="NAME", help="with --trace: equilibra or a baseline")
     parser.add_argument("--previous", metavar="PLAN", help="with --trace: a plan file; its homes are where experts are")
     parser.add_argument("--output", metavar="PLAN", help="with --trace: write the plan to this file (.npz)")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
@@ -49,7 +52,14 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 
 def run(arguments: argparse.Namespace) -> int:
     """Plan."""
-    return _plan_loads(arguments) if arguments.loads else _plan_trace(arguments)
+    if not 0 <= arguments.tolerance < 1000:
+        raise InputError(f"--tolerance must be from 0 to below 1000, not {arguments.tolerance}")
+    if arguments.loads is None:
+        return _plan_trace(arguments)
+    for option in ("output", "previous", "model", "planner"):
+        if getattr(arguments, option) is not None:
+            raise InputError(f"--{option} goes with --trace, not with --loads")
+    return _plan_loads(arguments)
 
 
 def _plan_loads(arguments: argparse.Namespace) -> int:
@@ -90,8 +100,6 @@ def _plan_loads(arguments: argparse.Namespace) -> int:
 def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
     import numpy as np
 
-    from equilibra.core.errors import InputError
-
     try:
         with open(path, "rb") as file:  # noqa: PTH123 - np.load takes the open file, so a folder fails clearly here
             loads = np.load(file, allow_pickle=False)
@@ -119,12 +127,14 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
     from equilibra.core.plan import Stage
     from equilibra.measure.imbalance import imbalance, spread
     from equilibra.plan.entry import step_problem
-    from equilibra.plan.planner import planner_named
+    from equilibra.plan.planner import planner_named, respects_slots
+    from equilibra.plan.step import Equilibra
     from equilibra.plan.store import load_plan, save_plan
     from equilibra.trace.open import load_trace
 
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
-    planner = planner_named(arguments.planner)
+    ours = Equilibra(tolerance=arguments.tolerance)
+    planner = ours if arguments.planner in (None, ours.name) else planner_named(arguments.planner)
     problem = step_problem(
         load_trace(arguments.trace),
         cluster=cluster,
@@ -133,10 +143,11 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         previous=load_plan(arguments.previous).placement if arguments.previous else None,
         spare_slots=arguments.spare_slots,
         standing_slots=arguments.standing_slots,
+        max_moves_per_layer=arguments.max_moves,
     )
     plan = planner.plan(problem)
     load = problem.load_under(plan.schedule)
-    plan.check(load)
+    plan.check(load, spare_slots=arguments.spare_slots if respects_slots(planner) else None)
     static = planner_named("static").plan(problem)
     before = spread(imbalance(static.rank_load(problem.load)))
     after = spread(imbalance(plan.rank_load(load)))
@@ -155,5 +166,12 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         "moves": plan.migration.num_moves,
         "digest": plan.digest,
     }
-    print(json.dumps(result) if arguments.json else "\n".join(f"{key:26} {value}" for key, value in result.items()))
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    for key, value in result.items():
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key:26} {shown:.5g}" if isinstance(shown, float) else f"{key:26} {shown}")
+    if arguments.output:
+        print(f"wrote {arguments.output}", file=sys.stderr)
     return 0

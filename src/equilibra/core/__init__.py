@@ -1,1 +1,1 @@
-"""."""
+"""Nouns: immutable, self-checking values, and what every other room needs."""

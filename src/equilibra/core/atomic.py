@@ -45,7 +45,7 @@ def _check_target(path: Path, *, overwrite: bool) -> None:
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
     if os.path.lexists(path) and not overwrite:
-        raise InputError(f"cannot write {path}: it exists; choose another name or ask to overwrite it")
+        raise InputError(f"cannot write {path}: it exists; choose another name, or ask to overwrite it (--overwrite)")
 
 
 @contextmanager

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from numba import njit
 
@@ -37,7 +37,10 @@ def source_stamp() -> str:
 
 def kernel(function: Function) -> Function:
     """Compile on first use; raises at import if numba no longer has the stamp that is replaced here."""
-    compiled: Any = njit(cache=True, nogil=True)(function)
+    try:
+        compiled: Any = njit(cache=True, nogil=True)(function)
+    except RuntimeError:  # no folder to write to: compile in every process
+        return _uncached(function, "never")
     compiled._cache._cache_file._source_stamp = source_stamp()  # noqa: SLF001
     function_compiled: Function = compiled
     return function_compiled
@@ -45,5 +48,10 @@ def kernel(function: Function) -> Function:
 
 def inlined(function: Function) -> Function:
     """Compile into every kernel that calls it: a call that passes arrays costs more than a small function does."""
-    inline: Function = njit(inline="always", nogil=True)(function)
-    return inline
+    return _uncached(function, "always")
+
+
+def _uncached(function: Function, inline: Literal["always", "never"]) -> Function:
+    """Compile without keeping the machine code."""
+    compiled: Function = njit(inline=inline, nogil=True)(function)
+    return compiled

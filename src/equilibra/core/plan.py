@@ -21,7 +21,14 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Migration, Placement
-from equilibra.core.plan_checks import check_range, check_same_length, check_slots, check_stage, freeze
+from equilibra.core.plan_checks import (
+    check_range,
+    check_same_length,
+    check_slots,
+    check_stage,
+    check_standing_slots,
+    freeze,
+)
 from equilibra.core.schedule import Schedule
 
 __all__ = ["STAGE_ARRAYS", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
@@ -229,11 +236,16 @@ class StepPlan:
             arrays["rank_of_sequence"] = self.schedule.rank_of_sequence
         return arrays
 
-    def check(self, load: StepLoad, *, spare_slots: int | None = None) -> None:
-        """Raise PlanError unless every (token, expert) pair is computed exactly once and the slots suffice."""
+    def check(self, load: StepLoad, *, spare_slots: int | None = None, standing_slots: int | None = None) -> None:
+        """Raise PlanError unless every (token, expert) pair is computed exactly once and the slots suffice.
+
+        With spare_slots, flash copies must also stay within their node; standing_slots are per node and layer.
+        """
         if load.tokens_MLER.shape != self.shape:
             raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")
         for stage in Stage:
             check_stage(self, self.stages[stage], load)
             if spare_slots is not None:
                 check_slots(self, self.stages[stage], spare_slots)
+        if standing_slots is not None:
+            check_standing_slots(self, standing_slots)

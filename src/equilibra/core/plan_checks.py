@@ -16,7 +16,7 @@ from equilibra.core.load import StepLoad
 if TYPE_CHECKING:
     from equilibra.core.plan import StagePlan, StepPlan
 
-__all__ = ["check_range", "check_same_length", "check_slots", "check_stage", "freeze"]
+__all__ = ["check_range", "check_same_length", "check_slots", "check_stage", "check_standing_slots", "freeze"]
 
 
 def check_same_length(what: str, *arrays: NDArray[np.int32]) -> None:
@@ -92,3 +92,18 @@ def check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
     used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
     if used.size and used.max() > spare_slots:
         raise PlanError(f"a rank needs {used.max()} spare slots, {spare_slots} are allowed")
+    node_of_rank = plan.cluster.node_of_rank()
+    abroad = np.flatnonzero(node_of_rank[stage.rank] != node_of_rank[stage.origin])
+    if abroad.size:
+        at = abroad[0]
+        raise PlanError(
+            f"a flash copy of expert {stage.expert[at]} leaves its node: {stage.origin[at]} to {stage.rank[at]}"
+        )
+
+
+def check_standing_slots(plan: StepPlan, standing_slots: int) -> None:
+    """No node holds more standing copies of a layer than it has slots for."""
+    node = plan.cluster.node_of_rank()[plan.standing.rank]
+    used = np.bincount(plan.standing.layer * plan.cluster.num_nodes + node)
+    if used.size and used.max() > standing_slots:
+        raise PlanError(f"a node needs {used.max()} standing slots in one layer, {standing_slots} are allowed")

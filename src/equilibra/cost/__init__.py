@@ -1,1 +1,1 @@
-"""."""
+"""What rows, copies and moves cost."""

@@ -30,6 +30,7 @@ def step_problem(
     history_LE: NDArray[np.int64] | None = None,
     spare_slots: int = 2,
     standing_slots: int = 2,
+    max_moves_per_layer: int = -1,
     seed: int = 0,
 ) -> StepProblem:
     """The problem of one step. A recording or sequence loads need `tokens_per_rank`, the budget of a micro-batch.
@@ -49,7 +50,7 @@ def step_problem(
     problem = StepProblem(
         cluster=cluster, given_load=load, sequences=sequences, schedule=schedule, tokens_per_rank=tokens_per_rank,
         previous=previous, history_LE=history_LE, spare_slots=spare_slots, standing_slots=standing_slots,
-        rates=rates, seed=seed,
+        max_moves_per_layer=max_moves_per_layer, rates=rates, seed=seed,
     )  # fmt: skip
     if model is not None and (problem.load.num_layers, problem.load.num_experts) != (
         model.num_layers, model.num_experts,
@@ -70,6 +71,7 @@ def plan_step(
     previous: Placement | None = None,
     spare_slots: int = 2,
     standing_slots: int = 2,
+    max_moves_per_layer: int = -1,
     planner: Planner | str = "equilibra",
 ) -> StepPlan:
     """Routing of a step in, its complete plan out.
@@ -79,7 +81,7 @@ def plan_step(
     """
     problem = step_problem(
         routing, cluster=cluster, model=model, tokens_per_rank=tokens_per_rank, previous=previous,
-        spare_slots=spare_slots, standing_slots=standing_slots,
+        spare_slots=spare_slots, standing_slots=standing_slots, max_moves_per_layer=max_moves_per_layer,
     )  # fmt: skip
     chosen = planner_named(planner) if isinstance(planner, str) else planner
     return chosen.plan(problem)

@@ -177,7 +177,8 @@ def _even(lengths, cost, cell_of_sequence, num_cells, budget):  # type: ignore[n
     for s in range(lengths.size):
         used[cell_of_sequence[s]] += lengths[s]
         spent[cell_of_sequence[s]] += cost[s]
-    for _ in range(min(4 * num_cells, _EVEN_WORK // (lengths.size + num_cells) + 1)):
+    work = _EVEN_WORK
+    while work > 0:
         top = np.argmax(spent)
         # The best partner leaves the larger of the two cells lowest.
         best = spent[top]
@@ -187,6 +188,7 @@ def _even(lengths, cost, cell_of_sequence, num_cells, budget):  # type: ignore[n
         for out in range(lengths.size):
             if cell_of_sequence[out] != top:
                 continue
+            work -= lengths.size + num_cells
             for c in range(num_cells):
                 if c != top and used[c] + lengths[out] <= budget:
                     worst = max(spent[top] - cost[out], spent[c] + cost[out])

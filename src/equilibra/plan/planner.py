@@ -44,6 +44,8 @@ class StepProblem:
     """flash copies a rank can hold at a time: one buffer shared by all layers"""
     standing_slots: int = 2
     """standing copies a node can hold per layer"""
+    max_moves_per_layer: int = -1
+    """homes that may move per layer (a migration budget), -1 for as many as pay"""
     rates: Rates
     """what rows, copies and moves cost"""
     seed: int = 0

@@ -23,6 +23,8 @@ from equilibra.plan.level import level_from_home, level_on
 
 __all__ = ["choose_standing_copies"]
 
+_LARGEST = 1 << 27
+_WIDE = 10_000  # experts times nodes times micro-batches up to which more candidates are tried
 _EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges take milliseconds
 
 
@@ -45,11 +47,14 @@ def _best_candidates(  # type: ignore[no-untyped-def]
     num_nodes = x_NM.shape[0]
     at_home = np.empty(num_micro_batches, np.int64)
     taken = np.zeros(num_nodes, np.bool_)
+    shift = 0  # keeps the squares of huge loads within 64 bits
+    while x_NM.max() >> shift >= _LARGEST:
+        shift += 1
     most_NN = np.zeros((num_nodes, num_nodes), np.int64)  # what a copy could gain at most, were its expert large enough
     for h in range(num_nodes):
         for n in range(num_nodes):
             for m in range(num_micro_batches):
-                slope = max(x_NM[h, m] - x_NM[n, m], 0)
+                slope = max(x_NM[h, m] - x_NM[n, m], 0) >> shift
                 most_NN[h, n] += (slope >> 1) * (slope - (slope >> 1))
     found = 0
     for e in range(num_experts):
@@ -67,8 +72,8 @@ def _best_candidates(  # type: ignore[no-untyped-def]
                 continue
             gain = np.int64(0)
             for m in range(num_micro_batches):
-                slope = max(x_NM[home, m] - x_NM[n, m], 0)
-                amount = min(slope >> 1, at_home[m])
+                slope = max(x_NM[home, m] - x_NM[n, m], 0) >> shift
+                amount = min(slope >> 1, at_home[m] >> shift)
                 gain += amount * (slope - amount)
             if gain <= 0 or (found == best_gain.size and gain <= best_gain[found - 1]):
                 continue
@@ -123,7 +128,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     most = num_nodes * slots
     share_CM = np.zeros((most + 1, num_micro_batches), np.int64)
     free = np.full(num_nodes, slots, np.int64)
-    width = 3 if num_micro_batches > 1 else 10
+    width = 10 if load_EM.size * num_nodes <= _WIDE else 3
     best_expert = np.zeros(width, np.int64)
     best_node = np.zeros(width, np.int64)
     best_gain = np.zeros(width, np.int64)

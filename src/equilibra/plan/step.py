@@ -1,7 +1,7 @@
 """The planner: pack, then per layer reorder and stand, then per micro-batch replicate and split.
 
 Layers are independent, so they are planned by threads; the kernels hold no GIL. Nothing random depends on the number
-of threads, and every choice is made in whole numbers, so every rank makes the same plan (they compare its digest).
+of threads, so every rank makes the same plan (they compare its digest).
 """
 
 from __future__ import annotations
@@ -9,13 +9,14 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
-from typing import TypeVar
+from dataclasses import dataclass
+from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
@@ -27,9 +28,22 @@ from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
 from equilibra.plan.pack import pack
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["Equilibra", "stage_plan"]
+__all__ = ["Equilibra", "stage_plan", "usable_cores"]
 
 T = TypeVar("T")
+
+
+class _Filled(NamedTuple):
+    """One layer, planned."""
+
+    choice: Choice
+    copies: dict[Stage, LayerCopies]
+    cost_us: float
+
+
+def usable_cores() -> int:
+    """Processors this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,38 +64,55 @@ class Equilibra:
     """imbalance accepted for fewer flash copies"""
     min_tokens_per_copy: int | None = None
     """tokens below which no flash copy is made; None: what a copy costs"""
-    means: Means = field(default_factory=Means)
-    """how hard to search; slots and switches come from the problem and from this class"""
+    work: int = 3_000_000
+    """how long to search for homes: swaps weighed times micro-batches, per layer"""
+    exchange_rounds: int = 1
+    """how often every standing copy is tried against others"""
     threads: int | None = None
     """threads to plan with; None: one per processor"""
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.tolerance < 1000:
+            raise InputError(f"the tolerance must be from 0 to below 1000, not {self.tolerance}")
+        if self.threads is not None and self.threads < 1:
+            raise InputError(f"threads must be at least 1, not {self.threads}")
+
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Plan one step."""
+        """Plan one step. Packing that would cost more than leaving everything as it is, is not used."""
         schedule = self._schedule(problem)
+        plan, cost_us = self._plan(problem, schedule)
+        if schedule is not problem.schedule:
+            given = self._layers(problem, problem.load)
+            still_us = sum(self._each(lambda layer: stay(given[layer]).cost_us, len(given)))
+            if cost_us > still_us:
+                plan, _ = self._plan(problem, problem.schedule)
+        return plan
+
+    def _plan(self, problem: StepProblem, schedule: Schedule | None) -> tuple[StepPlan, float]:
+        """The plan under a schedule, and what it costs."""
         load = problem.load_under(schedule)
         layers = self._layers(problem, load)
         choices = self._each(lambda layer: choose(layers[layer]), len(layers))
         ranks = _on_ranks(choices, load, problem.cluster)
         done = self._fill_some(list(range(len(layers))), layers, choices, ranks)
         # Layers that gave up their standing copies leave gaps: spread the others anew, until no layer gives up.
-        while any(choice.standing_expert.size < rank.size for (choice, _), rank in zip(done, ranks, strict=True)):
-            choices, before = [choice for choice, _ in done], ranks
+        while any(filled.choice.standing_expert.size < rank.size for filled, rank in zip(done, ranks, strict=True)):
+            choices, before = [filled.choice for filled in done], ranks
             ranks = _on_ranks(choices, load, problem.cluster)
             stale = [layer for layer in range(len(layers)) if not np.array_equal(ranks[layer], before[layer])]
             for layer, filled in zip(stale, self._fill_some(stale, layers, choices, ranks), strict=True):
                 done[layer] = filled
-        choices = [choice for choice, _ in done]
-        return StepPlan(
+        home_LE = np.stack([filled.choice.home_of_expert for filled in done])
+        plan = StepPlan(
             planner=self.name,
-            placement=Placement(
-                home_of_expert=np.stack([choice.home_of_expert for choice in choices]), cluster=problem.cluster
-            ),
+            placement=Placement(home_of_expert=home_LE, cluster=problem.cluster),
             previous=problem.home_now,
-            standing=_standing(choices, ranks),
-            stages={stage: stage_plan([copies[stage] for _, copies in done]) for stage in Stage},
+            standing=_standing([filled.choice for filled in done], ranks),
+            stages={stage: stage_plan([filled.copies[stage] for filled in done]) for stage in Stage},
             bound_LM=bounds.any_plan(load),
             schedule=schedule,
         )
+        return plan, sum(filled.cost_us for filled in done)
 
     def _schedule(self, problem: StepProblem) -> Schedule | None:
         if not self.pack or problem.sequences is None or problem.tokens_per_rank is None:
@@ -90,12 +121,14 @@ class Equilibra:
         return pack(problem.sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now)
 
     def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:
-        means = replace(
-            self.means,
+        means = Means(
             reorder=self.reorder,
             standing_slots=problem.standing_slots if self.standing else 0,
-            spare_slots=problem.spare_slots if self.flash else 0,
+            spare_slots=min(problem.spare_slots, load.num_experts) if self.flash else 0,
             tolerance=self.tolerance,
+            work=self.work,
+            max_moves=problem.max_moves_per_layer,
+            exchange_rounds=self.exchange_rounds,
             seed=problem.seed,
         )
         home_LE = problem.home_now.home_of_expert
@@ -106,28 +139,26 @@ class Equilibra:
 
     def _fill_some(
         self, which: list[int], layers: list[LayerProblem], choices: list[Choice], ranks: list[NDArray[np.int64]]
-    ) -> list[tuple[Choice, dict[Stage, LayerCopies]]]:
+    ) -> list[_Filled]:
         return self._each(lambda i: self._fill(layers[which[i]], choices[which[i]], ranks[which[i]]), len(which))
 
-    def _fill(
-        self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]
-    ) -> tuple[Choice, dict[Stage, LayerCopies]]:
+    def _fill(self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]) -> _Filled:
         """Copies of both stages; or nothing at all, where that turns out cheaper."""
         minimum = {stage: self._min_tokens(layer.rates, stage) for stage in Stage}
         by_minimum = {least: fill(layer, choice, ranks, min_tokens=least) for least in set(minimum.values())}
         copies = {stage: by_minimum[minimum[stage]] for stage in Stage}
-        still = stay(layer)
-        if real_cost_us(layer, choice, ranks, copies) <= still.cost_us:
-            return choice, copies
+        cost_us, still = real_cost_us(layer, choice, ranks, copies), stay(layer)
+        if cost_us <= still.cost_us:
+            return _Filled(choice, copies, cost_us)
         if choice.standing_expert.size or not np.array_equal(choice.home_of_expert, layer.home):
             return self._fill(layer, still, ranks[:0])  # flash copies alone may still pay
-        return still, dict.fromkeys(Stage, no_copies(layer))
+        return _Filled(still, dict.fromkeys(Stage, no_copies(layer)), still.cost_us)
 
     def _min_tokens(self, rates: Rates, stage: Stage) -> int:
         return rates.min_tokens_per_copy(stage) if self.min_tokens_per_copy is None else self.min_tokens_per_copy
 
     def _each(self, function: Callable[[int], T], num_layers: int) -> list[T]:
-        threads = self.threads or len(os.sched_getaffinity(0))
+        threads = self.threads or usable_cores()
         if threads == 1 or num_layers == 1:
             return [function(layer) for layer in range(num_layers)]
         with ThreadPoolExecutor(threads) as pool:

@@ -117,6 +117,22 @@ def test_bad_files_end_with_code_2(content, tmp_path, capsys):
     assert capsys.readouterr().err.count("equilibra: ") == 2
 
 
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["--tolerance", "nan"],
+        ["--tolerance", "-1"],
+        ["--output", "p.npz"],
+        ["--model", "olmoe"],
+        ["--spare-slots", "-1"],
+    ],
+)
+def test_options_that_make_no_sense_are_refused(words, tmp_path, capsys):
+    assert run("plan", "--loads", loads_file(tmp_path), *words) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+    assert run("plan", "--loads", "") == 2
+
+
 def test_pickles_are_never_loaded(tmp_path, capsys):
     np.save(tmp_path / "p.npy", np.array([[{}]], dtype=object), allow_pickle=True)
     assert run("plan", "--loads", tmp_path / "p.npy") == 2
@@ -154,14 +170,23 @@ def test_a_step_is_planned_saved_and_continued(tmp_path, capsys):
     assert run(*step, "--model", "deepseek-v3") == 2
     assert "16 experts" in capsys.readouterr().err
     assert run(*step, "--planner", "nobody") == 2
+    capsys.readouterr()
+    digests = set()
+    for tolerance in (0, 0.5):
+        assert run(*step, "--tolerance", tolerance, "--max-moves", 0) == 0
+        planned = json.loads(capsys.readouterr().out)
+        assert planned["moves"] == 0
+        digests.add(planned["digest"])
+    assert len(digests) == 2
     assert run(*step, "--previous", trace) == 2
 
 
-def test_demo_runs_and_ours_is_best(capsys):
+def test_demo_runs_and_nobody_is_better(capsys):
     assert run("demo", "--model", "olmoe", "--prompts", 8, "--nodes", 2, "--json") == 0
     planners = {row["planner"]: row for row in json.loads(capsys.readouterr().out)["planners"]}
     best = min(row["imbalance_mean"] for name, row in planners.items() if name != "balanced")
-    assert planners["equilibra"]["imbalance_mean"] == best
+    assert planners["equilibra"]["imbalance_mean"] <= best + 0.0025  # the tolerance it aims at
+    assert planners["equilibra"]["imbalance_mean"] < planners["ultraep"]["imbalance_mean"]
     assert planners["balanced"]["imbalance_mean"] <= best
 
 
@@ -175,7 +200,10 @@ def test_bench_runs_quickly_and_writes_results(tmp_path, capsys, monkeypatch):
     assert result["left_out"] == ["flash_real"]
     assert (tmp_path / "planner.md").read_text().startswith("# Planner bench")
     assert json.loads((tmp_path / "planner.json").read_text())["sections"].keys() == {"flash_zipf", "counting"}
-    for row in result["sections"]["flash_zipf"]:
+    for row in result["sections"]["flash_zipf"]["rows"]:
         assert row["imbalance_worst"] <= 1 + row["tolerance"]
     assert run("bench", "planner", "--only", "nothing") == 2
     assert run("bench", "planner", "--output", tmp_path / "missing") == 2
+    (tmp_path / "planner.json").write_text("[]")
+    assert run("bench", "planner", "--only", "counting", "--output", tmp_path) == 2
+    assert "not a result of this bench" in capsys.readouterr().err

@@ -113,7 +113,9 @@ def test_more_copies_than_slots_are_refused():
         origin=ints(0, 2),
         tokens_FR=np.zeros((2, 4), np.int32),
     )
-    plan(two).check(LOAD, spare_slots=2)
+    plan(two).check(LOAD)
+    with pytest.raises(PlanError, match="a flash copy of expert 2 leaves its node: 2 to 1"):
+        plan(two).check(LOAD, spare_slots=2)
     with pytest.raises(PlanError, match="needs 2 spare slots, 1 are allowed"):
         plan(two).check(LOAD, spare_slots=1)
 
@@ -171,6 +173,13 @@ def test_the_digest_sees_every_decision():
 def test_a_plan_that_cannot_be_is_refused_when_it_is_made(changes, message):
     with pytest.raises(PlanError, match=message):
         plan(stage(**changes))
+
+
+def test_standing_slots_and_nodes_are_checked():
+    made = plan()
+    made.check(LOAD, spare_slots=1, standing_slots=1)
+    with pytest.raises(PlanError, match="a node needs 1 standing slots in one layer, 0 are allowed"):
+        made.check(LOAD, standing_slots=0)
 
 
 def test_a_plan_cannot_be_changed():
