@@ -98,7 +98,8 @@ def run(arguments: argparse.Namespace) -> int:
         "\nimbalance: slowest rank over mean rank, 1.000 is perfect. step: time of the expert layers as the slowest\n"
         "ranks set it, against static. flash, standing: copies per layer (flash: and micro-batch). moves: homes that\n"
         "move before the step. equilibra weighs copies and moves by what the model's experts cost, so with few tokens\n"
-        "it makes few; packing may need fewer micro-batches (columns). Counts of tokens are exact; planning time is measured."
+        "it makes few; packing may need fewer micro-batches (columns). Counts of tokens are exact, planning time is\n"
+        "measured."
     )
     return 0
 
