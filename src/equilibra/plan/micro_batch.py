@@ -44,7 +44,6 @@ SMALL_GROUP = 16
 """ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
 
 # Rows of the bench.
-_WORK = 0  # rows of level_node
 _EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
     replicate.NUM_ROWS + 0,
     replicate.NUM_ROWS + 1,
