@@ -31,12 +31,19 @@ lint: $(READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: chromium
+chromium: # tests of the report open it in this browser; where it cannot be installed they are skipped and say so
+	@test -x /usr/bin/chromium || { test "$$(id -u)" = 0 && command -v apt-get >/dev/null \
+	  && echo "installing chromium for the tests of the report" \
+	  && apt-get update -qq >/dev/null 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1; } \
+	  || echo "there is no /usr/bin/chromium: the tests that open the report in a browser are skipped"
+
 .PHONY: test
-test: lint ## everything CI does
+test: lint chromium ## everything CI does
 	$(BIN)/pytest -n 2 -m 'not slow'
 
 .PHONY: test-all
-test-all: lint ## the same and the slow proofs
+test-all: lint chromium ## the same and the slow proofs
 	$(BIN)/pytest -n 2
 
 .PHONY: bench

@@ -20,7 +20,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.placement import contiguous
 from equilibra.measure.imbalance import imbalance
-from equilibra.plan.micro_batch import ORIGIN, QUICK_TRIES, QUOTA, TARGET, balance_micro_batch, bench_for
+from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUICK_TRIES, QUOTA, TARGET, balance_micro_batch, bench_for
 
 __all__ = ["Solved", "over_sources", "solve_problems"]
 
@@ -73,7 +73,7 @@ def solve_problems(
     def solve(tokens_ER: NDArray[np.int32]) -> int:
         n: int = balance_micro_batch(
             tokens_ER, bench, cluster.num_nodes, group, spare_slots, tolerance, 0, QUICK_TRIES,
-            copies, standing, out,
+            NO_EXCHANGE, copies, standing, out,
         )  # fmt: skip
         return n
 

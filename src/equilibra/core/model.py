@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from equilibra.core.errors import InputError
 
@@ -25,6 +26,16 @@ class MoEModel:
     """routed experts per layer"""
     top_k: int
     """experts each token goes to"""
+    dense_parameters: int = 0
+    """weights of a layer that every token passes: attention, router, shared experts; 0 stands for 4 hidden²"""
+    attention_width: int = 0
+    """heads x head size of attention, mean of the query-key and the value side; 0 stands for hidden"""
+    quadratic_share: float = 1.0
+    """share of layers whose attention looks at the whole sequence; the others cost no more than their projections"""
+    outer_parameters: int = 0
+    """weights outside the MoE layers that every token passes: dense layers and the output head"""
+    embedding_parameters: int = 0
+    """weights that are looked up, not multiplied"""
     weight_bytes: int = 2
     """bytes of one weight while training (bf16)"""
     gradient_bytes: int = 4
@@ -34,11 +45,24 @@ class MoEModel:
 
     def __post_init__(self) -> None:
         for field in ("num_layers", "hidden", "expert_ffn", "num_experts", "top_k", "weight_bytes"):
-            value = getattr(self, field)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"model {self.name}: {field} must be a whole number above 0, not {value!r}")
+            self._check_whole(field, 1)
+        for field in ("dense_parameters", "attention_width", "outer_parameters", "embedding_parameters"):
+            self._check_whole(field, 0)
+        for field in ("gradient_bytes", "state_bytes"):
+            self._check_whole(field, 0)
+        if not isinstance(self.quadratic_share, (int, float)) or not 0 <= self.quadratic_share <= 1:
+            raise InputError(f"model {self.name}: quadratic_share must be from 0 to 1, not {self.quadratic_share!r}")
+        if self.dense_parameters == 0:
+            object.__setattr__(self, "dense_parameters", 4 * self.hidden**2)
+        if self.attention_width == 0:
+            object.__setattr__(self, "attention_width", self.hidden)
         if self.top_k > self.num_experts:
             raise InputError(f"model {self.name}: top-{self.top_k} of {self.num_experts} experts is impossible")
+
+    def _check_whole(self, field: str, least: int) -> None:
+        value = getattr(self, field)
+        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**50:
+            raise InputError(f"model {self.name}: {field} must be a whole number from {least} on, not {value!r}")
 
     @property
     def expert_parameters(self) -> int:
@@ -61,26 +85,85 @@ class MoEModel:
         return self.expert_parameters * (self.weight_bytes + self.state_bytes)
 
 
-def _model(name: str, layers: int, hidden: int, ffn: int, experts: int, top_k: int) -> MoEModel:
-    return MoEModel(name=name, num_layers=layers, hidden=hidden, expert_ffn=ffn, num_experts=experts, top_k=top_k)
+class _Latent(NamedTuple):
+    """Multi-head latent attention: keys and values from a small common vector, queries too if query_rank is not 0."""
+
+    query_rank: int
+    heads: int
+    rank: int = 512
+    plain: int = 128
+    rotary: int = 64
+    value: int = 128
+
+    def width(self) -> int:
+        return self.heads * (self.plain + self.rotary + self.value) // 2
+
+    def parameters(self, hidden: int) -> int:
+        query = self.heads * (self.plain + self.rotary)
+        into = self.query_rank * (hidden + query) if self.query_rank else hidden * query
+        latent = hidden * (self.rank + self.rotary) + self.rank * self.heads * (self.plain + self.value)
+        return into + latent + self.heads * self.value * hidden
 
 
-# The shapes are those of the models' published configurations.
+class _Heads(NamedTuple):
+    """Attention with fewer key-value heads than query heads."""
+
+    heads: int
+    size: int
+    key_value_heads: int
+
+    def width(self) -> int:
+        return self.heads * self.size
+
+    def parameters(self, hidden: int) -> int:
+        return 2 * hidden * self.size * (self.heads + self.key_value_heads)
+
+
+def _model(
+    name: str,
+    shape: tuple[int, int, int, int, int],
+    attention: _Heads | _Latent,
+    *,
+    vocabulary: int,
+    shared_ffn: int = 0,
+    dense: tuple[int, int] = (0, 0),
+    quadratic_share: float = 1.0,
+) -> MoEModel:
+    """A preset; shape is (MoE layers, hidden, expert FFN, experts, top-k), dense is (layers, FFN)."""
+    layers, hidden, ffn, experts, top_k = shape
+    of_attention = attention.parameters(hidden)
+    dense_layers, dense_ffn = dense
+    return MoEModel(
+        name=name, num_layers=layers, hidden=hidden, expert_ffn=ffn, num_experts=experts, top_k=top_k,
+        dense_parameters=of_attention + 3 * hidden * shared_ffn + hidden * experts,
+        attention_width=attention.width(), quadratic_share=quadratic_share,
+        outer_parameters=dense_layers * (of_attention + 3 * hidden * dense_ffn) + vocabulary * hidden,
+        embedding_parameters=vocabulary * hidden,
+    )  # fmt: skip
+
+
+# The shapes are those of the models' published configurations. Qwen3-Next's three linear-attention layers of four are
+# counted like its full ones, but for the square of the length; gpt-oss' windowed layers likewise.
 MODELS: dict[str, MoEModel] = {
     model.name: model
     for model in (
-        _model("qwen3-30b-a3b", 48, 2048, 768, 128, 8),
-        _model("qwen3-235b-a22b", 94, 4096, 1536, 128, 8),
-        _model("deepseek-v3", 58, 7168, 2048, 256, 8),
-        _model("kimi-k2", 60, 7168, 2048, 384, 8),
-        _model("glm-4.5-air", 45, 4096, 1408, 128, 8),
-        _model("gpt-oss-20b", 24, 2880, 2880, 32, 4),
-        _model("gpt-oss-120b", 36, 2880, 2880, 128, 4),
-        _model("olmoe", 16, 2048, 1024, 64, 8),
-        _model("moonlight", 26, 2048, 1408, 64, 6),
-        _model("qwen3-next", 48, 2048, 512, 512, 10),
+        _model("qwen3-30b-a3b", (48, 2048, 768, 128, 8), _Heads(32, 128, 4), vocabulary=151_936),
+        _model("qwen3-235b-a22b", (94, 4096, 1536, 128, 8), _Heads(64, 128, 4), vocabulary=151_936),
+        _model("deepseek-v3", (58, 7168, 2048, 256, 8), _Latent(1536, 128), vocabulary=129_280, shared_ffn=2048,
+               dense=(3, 18_432)),
+        _model("kimi-k2", (60, 7168, 2048, 384, 8), _Latent(1536, 64), vocabulary=163_840, shared_ffn=2048,
+               dense=(1, 18_432)),
+        _model("glm-4.5-air", (45, 4096, 1408, 128, 8), _Heads(96, 128, 8), vocabulary=151_552, shared_ffn=1408,
+               dense=(1, 10_944)),
+        _model("gpt-oss-20b", (24, 2880, 2880, 32, 4), _Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
+        _model("gpt-oss-120b", (36, 2880, 2880, 128, 4), _Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
+        _model("olmoe", (16, 2048, 1024, 64, 8), _Heads(16, 128, 16), vocabulary=50_304),
+        _model("moonlight", (26, 2048, 1408, 64, 6), _Latent(0, 16), vocabulary=163_840, shared_ffn=2 * 1408,
+               dense=(1, 11_264)),
+        _model("qwen3-next", (48, 2048, 512, 512, 10), _Heads(32, 128, 16), vocabulary=151_936, shared_ffn=512,
+               quadratic_share=0.25),
     )
-}
+}  # fmt: skip
 
 
 def model_named(name: str) -> MoEModel:

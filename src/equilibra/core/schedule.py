@@ -21,9 +21,11 @@ class Schedule:
     micro_batch_of_sequence: NDArray[np.int32]
     """[S]"""
     rank_of_sequence: NDArray[np.int32]
-    """[S] the rank that holds the sequence's tokens and computes its attention"""
+    """[S] the first of the ranks that hold the sequence's tokens and compute its attention"""
     num_micro_batches: int
     """M"""
+    ranks_per_sequence: int = 1
+    """neighbouring ranks that share every sequence in equal parts (sequence or context parallelism)"""
 
     def __post_init__(self) -> None:
         micro_batch, rank = self.micro_batch_of_sequence, self.rank_of_sequence
@@ -34,6 +36,8 @@ class Schedule:
                 f"micro-batches must be 0 to {self.num_micro_batches - 1}, not {micro_batch.min()} to "
                 f"{micro_batch.max()}, and ranks not negative"
             )
+        if self.ranks_per_sequence < 1 or (rank % self.ranks_per_sequence).any():
+            raise InputError(f"sequences on {self.ranks_per_sequence} ranks each must start on a multiple of that")
 
     @property
     def num_sequences(self) -> int:
@@ -45,13 +49,27 @@ def step_load(sequences: SequenceLoad, schedule: Schedule, cluster: Cluster) -> 
     """The load of every micro-batch when the sequences run as scheduled."""
     if schedule.num_sequences != sequences.num_sequences:
         raise InputError(f"a schedule of {schedule.num_sequences} sequences for {sequences.num_sequences} of them")
-    if schedule.rank_of_sequence.max() >= cluster.num_ranks:
+    width = schedule.ranks_per_sequence
+    if schedule.rank_of_sequence.max() + width > cluster.num_ranks or cluster.num_ranks % width:
         raise InputError(
-            f"the schedule uses rank {schedule.rank_of_sequence.max()}, the cluster has {cluster.num_ranks}"
+            f"the schedule uses rank {schedule.rank_of_sequence.max() + width - 1} and {width} ranks per sequence, "
+            f"the cluster has {cluster.num_ranks}"
         )
-    shape = (schedule.num_micro_batches, sequences.num_layers, sequences.num_experts, cluster.num_ranks)
-    tokens_MLER = np.zeros(shape, np.int32)
+    cells = cluster.num_ranks // width
+    shape = (schedule.num_micro_batches, sequences.num_layers, sequences.num_experts, cells)
+    tokens_MLEC = np.zeros(shape, np.int32)
     for s in range(sequences.num_sequences):
-        m, r = schedule.micro_batch_of_sequence[s], schedule.rank_of_sequence[s]
-        tokens_MLER[m, :, :, r] += sequences.tokens_SLE[s]
-    return StepLoad(tokens_MLER=tokens_MLER)
+        m, cell = schedule.micro_batch_of_sequence[s], schedule.rank_of_sequence[s] // width
+        tokens_MLEC[m, :, :, cell] += sequences.tokens_SLE[s]
+    return StepLoad(tokens_MLER=tokens_MLEC if width == 1 else _shared(tokens_MLEC, width))
+
+
+def _shared(tokens_MLEC: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    """[M, L, E, R] tokens of every cell in whole numbers over its ranks; odd ones of different experts to others."""
+    num_experts, cells = tokens_MLEC.shape[2:]
+    tokens_MLER = np.empty((*tokens_MLEC.shape[:3], cells * width), np.int32)
+    turn_E = np.arange(num_experts)[:, None]
+    for part in range(width):
+        extra = ((part - turn_E) % width) < tokens_MLEC % width
+        tokens_MLER[..., part::width] = tokens_MLEC // width + extra
+    return tokens_MLER

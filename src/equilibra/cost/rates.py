@@ -1,7 +1,7 @@
 """Rates: what a token, a copy and a move cost, in microseconds, so that the planner can weigh them.
 
-Linear on purpose: the planner needs the price of one more row, not a prediction of a step. The constants are those of
-one H200 node: 400 TFLOP/s in the expert matrix products, 450 GB/s per rank inside a node, 50 GB/s per rank across.
+Linear on purpose: the planner needs the price of one more row, not a prediction of a step. The prices follow from the
+model's shapes and the hardware's constants.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ from math import ceil, isfinite
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage
+from equilibra.cost.hardware import Hardware
+from equilibra.cost.presets import hardware_named
 
 __all__ = ["Rates", "rates_for"]
 
@@ -34,6 +36,8 @@ class Rates:
     """one home moved inside its node"""
     exposed_share: float = 0.1
     """part of a flash copy's time that prefetching does not hide"""
+    token_cost: int = 24_576
+    """what a token costs besides attention, in units of s² of a sequence of s tokens (the default: what verl uses)"""
 
     def __post_init__(self) -> None:
         for name in ("row_us", "flash_copy_us"):
@@ -48,6 +52,8 @@ class Rates:
         numbers += [self.move_us, self.move_inside_us, self.exposed_share]
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise InputError(f"rates must be finite and not negative: {numbers}")
+        if not 0 <= self.token_cost <= 10**7:
+            raise InputError(f"token_cost must be from 0 to 10 million, not {self.token_cost}")
         if min(self.row_us.values()) <= 0:
             raise InputError("a row must take more than 0 microseconds")
 
@@ -55,6 +61,13 @@ class Rates:
     def step_row_us(self) -> float:
         """One pair through both stages."""
         return sum(self.row_us.values())
+
+    @property
+    def row_slack(self) -> float:
+        """How much of the mean a rank may compute more, to even out traffic across nodes; -1: traffic is free."""
+        if self.cross_row_us == 0:
+            return -1.0
+        return 0.02 if self.cross_row_us > 2 * self.step_row_us else 0.0
 
     def min_tokens_per_copy(self, stage: Stage) -> int:
         """Tokens a flash copy must take off the slowest rank to save more than it costs."""
@@ -73,18 +86,19 @@ class Rates:
         )
 
 
-def rates_for(
-    model: MoEModel, *, tflops: float = 400.0, inside_gb_per_s: float = 450.0, across_gb_per_s: float = 50.0
-) -> Rates:
-    """The prices of a model's experts on a kind of machine."""
-    if min(tflops, inside_gb_per_s, across_gb_per_s) <= 0:
-        raise InputError("tflops and bandwidths must be above 0")
-    forward_us = 2 * model.expert_parameters / (tflops * 1e6)
-    inside_us_per_byte, across_us_per_byte = 1e-3 / inside_gb_per_s, 1e-3 / across_gb_per_s
+def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: int = 1) -> Rates:
+    """The prices of a model's experts on a kind of machine, an H200 node if none is named."""
+    machine = hardware_named("h200") if hardware is None else hardware
+    forward_us = machine.experts_forward.row_us(model, backward=False)
+    backward_us = machine.experts_backward.row_us(model, backward=True)
+    inside_us_per_byte, across_us_per_byte = 1e-3 / machine.flash_gb_per_s, 1e-3 / machine.nic_gb_per_s
     with_gradient = model.expert_bytes + model.expert_gradient_bytes
+    squared_us = 2e-6 * model.attention_width * model.quadratic_share / machine.attention_tflops
+    crossing = (num_nodes - 1) / num_nodes * 2 * model.hidden * model.weight_bytes * across_us_per_byte
+    token_us = 2e-6 * model.dense_parameters / machine.dense_tflops + model.top_k * (forward_us + crossing)
     passes = 3  # recompute forward, update forward, update backward: each dispatches and combines once
     return Rates(
-        row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: 3 * forward_us},
+        row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: forward_us + backward_us},
         cross_row_us=passes * 2 * model.hidden * model.weight_bytes * across_us_per_byte,
         flash_copy_us={
             Stage.RECOMPUTE: model.expert_bytes * inside_us_per_byte,
@@ -93,4 +107,6 @@ def rates_for(
         standing_copy_us=with_gradient * across_us_per_byte,
         move_us=model.expert_home_bytes * across_us_per_byte,
         move_inside_us=model.expert_home_bytes * inside_us_per_byte,
+        exposed_share=min(machine.flash_gb_per_s / machine.copy_loss_gb_per_s, 1.0),
+        token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )

@@ -60,7 +60,7 @@ def fill(problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.intege
     pool = np.zeros((most + num_standing + 1, num_ranks), np.int32)
     n = _fill(
         load.tokens_MLER, problem.layer, bench, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
-        min_tokens, TRIES, num, copies, standing_MCR, pool,
+        min_tokens, TRIES, problem.rates.row_slack, num, copies, standing_MCR, pool,
     )  # fmt: skip
     return LayerCopies(
         num_of_micro_batch=num,
@@ -74,14 +74,15 @@ def fill(problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.intege
 
 @kernel
 def _fill(  # type: ignore[no-untyped-def]
-    tokens_MLER, layer, bench, num_nodes, group, slots, tolerance, min_tokens, tries, num, copies, standing_MCR, pool
-):
+    tokens_MLER, layer, bench, num_nodes, group, slots, tolerance, min_tokens, tries, row_slack,
+    num, copies, standing_MCR, pool,
+):  # fmt: skip
     """Balance every micro-batch of a layer; returns the number of flash copies."""
     total = 0
     one = np.empty((5, group * num_nodes * slots + 1), np.int64)
     for m in range(tokens_MLER.shape[0]):
         n = balance_micro_batch(
-            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, min_tokens, tries,
+            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, min_tokens, tries, row_slack,
             one, standing_MCR[m], pool[total:],
         )  # fmt: skip
         copies[:, total : total + n] = one[:, :n]

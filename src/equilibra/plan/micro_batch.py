@@ -19,12 +19,14 @@ from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.placement import contiguous
 from equilibra.plan import replicate
+from equilibra.plan.across import serve_across
 from equilibra.plan.level import level_nodes
 from equilibra.plan.replicate import ITEM, RANK, TOKENS, level_node
 from equilibra.plan.split import split_expert
 
 __all__ = [
     "EXPERT",
+    "NO_EXCHANGE",
     "ORIGIN",
     "QUICK_TRIES",
     "QUOTA",
@@ -40,6 +42,8 @@ TRIES = 6
 """orders in which exporters are served when a step is planned ahead; each costs a few microseconds for 64 ranks"""
 QUICK_TRIES = 1
 """the same where somebody waits for the answer: about one copy in thirty more, in a third of the time"""
+NO_EXCHANGE = -1.0
+"""no copies to even out traffic across nodes"""
 SMALL_GROUP = 16
 """ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
 
@@ -125,21 +129,18 @@ def _loads(tokens_ER, b, num_nodes, num_standing):  # type: ignore[no-untyped-de
 
 
 @kernel
-def _split(tokens_ER, b, group, n, num_standing, copies, standing_CR, out):  # type: ignore[no-untyped-def]
-    """Split every expert that has a copy over its sources."""
+def _split(tokens_ER, b, group, n, copies, out):  # type: ignore[no-untyped-def]
+    """Split every expert that has a flash copy over its sources, on one node."""
     num_ranks = tokens_ER.shape[1]
-    for c in range(num_standing):
-        b[_HEAD, b[_ST_EXPERT, c]] = -1
     for c in range(n):
         b[_HEAD, copies[EXPERT, c]] = -1
-    # Lists of copies by expert: flash copies are 0..n-1, standing copies n..n+C-1.
-    for c in range(n + num_standing - 1, -1, -1):
-        e = copies[EXPERT, c] if c < n else b[_ST_EXPERT, c - n]
+    for c in range(n - 1, -1, -1):  # lists of copies by expert
+        e = copies[EXPERT, c]
         b[_AFTER, c] = b[_HEAD, e]
         b[_HEAD, e] = c
     left, rank, node, quota, row = b[_LEFT, :num_ranks], b[_Q_RANK], b[_Q_NODE], b[_Q_LEFT], b[_Q_ROW]
-    for entry in range(n + num_standing):
-        e = copies[EXPERT, entry] if entry < n else b[_ST_EXPERT, entry - n]
+    for entry in range(n):
+        e = copies[EXPERT, entry]
         c = b[_HEAD, e]
         if c < 0:
             continue
@@ -150,9 +151,9 @@ def _split(tokens_ER, b, group, n, num_standing, copies, standing_CR, out):  # t
         at_home = b[_LOAD, e]
         while c >= 0:
             row[q] = c
-            rank[q] = copies[TARGET, c] if c < n else b[_ST_RANK, c - n]
-            node[q] = copies[NODE, c] if c < n else b[_ST_NODE, c - n]
-            quota[q] = copies[QUOTA, c] if c < n else b[_SHARE, c - n]
+            rank[q] = copies[TARGET, c]
+            node[q] = copies[NODE, c]
+            quota[q] = copies[QUOTA, c]
             at_home -= quota[q]
             q += 1
             c = b[_AFTER, c]
@@ -160,19 +161,47 @@ def _split(tokens_ER, b, group, n, num_standing, copies, standing_CR, out):  # t
         node[q] = b[_HOME_NODE, e]
         quota[q] = at_home
         split_expert(left, rank, node, quota, q, group, row, out)
+
+
+@kernel
+def _split_across(  # type: ignore[no-untyped-def]
+    tokens_ER, b, group, slots, tolerance, min_tokens, row_slack, n, num_standing, copies, standing_CR, out
+):
+    """Split every expert that has a copy on several nodes; returns the number of flash copies, which may grow."""
+    num_experts = tokens_ER.shape[0]
+    expert, rank, quota, origin = np.zeros((4, num_standing + copies.shape[1]), np.int64)
     for c in range(num_standing):
-        for r in range(num_ranks):
-            standing_CR[c, r] = out[n + c, r]
-            out[n + c, r] = 0
+        expert[c] = b[_ST_EXPERT, c]
+        rank[c] = b[_ST_RANK, c]
+        quota[c] = b[_SHARE, c]
+    for c in range(n):
+        expert[num_standing + c] = copies[EXPERT, c]
+        rank[num_standing + c] = copies[TARGET, c]
+        quota[num_standing + c] = copies[QUOTA, c]
+        origin[num_standing + c] = copies[ORIGIN, c]
+    standing_CR[:] = 0
+    total = serve_across(
+        tokens_ER, b[_LOAD, :num_experts], b[_HOME, :num_experts], group, slots, tolerance, min_tokens, row_slack,
+        num_standing, num_standing + n, expert, rank, quota, origin, standing_CR, out,
+    )  # fmt: skip
+    for c in range(num_standing, total):
+        to = c - num_standing
+        copies[EXPERT, to] = expert[c]
+        copies[TARGET, to] = rank[c]
+        copies[QUOTA, to] = quota[c]
+        copies[ORIGIN, to] = origin[c]
+        copies[NODE, to] = rank[c] // group
+    return total - num_standing
 
 
 @kernel
 def balance_micro_batch(  # type: ignore[no-untyped-def]
-    tokens_ER, b, num_nodes, group, slots, tolerance, min_tokens, tries, copies, standing_CR, out
+    tokens_ER, b, num_nodes, group, slots, tolerance, min_tokens, tries, row_slack, copies, standing_CR, out
 ):
     """Flash copies into `copies` [5, ...], tokens by source into out [copies, R] and standing_CR; returns their number.
 
-    tokens_ER: int32. b: from `bench_for`. out: int32 [R * slots + C, R], zero before; copies: int64 [5, R * slots].
+    tokens_ER: int32. b: from `bench_for`. out: int32 [R * slots + 1, R], zero before; copies: int64 [5, R * slots + 1].
+    row_slack: see `across`; copies are made also to even out traffic across nodes, unless it is below 0.
     """
     num_standing = standing_CR.shape[0]
     _loads(tokens_ER, b, num_nodes, num_standing)
@@ -199,8 +228,12 @@ def balance_micro_batch(  # type: ignore[no-untyped-def]
                 if copy >= 0:
                     b[_SHARE, copy] -= b[TOKENS, c]
                 n += 1
-    _split(tokens_ER, b, group, n, num_standing, copies, standing_CR, out)
-    return n
+    if num_nodes == 1:
+        _split(tokens_ER, b, group, n, copies, out)
+        return n
+    return _split_across(
+        tokens_ER, b, group, slots, tolerance, min_tokens, row_slack, n, num_standing, copies, standing_CR, out
+    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -275,7 +308,7 @@ def balance(
     out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
     n = balance_micro_batch(
         tokens, bench, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, min_tokens_per_copy,
-        QUICK_TRIES, copies, np.zeros((0, num_ranks), np.int32), out,
+        QUICK_TRIES, NO_EXCHANGE, copies, np.zeros((0, num_ranks), np.int32), out,
     )  # fmt: skip
     rank_load = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
     rank_load = rank_load.astype(np.int64)

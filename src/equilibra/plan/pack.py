@@ -68,30 +68,43 @@ def fewest_micro_batches(lengths: NDArray[np.int64], num_ranks: int, tokens_per_
     return -(-cells // num_ranks)
 
 
-def pack(sequences: SequenceLoad, cluster: Cluster, *, tokens_per_rank: int, home: Placement | None = None) -> Schedule:
-    """A schedule with the fewest micro-batches, even cells, and experts spread; homes are needed for the last part."""
+def pack(
+    sequences: SequenceLoad,
+    cluster: Cluster,
+    *,
+    tokens_per_rank: int,
+    home: Placement | None = None,
+    ranks_per_sequence: int = 1,
+    least_micro_batches: int = 1,
+    token_cost: int = DENSE_COST,
+) -> Schedule:
+    """A schedule with the fewest micro-batches, even cells, and experts spread; homes are needed for the last part.
+
+    With several ranks per sequence a cell is as many neighbouring ranks, with their budgets together.
+    """
     lengths = sequences.length_of_sequence.astype(np.int64)
-    _check_budget(lengths, tokens_per_rank)
-    num_ranks = cluster.num_ranks
-    cost = DENSE_COST * lengths + lengths**2
+    budget, num_cells = tokens_per_rank * ranks_per_sequence, cluster.num_ranks // ranks_per_sequence
+    _check_budget(lengths, budget)
+    cost = token_cost * lengths + lengths**2
     order = np.argsort(-lengths, kind="stable")
-    num_micro_batches = fewest_micro_batches(lengths, num_ranks, tokens_per_rank)
+    num_micro_batches = max(fewest_micro_batches(lengths, num_cells, budget), least_micro_batches)
     while True:
-        cell_of_sequence = _cells(lengths, cost, order, num_micro_batches * num_ranks, tokens_per_rank)
+        cell_of_sequence = _cells(lengths, cost, order, num_micro_batches * num_cells, budget)
         if cell_of_sequence[0] >= 0:
             break
         num_micro_batches += 1
     even = cell_of_sequence.copy()
-    _even(lengths, cost, even, num_micro_batches * num_ranks, tokens_per_rank)
-    grouped = [_grouped(cells, cost, num_micro_batches, num_ranks) for cells in (even, cell_of_sequence)]
-    cell_of_sequence = min(grouped, key=lambda cells: _waiting(cells, cost, num_micro_batches, num_ranks))
-    _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, tokens_per_rank)
+    _even(lengths, cost, even, num_micro_batches * num_cells, budget)
+    grouped = [_grouped(cells, cost, num_micro_batches, num_cells) for cells in (even, cell_of_sequence)]
+    cell_of_sequence = min(grouped, key=lambda cells: _waiting(cells, cost, num_micro_batches, num_cells))
+    _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_cells, budget)
     if home is not None and num_micro_batches > 1:
-        spread_experts(sequences, home, cell_of_sequence, cost, num_micro_batches, tokens_per_rank)
+        spread_experts(sequences, home, cell_of_sequence, cost, num_micro_batches, num_cells, budget)
     return Schedule(
-        micro_batch_of_sequence=(cell_of_sequence // num_ranks).astype(np.int32),
-        rank_of_sequence=(cell_of_sequence % num_ranks).astype(np.int32),
+        micro_batch_of_sequence=(cell_of_sequence // num_cells).astype(np.int32),
+        rank_of_sequence=(cell_of_sequence % num_cells * ranks_per_sequence).astype(np.int32),
         num_micro_batches=num_micro_batches,
+        ranks_per_sequence=ranks_per_sequence,
     )
 
 

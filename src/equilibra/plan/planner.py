@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from enum import StrEnum
 from functools import cached_property
 from importlib import import_module
 from typing import Protocol
@@ -19,7 +20,18 @@ from equilibra.core.plan import StepPlan
 from equilibra.core.schedule import Schedule, step_load
 from equilibra.cost.rates import Rates
 
-__all__ = ["Planner", "StepProblem", "planner_named", "planner_names", "register", "respects_nodes", "respects_slots"]
+__all__ = [
+    "Planner",
+    "StepProblem",
+    "Timing",
+    "online_us_of",
+    "planner_named",
+    "planner_names",
+    "register",
+    "respects_nodes",
+    "respects_slots",
+    "timing_of",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -36,6 +48,8 @@ class StepProblem:
     """where the framework would put the sequences; planners that do not pack keep it"""
     tokens_per_rank: int | None = None
     """token budget of a (micro-batch, rank), for planners that pack"""
+    least_micro_batches: int = 1
+    """micro-batches that a planner that packs makes at least: a budget of the whole micro-batch may ask for them"""
     previous: Placement | None = None
     """homes now; contiguous if not given"""
     history_LE: NDArray[np.int64] | None = None
@@ -92,6 +106,17 @@ class StepProblem:
         return contiguous(self.cluster, num_layers=load.num_layers, num_experts=load.num_experts)
 
 
+class Timing(StrEnum):
+    """When a planner's decisions are made, which is what the step waits for."""
+
+    AHEAD = "ahead"
+    """from replayed routing: sizes are known before the step, copies come in time, nothing is exchanged"""
+    FIXED = "fixed"
+    """before the step, from history or totals: sizes are found out in every layer"""
+    ONLINE = "online"
+    """in every layer, after its router: planning and copies are waited for"""
+
+
 class Planner(Protocol):
     """One method: a problem in, a plan out.
 
@@ -122,6 +147,16 @@ def respects_slots(planner: Planner) -> bool:
 def respects_nodes(planner: Planner) -> bool:
     """Whether flash copies never leave the node they are copied from."""
     return bool(getattr(planner, "respects_nodes", True))
+
+
+def timing_of(planner: Planner) -> Timing:
+    """When it decides; planners say so with a class attribute `timing`, and plan ahead without one."""
+    return Timing(getattr(planner, "timing", Timing.AHEAD))
+
+
+def online_us_of(planner: Planner) -> float:
+    """What an online planner takes in every layer, in microseconds: the class attribute `online_us`."""
+    return float(getattr(planner, "online_us", 0.0))
 
 
 _PLANNERS: dict[str, Callable[[], Planner]] = {}

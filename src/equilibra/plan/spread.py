@@ -30,6 +30,7 @@ def spread_experts(
     cell_of_sequence: NDArray[np.int64],
     cost: NDArray[np.int64],
     num_micro_batches: int,
+    num_cells: int,
     budget: int,
 ) -> None:
     """Swap sequences between micro-batches where that lowers the skew of the experts' loads."""
@@ -37,7 +38,7 @@ def spread_experts(
     order = np.argsort(sequences.length_of_sequence, kind="stable")
     _swap_alike(
         skew_SD, sequences.length_of_sequence.astype(np.int64), cost, order, cell_of_sequence,
-        num_micro_batches, home.cluster.num_ranks, budget,
+        num_micro_batches, num_cells, budget,
     )  # fmt: skip
 
 

@@ -118,7 +118,11 @@ class Equilibra:
         if not self.pack or problem.sequences is None or problem.tokens_per_rank is None:
             return problem.schedule
         tokens_per_rank = problem.tokens_per_rank
-        return pack(problem.sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now)
+        return pack(
+            problem.sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now,
+            ranks_per_sequence=problem.schedule.ranks_per_sequence if problem.schedule else 1,
+            least_micro_batches=problem.least_micro_batches, token_cost=problem.rates.token_cost,
+        )  # fmt: skip
 
     def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:
         means = Means(

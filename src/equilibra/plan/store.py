@@ -31,6 +31,7 @@ def save_plan(plan: StepPlan, path: Path | str, *, overwrite: bool = False) -> N
         "planner": plan.planner,
         "num_nodes": plan.cluster.num_nodes,
         "ranks_per_node": plan.cluster.ranks_per_node,
+        "ranks_per_sequence": plan.schedule.ranks_per_sequence if plan.schedule else 1,
         "digest": plan.digest,
     }
     header = np.frombuffer(json.dumps(about).encode(), np.uint8)
@@ -80,6 +81,7 @@ def _plan(about: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> StepPlan:
             micro_batch_of_sequence=arrays["micro_batch_of_sequence"],
             rank_of_sequence=arrays["rank_of_sequence"],
             num_micro_batches=int(bound_LM.shape[1]),
+            ranks_per_sequence=int(about.get("ranks_per_sequence", 1)),
         )
     return StepPlan(
         planner=about["planner"],

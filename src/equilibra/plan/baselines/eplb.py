@@ -16,6 +16,7 @@ copies.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,7 +28,7 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import StandingCopies, StepPlan
 from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
 from equilibra.plan.baselines.longest_first import batch_total, pack_evenly
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import StepProblem, Timing
 
 __all__ = ["Eplb", "eplb_replicas", "split_by_replicas"]
 
@@ -35,6 +36,8 @@ __all__ = ["Eplb", "eplb_replicas", "split_by_replicas"]
 @dataclass(frozen=True, kw_only=True)
 class Eplb:
     """Redundant experts from the batch total of the coming step, or from history."""
+
+    timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "eplb-oracle"
     """in the registry and in plans"""

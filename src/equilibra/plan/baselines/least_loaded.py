@@ -21,7 +21,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import EXPERT, QUOTA, RANK, flash_copies, step_plan
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import StepProblem, Timing
 
 __all__ = ["LeastLoaded"]
 
@@ -32,6 +32,9 @@ class LeastLoaded:
 
     respects_slots: ClassVar[bool] = False
     respects_nodes: ClassVar[bool] = False
+
+    timing: ClassVar[Timing] = Timing.ONLINE
+    online_us: ClassVar[float] = 50.0
 
     name: str = "llep"
     """in the registry and in plans"""

@@ -7,6 +7,7 @@ homes. It levels the sum over micro-batches, not their maxima: ranks that take t
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,7 +15,7 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import StepProblem, Timing
 
 __all__ = ["LongestFirst", "batch_total", "longest_first_homes", "pack_evenly"]
 
@@ -22,6 +23,8 @@ __all__ = ["LongestFirst", "batch_total", "longest_first_homes", "pack_evenly"]
 @dataclass(frozen=True, kw_only=True)
 class LongestFirst:
     """Reordering only."""
+
+    timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "lpt"
     """in the registry and in plans"""

@@ -20,6 +20,7 @@ tokens less: then what the fullest rank reaches can only be emptied into itself,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +30,7 @@ from equilibra.core.kernel import kernel
 from equilibra.core.plan import StandingCopies, StepPlan
 from equilibra.plan.baselines.assemble import no_flash_copies, split_copies, step_plan
 from equilibra.plan.baselines.longest_first import batch_total, longest_first_homes
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import StepProblem, Timing
 
 __all__ = ["Lplb", "level_edges", "origin_of_slot"]
 
@@ -37,6 +38,9 @@ __all__ = ["Lplb", "level_edges", "origin_of_slot"]
 @dataclass(frozen=True, kw_only=True)
 class Lplb:
     """Redundant experts on a fixed graph, split optimally."""
+
+    timing: ClassVar[Timing] = Timing.ONLINE
+    online_us: ClassVar[float] = 100.0
 
     name: str = "lplb"
     """in the registry and in plans"""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import StepProblem, Timing
 
 __all__ = ["Static"]
 
@@ -14,6 +15,8 @@ __all__ = ["Static"]
 @dataclass(frozen=True, kw_only=True)
 class Static:
     """Contiguous homes, or those of the previous placement."""
+
+    timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "static"
     """in the registry and in plans"""

@@ -13,6 +13,7 @@ smaller feasible T may be missed, as in the original.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +22,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import EXPERT, QUOTA, RANK, flash_copies, step_plan
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import StepProblem, Timing
 
 __all__ = ["UltraEP"]
 
@@ -29,6 +30,9 @@ __all__ = ["UltraEP"]
 @dataclass(frozen=True, kw_only=True)
 class UltraEP:
     """Online exact copying with quotas."""
+
+    timing: ClassVar[Timing] = Timing.ONLINE
+    online_us: ClassVar[float] = 70.0
 
     name: str = "ultraep"
     """in the registry and in plans"""

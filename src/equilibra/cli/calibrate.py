@@ -1,0 +1,86 @@
+"""`equilibra calibrate`: measurements of a machine, or a measured run, in; a hardware file for `simulate` out."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from equilibra.core.errors import InputError
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "calibrate",
+        help="fit the cost model to measurements of your machine",
+        description="Takes measurement files (benchmarks/probes/measure_device.py makes them) and folders of measured "
+        "runs. Constants that nothing was measured for stay as in --base.",
+    )
+    parser.add_argument("source", nargs="+", metavar="FILE|RUN", help="measurements (.json) or measured runs")
+    parser.add_argument("--base", default="h200", metavar="NAME", help="hardware to start from (h200)")
+    parser.add_argument("--name", default="mine", help="name of the result (mine)")
+    parser.add_argument("--output", metavar="FILE.toml", help="write the hardware there")
+    parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Fit, print how well it fits, and write the file."""
+    from equilibra.core.atomic import atomic_file
+    from equilibra.cost.calibrate import calibrate
+    from equilibra.cost.files import hardware_toml, load_hardware
+
+    measurements = [one for source in arguments.source for one in _measurements(Path(source))]
+    base = load_hardware(arguments.base)
+    source = f"fitted to {', '.join(Path(name).name for name in arguments.source)}; the rest as {base.name}"
+    fitted = calibrate(measurements, base, name=arguments.name, source=source)
+    text = hardware_toml(fitted.hardware)
+    if arguments.output:
+        with atomic_file(Path(arguments.output), overwrite=arguments.overwrite) as part:
+            part.write_text(text)
+        print(f"wrote {arguments.output}; use it with --hardware {arguments.output}", file=sys.stderr)
+    if arguments.json:
+        errors = {
+            name: {"cases": cases, "mean_error": mean, "largest_error": most}
+            for name, (cases, mean, most) in fitted.errors.items()
+        }
+        print(json.dumps({"name": arguments.name, "measurements": len(measurements), "errors": errors}))
+        return 0
+    print(f"{'fitted':28}{'cases':>7}{'mean error':>13}{'largest':>10}")
+    for name, (cases, mean, most) in fitted.errors.items():
+        print(f"{name:28}{cases:>7}{mean:>13.1%}{most:>10.1%}")
+    if not arguments.output:
+        print(f"\n{text}", end="")
+    return 0
+
+
+def _measurements(path: Path) -> list[dict[str, Any]]:
+    from equilibra.core.model import MoEModel
+    from equilibra.cost.calibrate import measurements_of_run
+    from equilibra.cost.files import read_table
+    from equilibra.measure.run import load_run
+
+    if not path.is_dir():
+        found = read_table(path).get("measurements")
+        if not isinstance(found, list):
+            raise InputError(f"{path} holds no list of measurements")
+        return found
+    loaded = load_run(path)
+    if loaded.about.get("kind") != "measured":
+        raise InputError(f"{path} is {loaded.about.get('kind', 'of unknown kind')}: only measured runs can be fitted")
+    try:
+        model = MoEModel(**loaded.about["model"])
+        ranks = loaded.about["cluster"]["num_nodes"] * loaded.about["cluster"]["ranks_per_node"]
+    except (KeyError, TypeError) as error:
+        raise InputError(f"{path}: run.json does not say which model ran on which cluster ({error})") from error
+    return [
+        one
+        for record in loaded.planners.values()
+        for one in measurements_of_run(model, record.events, experts_per_rank=model.num_experts // ranks)
+    ]

@@ -1,0 +1,243 @@
+"""`equilibra simulate`: what would static placement, EPLB, online balancers and Equilibra do to my training step?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from hashlib import sha256
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equilibra.cli.arguments import positive
+from equilibra.cli.progress import Progress
+from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equilibra.core.load import SequenceLoad
+    from equilibra.core.model import MoEModel
+    from equilibra.measure.run import Run
+    from equilibra.trace.routing import Recording
+
+__all__ = ["add_parser"]
+
+DEFAULT_MODEL, DEFAULT_HARDWARE = "qwen3-30b-a3b", "h200"
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "simulate",
+        help="what would each planner do to my training step? A table and a report",
+        description="Replays one RL step (old log-probabilities, then the update) under several planners and a cost "
+        "model of the cluster. Token counts are exact, times are modelled. --nodes x --ranks-per-node is one "
+        "expert-parallel group.",
+    )
+    parser.add_argument("--trace", nargs="+", metavar="FILE", help="routing of one step (.npz or .eqtrace; several "
+                        "files are joined); without it, synthetic routing")  # fmt: skip
+    parser.add_argument("--model", metavar="NAME", help="preset, .toml or config.json (the preset that fits --trace)")
+    parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help="preset or .toml (h200)")
+    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes of the group (1)")
+    parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks per node (the hardware's)")
+    parser.add_argument("--tokens-per-microbatch", type=positive, metavar="T", help="tokens of the whole group (4096 "
+                        "per rank)")  # fmt: skip
+    parser.add_argument("--planner", nargs="+", metavar="NAME", help="planners to compare with static and balanced")
+    copies = parser.add_argument_group("copies")
+    copies.add_argument("--spare-slots", type=int, default=2, metavar="S", help="flash copies a rank can hold (2)")
+    copies.add_argument(
+        "--standing-slots", type=int, default=2, metavar="S", help="standing copies per node, layer (2)"
+    )
+    copies.add_argument("--prefetch-depth", type=int, default=1, metavar="D", help="layers that copies come ahead (1)")
+    for stage in ("recompute", "update"):
+        copies.add_argument(f"--{stage}-path", choices=("nvlink", "host"), default="nvlink",
+                            help=f"where flash copies of the {stage} stage come from (nvlink)")  # fmt: skip
+    step = parser.add_argument_group("the step")
+    step.add_argument("--pipeline-stages", type=positive, default=1, metavar="P", help="pipeline stages, 1F1B (1)")
+    step.add_argument("--data-parallel", type=positive, default=1, metavar="D", help="expert-parallel groups (1)")
+    step.add_argument("--optimizer-steps", type=positive, default=1, metavar="O", help="mini-batches of the update (1)")
+    step.add_argument("--ranks-per-sequence", type=positive, metavar="C", help="ranks that share a sequence (a node)")
+    step.add_argument("--no-activation-recompute", action="store_true", help="keep all activations")
+    step.add_argument("--no-recompute-stage", action="store_true", help="update only, no old log-probabilities")
+    step.add_argument(
+        "--history", metavar="FILE", help="the last step's routing, for eplb-history (first half of this)"
+    )
+    made = parser.add_argument_group("without --trace")
+    made.add_argument("--prompts", type=positive, default=64, metavar="P", help="prompts of the step (64)")
+    made.add_argument("--answers", type=positive, default=16, metavar="A", help="answers to each (16)")
+    made.add_argument("--seed", type=int, default=0, help="of the routing (0)")
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--output", metavar="RUN", help="keep the run in this folder, for `equilibra report`")
+    out.add_argument("--report", nargs="?", const="equilibra-report.html", metavar="FILE.html", help="write the report")
+    out.add_argument("--perfetto", metavar="FILE.json", help="write equilibra's timeline for ui.perfetto.dev")
+    out.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Simulate, print, and write what was asked for."""
+    from equilibra.core.cluster import Cluster
+    from equilibra.cost.files import load_hardware
+    from equilibra.simulate.compare import DEFAULT_PLANNERS
+    from equilibra.simulate.entry import Question, simulate
+    from equilibra.simulate.scenario import Slots
+    from equilibra.simulate.setting import CopyPath, RunSetting
+
+    for path in (arguments.output, arguments.report, arguments.perfetto):
+        _check_target(path, overwrite=arguments.overwrite)
+    progress = Progress()
+    hardware = load_hardware(arguments.hardware)
+    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node or hardware.ranks_per_node)
+    model, sequences, inputs, history = _routing(arguments, cluster.num_ranks)
+    question = Question(
+        sequences=sequences,
+        model=model,
+        hardware=hardware,
+        cluster=cluster,
+        tokens_per_microbatch=arguments.tokens_per_microbatch or 4096 * cluster.num_ranks,
+        planners=arguments.planner or DEFAULT_PLANNERS,
+        slots=Slots(spare=arguments.spare_slots, standing=arguments.standing_slots),
+        setting=RunSetting(
+            prefetch_depth=arguments.prefetch_depth,
+            activation_recompute=not arguments.no_activation_recompute,
+            pipeline_stages=arguments.pipeline_stages,
+            data_parallel=arguments.data_parallel,
+            optimizer_steps=arguments.optimizer_steps,
+            recompute_stage=not arguments.no_recompute_stage,
+            recompute_path=CopyPath(arguments.recompute_path),
+            update_path=CopyPath(arguments.update_path),
+        ),
+        ranks_per_sequence=arguments.ranks_per_sequence,
+        history_LE=history,
+    )
+    about = {"command": "equilibra " + shlex.join(sys.argv[1:]), "inputs": inputs}
+    keep = any((arguments.output, arguments.report, arguments.perfetto))
+    answer = simulate(question, about=about, keep_records=keep, tell=progress.step)
+    progress.close()
+    _write(answer, arguments)
+    _print(answer, as_json=arguments.json)
+    return 0
+
+
+def _check_target(path: str | None, *, overwrite: bool) -> None:
+    """Refuse before the work what would be refused after it."""
+    if path is None:
+        return
+    if not Path(path).absolute().parent.is_dir():
+        raise InputError(f"cannot write {path}: the folder {Path(path).absolute().parent} does not exist")
+    if Path(path).exists() and not overwrite:
+        raise InputError(f"cannot write {path}: it exists; choose another name, or ask to overwrite it (--overwrite)")
+
+
+def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, SequenceLoad, list[dict[str, Any]], Any]:
+    """The model, the loads, where they come from, and the last step's loads."""
+    import numpy as np
+
+    from equilibra.cost.files import load_model
+    from equilibra.simulate.scenario import check_fits, joined
+    from equilibra.trace.open import load_trace
+    from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
+
+    if arguments.trace:
+        recordings = [load_trace(path) for path in arguments.trace]
+        model = load_model(arguments.model) if arguments.model else _fitting_model(recordings[0], arguments.trace[0])
+        for recording, path in zip(recordings, arguments.trace, strict=True):
+            check_fits(recording, model, path)
+        inputs = [_input(path, recording) for path, recording in zip(arguments.trace, recordings, strict=True)]
+        history = None
+        if arguments.history:
+            last = load_trace(arguments.history)
+            check_fits(last, model, arguments.history)
+            history = joined([last]).tokens_SLE.sum(axis=0, dtype=np.int64)
+        return model, joined(recordings), inputs, history
+    if arguments.history:
+        raise InputError("--history goes with --trace")
+    model = load_model(arguments.model or DEFAULT_MODEL)
+    size = SynthShape(
+        num_prompts=arguments.prompts, answers_per_prompt=arguments.answers, num_layers=model.num_layers,
+        num_experts=model.num_experts, top_k=model.top_k,
+    )  # fmt: skip
+    budget = arguments.tokens_per_microbatch or 4096 * num_ranks
+    knobs = SynthKnobs(max_length=min(SynthKnobs().max_length, budget))
+    print("no --trace: simulating synthetic routing, not yours", file=sys.stderr)
+    history = synthesize_loads(size, knobs, seed=arguments.seed).tokens_SLE.sum(axis=0, dtype=np.int64)
+    made = synthesize_loads(size, knobs, seed=arguments.seed, step=1)
+    about = {"name": "synthetic", "synthetic": {**vars(size), **vars(knobs), "seed": arguments.seed}}
+    return model, made, [about], history
+
+
+def _fitting_model(recording: Recording, path: str) -> MoEModel:
+    """The one preset of the recording's shape."""
+    from equilibra.core.model import MODELS
+
+    shape = (recording.num_layers, recording.num_experts, recording.top_k)
+    found = [model for model in MODELS.values() if (model.num_layers, model.num_experts, model.top_k) == shape]
+    if len(found) != 1:
+        raise InputError(
+            f"{path} has {shape[0]} MoE layers, {shape[1]} experts, top-{shape[2]}, which is the shape of "
+            f"{'several models' if found else 'no model known here'}: say which with --model (a name or a file)"
+        )
+    return found[0]
+
+
+def _input(path: str, recording: Recording) -> dict[str, Any]:
+    """What identifies an input file."""
+    file = Path(path)
+    entry: dict[str, Any] = {
+        "name": file.name, "sequences": recording.num_sequences, "tokens": int(recording.offsets[-1]),
+    }  # fmt: skip
+    if file.is_file():
+        entry["sha256"] = sha256(file.read_bytes()).hexdigest()
+    return entry
+
+
+def _write(answer: Run, arguments: argparse.Namespace) -> None:
+    from equilibra.measure.run import save_run
+    from equilibra.report.page import write_report
+    from equilibra.report.perfetto import write_perfetto
+
+    if arguments.output:
+        save_run(answer, arguments.output, overwrite=arguments.overwrite)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    if arguments.report:
+        write_report(answer, Path(arguments.report), overwrite=arguments.overwrite)
+        print(f"wrote {arguments.report}: open it in a browser", file=sys.stderr)
+    if arguments.perfetto:
+        write_perfetto(answer, Path(arguments.perfetto), overwrite=arguments.overwrite)
+        print(f"wrote {arguments.perfetto}: open it in ui.perfetto.dev", file=sys.stderr)
+
+
+def _print(answer: Run, *, as_json: bool) -> None:
+    about = answer.about
+    metrics = about["metrics"]
+    if as_json:
+        named = {key: value for key, value in about.items() if key != "metrics"}
+        named["model"], named["hardware"] = about["model"]["name"], about["hardware"]["name"]
+        print(json.dumps({**named, "planners": metrics}))
+        return
+    cluster, model = about["cluster"], about["model"]
+    names = ", ".join(entry["name"] for entry in about["inputs"])
+    print(
+        f"One step of {model['name']} on {about['ranks']} ranks of {about['hardware']['name']} "
+        f"({cluster['num_nodes']} nodes x {cluster['ranks_per_node']} per expert-parallel group), routing: {names}, "
+        f"{about['sequences']:,} sequences, {about['tokens']:,} tokens. Simulated: counts are exact, times modelled.\n"
+    )
+    print(
+        f"{'planner':14}{'step':>10}{'speedup':>9}{'of balanced':>13}{'imbalance':>11}{'p99':>7}{'copies':>8}"
+        f"{'exposed':>10}{'memory':>10}"
+    )
+    for name, row in metrics.items():
+        print(
+            f"{name:14}{row['step_time_s']:>8.3f} s{row['speedup_over_static']:>8.2f}x"
+            f"{row['share_of_balanced']:>12.1%} {row['imbalance_mean']:>10.3f}{row['imbalance_p99']:>7.2f}"
+            f"{row['copies_per_layer']:>8.1f}{row['exposed_overhead_s']:>8.3f} s"
+            f"{row['peak_memory_bytes'] / 1e9:>7.1f} GB"
+        )
+    print(
+        "\nspeedup: over static. of balanced: balanced step time over its own. imbalance: slowest rank over mean. "
+        "copies: flash\nand standing, per layer and micro-batch. exposed: planning, copies, moves and counts that the "
+        "step waits for. memory: the\nfullest rank. balanced: an ideal, not a plan."
+    )
+    for line in about["warnings"]:
+        print(f"note: {line}", file=sys.stderr)

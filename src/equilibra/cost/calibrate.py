@@ -1,0 +1,219 @@
+"""Calibrate: constants of the cost model from measurements.
+
+A measurement is a kind, what was done, and the microseconds it took. Kinds: `experts` (hidden, expert_ffn, instances,
+rows, direction), `dense` and `attention` (flop; attention has a direction), `memory`, `host_copy`, `copy_engine`,
+`nvlink` and `nic` (bytes), `counts` (microseconds alone), `hidden_copy` (bytes, us with a copy, us_alone).
+`benchmarks/probes/measure_device.py` makes them; so does every measured run (`measurements_of_run`).
+
+Method. Relative least squares with coefficients that are not negative, so that a small case counts as much as a large
+one. The law of the experts is a maximum of two linear parts: assign every case to the larger part, fit both, and again
+until the assignment stays; the best of these fits is taken. Rates are fitted as fixed + amount / rate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import combinations
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+from equilibra.core.model import MoEModel
+from equilibra.cost.compute import ExpertLaw
+from equilibra.cost.hardware import Hardware
+from equilibra.measure.events import Direction, Events, Kind
+
+__all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run"]
+
+Measurement = dict[str, Any]
+SIMPLE = {
+    "dense": ("flop", "dense_tflops", 1e-6),
+    "memory": ("bytes", "hbm_gb_per_s", 1e-3),
+    "host_copy": ("bytes", "host_link_gb_per_s", 1e-3),
+    "copy_engine": ("bytes", "copy_engine_gb_per_s", 1e-3),
+}
+LINKS = {"nvlink": ("nvlink_gb_per_s", "nvlink_latency_us"), "nic": ("nic_gb_per_s", "nic_latency_us")}
+NAMED = {*SIMPLE, *LINKS, "experts", "attention", "counts", "hidden_copy", "device_copy"}
+LEAST_POINTS_OF_SHAPE = 3
+
+
+@dataclass(frozen=True, kw_only=True)
+class Calibration:
+    """Fitted hardware, and how well the fit describes what was measured."""
+
+    hardware: Hardware
+    """with the fitted constants; others as in the base"""
+    errors: dict[str, tuple[int, float, float]]
+    """by what was fitted: cases, mean and largest relative error"""
+
+
+def calibrate(measurements: Sequence[Measurement], base: Hardware, *, name: str, source: str) -> Calibration:
+    """The base with every constant replaced that the measurements say something about."""
+    _check(measurements)
+    changes: dict[str, Any] = {"name": name, "source": source}
+    errors: dict[str, tuple[int, float, float]] = {}
+
+    def chosen(kind: str, direction: str | None = None) -> list[Measurement]:
+        return [m for m in measurements if m["kind"] == kind and direction in (None, m.get("direction"))]
+
+    for direction in ("forward", "backward"):
+        if cases := chosen("experts", direction):
+            law, error = fit_experts(cases, backward=direction == "backward")
+            changes[f"experts_{direction}"], errors[f"experts_{direction}"] = law, _summary(error)
+        if cases := chosen("attention", direction):
+            field = "attention_tflops" if direction == "forward" else "attention_backward_tflops"
+            _, changes[field], error = _rate(cases, "flop", 1e-6)
+            errors[field] = _summary(error)
+    for kind, (amount, field, unit) in SIMPLE.items():
+        if cases := chosen(kind):
+            _, changes[field], error = _rate(cases, amount, unit)
+            errors[field] = _summary(error)
+    for kind, (field, latency) in LINKS.items():
+        if cases := chosen(kind):
+            changes[latency], changes[field], error = _rate(cases, "bytes", 1e-3)
+            errors[field] = _summary(error)
+    if cases := chosen("counts"):
+        changes["counts_us"] = float(np.median([m["us"] for m in cases]))
+    if cases := chosen("hidden_copy"):
+        changes["copy_loss_gb_per_s"] = _copy_loss(cases)
+    return Calibration(hardware=replace(base, **changes), errors=errors)
+
+
+def fit_experts(cases: Sequence[Measurement], *, backward: bool) -> tuple[ExpertLaw, NDArray[np.float64]]:
+    """The law of one direction, and its relative error on every case."""
+    if len(cases) < 4:
+        raise InputError(f"{len(cases)} measurements of experts cannot fix four constants; measure at least 4 cases")
+    shapes = [_shape(m) for m in cases]
+    us = np.array([m["us"] for m in cases], np.float64)
+    rows, instances = (np.array([m[key] for m in cases], np.float64) for key in ("rows", "instances"))
+    passes = 2 if backward else 1
+    weight_kb = instances * [shape.expert_bytes for shape in shapes] * 1e-3
+    row_kb = passes * rows * [(2 * s.hidden + 6 * s.expert_ffn) * s.weight_bytes for s in shapes] * 1e-3
+    mflop = passes * rows * [2 * shape.expert_parameters for shape in shapes] * 1e-6
+    found, least = np.zeros(4), np.inf
+    waits_for_weights = weight_kb > row_kb + mflop / 200
+    for _ in range(40):
+        parts = (weight_kb * waits_for_weights, row_kb * ~waits_for_weights, mflop * ~waits_for_weights)
+        x = _not_negative(np.stack([np.ones_like(us), *parts], axis=1), us)
+        by_weights, by_rows = weight_kb * x[1], row_kb * x[2] + mflop * x[3]
+        error = float(np.square((x[0] + np.maximum(by_weights, by_rows)) / us - 1).mean())
+        if error < least and (x[2] > 0 or x[3] > 0):
+            found, least = x, error
+        if np.array_equal(by_weights > by_rows, waits_for_weights):
+            break
+        waits_for_weights = by_weights > by_rows
+    if not np.isfinite(least):
+        raise InputError("the measurements of experts hardly depend on rows: measure cases with more rows")
+    law = ExpertLaw(
+        fixed_us=float(found[0]),
+        weight_gb_per_s=float(1 / found[1]) if found[1] > 0 else 0.0,
+        row_gb_per_s=float(1 / found[2]) if found[2] > 0 else 0.0,
+        tflops=float(1 / found[3]) if found[3] > 0 else 0.0,
+    )
+    by_rows = row_kb * found[2] + mflop * found[3]
+    law = replace(law, factor_of_shape=_factors(cases, (us - found[0]) / by_rows, by_rows > weight_kb * found[1]))
+    predicted = [
+        law.time_us(shape, rows=m["rows"], instances=m["instances"], backward=backward)
+        for shape, m in zip(shapes, cases, strict=True)
+    ]
+    return law, np.array(predicted) / us - 1
+
+
+def _factors(
+    cases: Sequence[Measurement], ratio: NDArray[np.float64], waits_for_rows: NDArray[np.bool_]
+) -> dict[str, float]:
+    """Factors of the shapes that were measured often enough: the median of measured over predicted."""
+    names = np.array([f"{m['hidden']}x{m['expert_ffn']}" for m in cases])
+    factors = {}
+    for name in sorted(set(names.tolist())):
+        own = ratio[(names == name) & waits_for_rows]
+        if own.size >= LEAST_POINTS_OF_SHAPE:
+            factors[name] = round(float(np.clip(np.median(own), 0.2, 5.0)), 4)
+    return factors
+
+
+def measurements_of_run(model: MoEModel, events: Events, *, experts_per_rank: int) -> list[Measurement]:
+    """What a measured run says about its hardware."""
+    names = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward", Direction.FORWARD_AGAIN: "forward"}
+    shape = {"hidden": model.hidden, "expert_ffn": model.expert_ffn, "instances": experts_per_rank}
+    found: list[Measurement] = [
+        {
+            "kind": "experts", **shape, "direction": names[Direction(int(row["direction"]))],
+            "rows": int(row["tokens"]), "us": float(row["end_us"] - row["start_us"]),
+        }
+        for row in events.where(kind=Kind.EXPERTS)
+        if row["tokens"] > 0 and row["end_us"] > row["start_us"]
+    ]  # fmt: skip
+    for kind, name in ((Kind.FLASH_COPY, "copy_engine"), (Kind.COUNTS, "counts")):
+        found += [
+            {"kind": name, "bytes": int(row["bytes"]), "us": float(row["end_us"] - row["start_us"])}
+            for row in events.where(kind=kind)
+            if row["end_us"] > row["start_us"] and (name == "counts" or row["bytes"] > 0)
+        ]
+    return found
+
+
+def _shape(m: Measurement) -> MoEModel:
+    return MoEModel(
+        name="measured", num_layers=1, hidden=m["hidden"], expert_ffn=m["expert_ffn"], num_experts=1, top_k=1
+    )
+
+
+def _rate(cases: Sequence[Measurement], amount: str, unit: float) -> tuple[float, float, NDArray[np.float64]]:
+    """(fixed us, amount per unit and us, relative errors) of fixed + amount / rate."""
+    us = np.array([m["us"] for m in cases], np.float64)
+    size = np.array([m[amount] for m in cases], np.float64) * unit
+    x = _not_negative(np.stack([np.ones_like(us), size], axis=1), us)
+    if x[1] <= 0:
+        raise InputError(f"the measurements of {cases[0]['kind']} do not grow with {amount}: measure larger cases")
+    return float(x[0]), float(1 / x[1]), (x[0] + size * x[1]) / us - 1
+
+
+def _copy_loss(cases: Sequence[Measurement]) -> float:
+    """What hidden copies cost per byte; launching them costs the same for any size and is not counted.
+
+    The lost time is a small difference of large ones, so all cases count alike; no slope at all becomes 100 TB/s.
+    """
+    lost = np.array([m["us"] - m["us_alone"] for m in cases], np.float64)
+    size = np.array([m["bytes"] for m in cases], np.float64) * 1e-3
+    if len(set(size.tolist())) < 2:
+        raise InputError("hidden copies of one size cannot tell what a byte costs: measure two sizes or more")
+    slope = float(np.polyfit(size, lost, 1)[0])
+    return 1 / max(slope, 1e-5)
+
+
+def _not_negative(parts: NDArray[np.float64], us: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Coefficients from 0 on with the least squared relative error: every set of parts is tried, they are few."""
+    scaled, width = parts / us[:, None], parts.shape[1]
+    found, least = np.zeros(width), np.inf
+    for count in range(1, width + 1):
+        for chosen in combinations(range(width), count):
+            x, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones_like(us), rcond=None)
+            error = float(np.square(scaled[:, chosen] @ x - 1).sum())
+            if (x >= 0).all() and error < least - 1e-12:
+                found, least = np.zeros(width), error
+                found[list(chosen)] = x
+    return found
+
+
+def _summary(error: NDArray[np.float64]) -> tuple[int, float, float]:
+    return error.size, float(np.abs(error).mean()), float(np.abs(error).max())
+
+
+def _check(measurements: Sequence[Measurement]) -> None:
+    need = {"experts": ("hidden", "expert_ffn", "instances", "rows"), "dense": ("flop",), "attention": ("flop",),
+            "hidden_copy": ("bytes", "us_alone"), "counts": ()}  # fmt: skip
+    for number, m in enumerate(measurements):
+        if not isinstance(m, dict) or m.get("kind") not in NAMED:
+            raise InputError(f"measurement {number} has no known kind; use one of {', '.join(sorted(NAMED))}: {m!r}")
+        for key in (*need.get(m["kind"], ("bytes",)), "us"):
+            value = m.get(key)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e18:
+                raise InputError(f"measurement {number} ({m['kind']}): {key} must be a number above 0, not {value!r}")
+        if m["kind"] in ("experts", "attention") and m.get("direction") not in ("forward", "backward"):
+            raise InputError(f"measurement {number} ({m['kind']}): direction must be forward or backward")
+    if not measurements:
+        raise InputError("there are no measurements to fit")

@@ -1,0 +1,188 @@
+"""A run on disk: what was asked, what came out, and the events behind it. What `equilibra report` reads.
+
+    RUN/run.json          what was asked, inputs, and one record of figures per planner
+    RUN/<planner>.npz     exact token counts, copies, times per layer and micro-batch, and events of that planner
+
+Symbols: L layers, M micro-batches, R ranks, E experts, C standing copies, F flash copies, P passes through a layer.
+Arrays hold values only (never pickled objects) and are checked when they are read. The folder appears when it is
+complete.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.atomic import atomic_folder, cannot
+from equilibra.core.errors import EquilibraError, InputError
+from equilibra.measure.events import Events
+
+__all__ = ["PASSES", "PlannerRecord", "Run", "load_run", "save_run"]
+
+FORMAT = "equilibra run"
+VERSION = 1
+PASSES = ("recompute forward", "update forward", "update backward")
+"""passes of a step through every layer and micro-batch, in the order of `layer_us_PLM`"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannerRecord:
+    """What one planner's step came to. Copies are those of the update stage."""
+
+    metrics: dict[str, float]
+    """figures by name; seconds, bytes or plain numbers as the name says"""
+    memory: dict[str, float]
+    """bytes on the rank that needs most, by what they hold"""
+    rank_tokens_LMR: NDArray[np.int32]
+    """[L, M, R] (token, expert) pairs that each rank computes"""
+    expert_tokens_LME: NDArray[np.int32]
+    """[L, M, E] pairs of each expert"""
+    home_of_expert_LE: NDArray[np.int32]
+    """[L, E] home rank of each expert"""
+    flash_first_of_problem: NDArray[np.int64]
+    """[L * M + 1] flash copies of layer l and micro-batch m are those from entry l * M + m on"""
+    flash_expert: NDArray[np.int32]
+    """[F]"""
+    flash_rank: NDArray[np.int32]
+    """[F] the rank that holds it"""
+    flash_origin: NDArray[np.int32]
+    """[F] the rank it is copied from"""
+    flash_tokens: NDArray[np.int32]
+    """[F] pairs it serves"""
+    standing_layer: NDArray[np.int32]
+    """[C]"""
+    standing_expert: NDArray[np.int32]
+    """[C]"""
+    standing_rank: NDArray[np.int32]
+    """[C] the rank that holds it"""
+    standing_tokens_CM: NDArray[np.int32]
+    """[C, M] pairs it serves in each micro-batch"""
+    layer_us_PLM: NDArray[np.float32]
+    """[P, L, M] time of each pass through each layer and micro-batch"""
+    bound_LM: NDArray[np.int64]
+    """[L, M] pairs below which the slowest rank cannot be, whatever the plan"""
+    events: Events
+    """the timeline of the micro-batch `run.about["window"]["micro_batch"]`, and what happens once a step"""
+
+    def __post_init__(self) -> None:
+        tokens, home = self.rank_tokens_LMR, self.home_of_expert_LE
+        if tokens.ndim != 3 or home.ndim != 2:
+            raise InputError(f"rank tokens must be [L, M, R] and homes [L, E], not {tokens.shape} and {home.shape}")
+        layers, micro_batches, _ = tokens.shape
+        required: dict[str, tuple[int, ...]] = {
+            "expert_tokens_LME": (layers, micro_batches, home.shape[1]),
+            "home_of_expert_LE": (layers, home.shape[1]),
+            "flash_first_of_problem": (layers * micro_batches + 1,),
+            "layer_us_PLM": (len(PASSES), layers, micro_batches),
+            "bound_LM": (layers, micro_batches),
+            "standing_tokens_CM": (self.standing_layer.size, micro_batches),
+            **{f"flash_{name}": self.flash_expert.shape for name in ("rank", "origin", "tokens")},
+            **{f"standing_{name}": self.standing_layer.shape for name in ("expert", "rank")},
+        }
+        for name, shape in required.items():
+            if getattr(self, name).shape != shape:
+                raise InputError(f"{name} must have shape {shape}, not {getattr(self, name).shape}")
+        self._check_values()
+        first = self.flash_first_of_problem
+        if first[0] != 0 or first[-1] != self.flash_expert.size or (np.diff(first) < 0).any():
+            raise InputError(f"flash_first_of_problem must rise from 0 to {self.flash_expert.size}")
+
+    def _check_values(self) -> None:
+        """Numbers of things must be things of this step, and amounts not negative."""
+        num_layers, _, num_ranks = self.rank_tokens_LMR.shape
+        num_experts = self.home_of_expert_LE.shape[1]
+        below = {"home_of_expert_LE": num_ranks, "flash_rank": num_ranks, "flash_origin": num_ranks,
+                 "standing_rank": num_ranks, "flash_expert": num_experts, "standing_expert": num_experts,
+                 "standing_layer": num_layers}  # fmt: skip
+        for name in _array_names():
+            array = getattr(self, name)
+            if array.dtype.kind not in ("f" if name == "layer_us_PLM" else "iu"):
+                raise InputError(f"{name} cannot hold {array.dtype}")
+            if array.size and not (array.min() >= 0 and array.max() < below.get(name, 2**62)):
+                raise InputError(f"{name} holds {array.min()} to {array.max()}, it must be from 0 to below "
+                                 f"{below.get(name, 2**62)}")  # fmt: skip
+        for kind in (self.metrics, self.memory):
+            for name, value in kind.items():
+                if not isinstance(value, (int, float)) or not np.isfinite(value):
+                    raise InputError(f"{name} must be a finite number, not {value!r}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Run:
+    """One step under several planners. Their names are file names."""
+
+    about: dict[str, Any]
+    """what was asked: kind (simulated or measured), command, version, model, hardware, cluster, settings, inputs,
+    window, warnings"""
+    planners: dict[str, PlannerRecord] = field(default_factory=dict)
+    """records by planner, in the order they are shown"""
+
+    def __post_init__(self) -> None:
+        for name in self.planners:
+            if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._+ -]{0,99}", name):
+                raise InputError(f"a planner cannot be named {name!r}: use letters, digits, dots and dashes")
+
+
+def _array_names() -> list[str]:
+    return [entry.name for entry in fields(PlannerRecord) if entry.name not in ("metrics", "memory", "events")]
+
+
+def save_run(run: Run, path: Path | str, *, overwrite: bool = False) -> None:
+    """Write a run; the folder appears when it is complete."""
+    path = Path(path)
+    about = {
+        **run.about,
+        "format": FORMAT,
+        "format_version": VERSION,
+        "planners": {
+            name: {"metrics": record.metrics, "memory": record.memory} for name, record in run.planners.items()
+        },
+    }
+    with atomic_folder(path, overwrite=overwrite, replaceable_if="run.json") as part:
+        (part / "run.json").write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
+        for name, record in run.planners.items():
+            arrays = {array: getattr(record, array) for array in _array_names()}
+            with (part / f"{name}.npz").open("wb") as file:
+                np.savez_compressed(file, allow_pickle=False, events=record.events.rows, **arrays)
+
+
+def load_run(path: Path | str) -> Run:
+    """Read a run; an error if it is damaged or something else."""
+    path = Path(path)
+    try:
+        about = json.loads((path / "run.json").read_text())
+    except OSError as error:
+        raise cannot("read", path / "run.json", error) from error
+    except ValueError as error:
+        raise InputError(f"cannot read {path}: run.json is damaged ({error})") from error
+    if not isinstance(about, dict) or about.get("format") != FORMAT:
+        raise InputError(f"cannot read {path}: it is not an {FORMAT}")
+    if about.get("format_version") != VERSION:
+        raise InputError(
+            f"{path} has version {about.get('format_version')} of the run format, this program reads {VERSION}"
+        )
+    try:
+        records = about.pop("planners")
+        planners = {name: _load_record(path / f"{Path(name).name}.npz", record) for name, record in records.items()}
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"cannot read {path}: run.json lacks {error}") from error
+    return Run(about={key: about[key] for key in about if key not in ("format", "format_version")}, planners=planners)
+
+
+def _load_record(path: Path, record: dict[str, Any]) -> PlannerRecord:
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays = {name: archive[name] for name in (*_array_names(), "events")}
+        events = Events(rows=arrays.pop("events"))
+        return PlannerRecord(metrics=record["metrics"], memory=record["memory"], events=events, **arrays)
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except (ValueError, zipfile.BadZipFile, KeyError, EOFError, MemoryError, EquilibraError) as error:
+        raise InputError(f"cannot read {path}: it is no record of a planner, or damaged ({error})") from error

@@ -1,0 +1,364 @@
+"""Across: on several nodes, who serves whose tokens so that every rank has about the same traffic between nodes.
+
+Symbols: R source ranks, E experts, G ranks per node, U copies of the layer: standing ones first, then flash copies.
+
+The network between nodes is the slowest link: a rank that receives more than others over it makes all of them wait,
+though every rank computes the same number of rows. Quotas say how many rows an instance computes, not whose. So:
+
+1. Share. What a node's instances of an expert receive from other nodes is fixed by their quotas together: a node keeps
+   as many of its own tokens as they take, and no split with these quotas sends fewer across. The node's instances share
+   it so that ranks that received least so far receive most (levels are filled like water, in whole numbers, up to each
+   quota); experts without copies have no choice and count first, the others follow, largest first.
+2. Exchange, where traffic costs something. While a rank of the node receives more than the mean: it hands rows of other
+   nodes to the rank that receives least, and gets as many rows of the own node back, so that both compute what they
+   did. Where the other has no instance of the expert, a flash copy is made; spare slots limit that.
+3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
+   ranks keep theirs that send most so far.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equilibra.core.kernel import kernel
+
+__all__ = ["fill_levels", "serve_across"]
+
+OWN, OTHERS = True, False
+"""rows of the own node, and of other nodes"""
+
+
+@kernel
+def fill_levels(level, cap, count, total, out):  # type: ignore[no-untyped-def]
+    """Whole numbers out[:count] from 0 to cap with sum `total` that keep the highest level + out lowest."""
+    low = level[0]
+    high = level[0]
+    for i in range(count):
+        low = min(low, level[i])
+        high = max(high, level[i] + cap[i])
+    while low < high:  # the lowest water line that holds the total
+        middle = (low + high) >> 1
+        held = np.int64(0)
+        for i in range(count):
+            held += min(max(middle - level[i], 0), cap[i])
+        if held >= total:
+            high = middle
+        else:
+            low = middle + 1
+    left = total
+    for i in range(count):
+        out[i] = min(max(high - 1 - level[i], 0), cap[i])
+        left -= out[i]
+    for i in range(count):
+        if left > 0 and out[i] < cap[i] and level[i] + out[i] < high:
+            out[i] += 1
+            left -= 1
+
+
+@kernel
+def _lists(expert, count, head, after):  # type: ignore[no-untyped-def]
+    """Lists of copies by expert: head [E] is the first, after [U] the next, -1 none."""
+    head[:] = -1
+    for c in range(count - 1, -1, -1):
+        after[c] = head[expert[c]]
+        head[expert[c]] = c
+
+
+@kernel
+def _instances(e, home, at_home, head, after, rank, quota, group, node, here):  # type: ignore[no-untyped-def]
+    """Instances of an expert on a node into here[:n]; the home is -1. Returns (n, their quotas together)."""
+    n = 0
+    room = np.int64(0)
+    c = head[e]
+    while c >= 0:
+        if rank[c] // group == node:
+            here[n] = c
+            room += quota[c]
+            n += 1
+        c = after[c]
+    if home[e] // group == node:
+        here[n] = -1
+        room += at_home[e]
+        n += 1
+    return n, room
+
+
+@kernel
+def _share(tokens_ER, load, home, at_home, group, head, after, rank, quota, remote, remote_home, got):  # type: ignore[no-untyped-def]
+    """Rows from other nodes that each instance serves, and what each rank receives."""
+    num_experts, num_ranks = tokens_ER.shape
+    with_copies = np.empty(num_experts, np.int64)
+    n_with = 0
+    for e in range(num_experts):
+        if head[e] >= 0:
+            with_copies[n_with] = e
+            n_with += 1
+            continue
+        first = home[e] // group * group
+        own = np.int64(0)
+        for r in range(first, first + group):
+            own += tokens_ER[e, r]
+        remote_home[e] = load[e] - own
+        got[home[e]] += remote_home[e]
+    level, cap, filled, here = np.empty((4, rank.size + 1), np.int64)
+    order = with_copies[:n_with]
+    for e in order[np.argsort(-load[order], kind="mergesort")]:
+        for node in range(num_ranks // group):
+            n, room = _instances(e, home, at_home, head, after, rank, quota, group, node, here)
+            if n == 0:
+                continue
+            own = np.int64(0)
+            for r in range(node * group, (node + 1) * group):
+                own += tokens_ER[e, r]
+            for i in range(n):
+                c = here[i]
+                level[i] = got[rank[c] if c >= 0 else home[e]]
+                cap[i] = quota[c] if c >= 0 else at_home[e]
+            fill_levels(level, cap, n, room - min(own, room), filled)
+            for i in range(n):
+                c = here[i]
+                got[rank[c] if c >= 0 else home[e]] += filled[i]
+                if c >= 0:
+                    remote[c] = filled[i]
+                else:
+                    remote_home[e] = filled[i]
+
+
+@kernel
+def _instance_on(e, r, home, count, expert, rank):  # type: ignore[no-untyped-def]
+    """The instance of an expert on a rank: a copy, -1 for the home, -2 for none."""
+    if home[e] == r:
+        return -1
+    for c in range(count):
+        if expert[c] == e and rank[c] == r:
+            return c
+    return -2
+
+
+@kernel
+def _best(  # type: ignore[no-untyped-def]
+    source, target, local, can_copy, home, at_home, count, expert, rank, quota, remote, remote_home
+):
+    """What `source` can hand to `target` most of, rows of its own node or of others: (expert, from, to, rows).
+
+    `to` is -2 where a copy would have to be made.
+    """
+    best_e, best_from, best_to, most = np.int64(-1), np.int64(-2), np.int64(-2), np.int64(0)
+    for i in range(home.size + count):
+        c = i - home.size
+        if (home[i] if c < 0 else rank[c]) != source:
+            continue
+        e = np.int64(i) if c < 0 else expert[c]
+        rows = at_home[e] if c < 0 else quota[c]
+        others = remote_home[e] if c < 0 else remote[c]
+        rows = rows - others if local else others
+        if rows > most:
+            to = _instance_on(e, target, home, count, expert, rank)
+            if to > -2 or can_copy:
+                best_e, best_from, best_to, most = e, np.int64(max(c, -1)), np.int64(to), rows
+    return best_e, best_from, best_to, most
+
+
+@kernel
+def _origin(e, r, home, group, num_standing, expert, rank):  # type: ignore[no-untyped-def]
+    """The rank of r's node from which an expert is copied: its home, or a standing copy."""
+    if home[e] // group == r // group:
+        return home[e]
+    for c in range(num_standing):
+        if expert[c] == e and rank[c] // group == r // group:
+            return rank[c]
+    return home[e]
+
+
+@kernel
+def _hand_over(e, c, rows, others, at_home, quota, remote, remote_home):  # type: ignore[no-untyped-def]
+    """Instance c of an expert (-1: its home) gets so many rows more, and of them so many from other nodes."""
+    if c < 0:
+        at_home[e] += rows
+        remote_home[e] += others
+    else:
+        quota[c] += rows
+        remote[c] += others
+
+
+@kernel
+def _exchange(  # type: ignore[no-untyped-def]
+    node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
+    expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows,
+):  # fmt: skip
+    """Copies that even out what the ranks of a node receive; returns the number of all copies."""
+    first = node * group
+    total = np.int64(0)
+    for r in range(first, first + group):
+        total += got[r]
+    mean = total // group + 1
+    cap = mean + np.int64(tolerance * mean)
+    tried = np.zeros(group, np.bool_)
+    for _ in range(4 * group * (slots + 1)):
+        a, b = first, -1
+        for r in range(first, first + group):
+            if got[r] > got[a]:
+                a = r
+        for r in range(first, first + group):
+            if r != a and not tried[r - first] and got[r] < mean and (b < 0 or got[r] < got[b]):
+                b = r
+        if got[a] <= cap or b < 0 or count + 2 > expert.size:
+            break
+        e, e_from, e_to, rows = _best(
+            a, b, OTHERS, used[b] < slots, home, at_home, count, expert, rank, quota, remote, remote_home
+        )
+        f, f_from, f_to, back = _best(
+            b, a, OWN, used[a] < slots, home, at_home, count, expert, rank, quota, remote, remote_home
+        )
+        room = back + max(most_rows - rows_of_rank[b], 0)
+        moved = min(rows, room, got[a] - mean, mean - got[b])
+        least = max(min_tokens if e_to == -2 else 1, 1)
+        if moved < least:
+            tried[b - first] = True  # nothing to gain with this one
+            continue
+        tried[:] = False
+        if e_to == -2:
+            e_to = _new_copy(e, b, home, group, num_standing, count, expert, rank, quota, origin, remote, used)
+            count += 1
+        _hand_over(e, e_from, -moved, -moved, at_home, quota, remote, remote_home)
+        _hand_over(e, e_to, moved, moved, at_home, quota, remote, remote_home)
+        got[a] -= moved
+        got[b] += moved
+        back = min(back, moved)
+        if f_to == -2 and back < max(min_tokens, 1):
+            back = 0
+        if back > 0:
+            if f_to == -2:
+                f_to = _new_copy(f, a, home, group, num_standing, count, expert, rank, quota, origin, remote, used)
+                count += 1
+            _hand_over(f, f_from, -back, 0, at_home, quota, remote, remote_home)
+            _hand_over(f, f_to, back, 0, at_home, quota, remote, remote_home)
+        rows_of_rank[a] += back - moved
+        rows_of_rank[b] += moved - back
+    return count
+
+
+@kernel
+def _new_copy(e, r, home, group, num_standing, count, expert, rank, quota, origin, remote, used):  # type: ignore[no-untyped-def]
+    """A flash copy of an expert on a rank, without rows yet."""
+    expert[count] = e
+    rank[count] = r
+    quota[count] = 0
+    remote[count] = 0
+    origin[count] = _origin(e, r, home, group, num_standing, expert, rank)
+    used[r] += 1
+    return count
+
+
+@kernel
+def serve_across(  # type: ignore[no-untyped-def]
+    tokens_ER, load, home, group, slots, tolerance, min_tokens, row_slack, num_standing, count,
+    expert, rank, quota, origin, standing_CR, out,
+):  # fmt: skip
+    """Write whom every copy serves; returns the number of all copies, which grows where they are exchanged.
+
+    expert, rank, quota, origin: the copies, with room for more. standing_CR and out (flash copies): zero before.
+    row_slack: by how much of the mean the exchange may raise the fullest rank; below 0: no exchange.
+    """
+    num_experts, num_ranks = tokens_ER.shape
+    head, at_home, remote_home = np.zeros((3, num_experts), np.int64)
+    after, remote = np.zeros((2, expert.size), np.int64)
+    sent, got, used, rows_of_rank = np.zeros((4, num_ranks), np.int64)
+    for e in range(num_experts):
+        at_home[e] = load[e]
+    for c in range(count):
+        at_home[expert[c]] -= quota[c]
+        if c >= num_standing:
+            used[rank[c]] += 1
+    for e in range(num_experts):
+        rows_of_rank[home[e]] += at_home[e]
+    for c in range(count):
+        rows_of_rank[rank[c]] += quota[c]
+    fullest = rows_of_rank.max()
+    slack = np.int64(max(row_slack, 0.0) * rows_of_rank.mean())
+    _lists(expert, count, head, after)
+    _share(tokens_ER, load, home, at_home, group, head, after, rank[:count], quota, remote, remote_home, got)
+    if row_slack >= 0:
+        for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
+            node, most_rows = node_and_slack // 2, fullest + node_and_slack % 2 * slack
+            count = _exchange(
+                node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
+                expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows,
+            )  # fmt: skip
+        _lists(expert, count, head, after)
+    for e in range(num_experts):
+        node = home[e] // group
+        for r in range(num_ranks):
+            if head[e] >= 0 or r // group != node:
+                sent[r] += tokens_ER[e, r]  # of experts with copies: until it is kept
+    for e in range(num_experts):
+        if head[e] >= 0:
+            _serve(
+                tokens_ER[e], e, home, at_home, group, num_standing, head, after, rank[:count], quota, remote,
+                remote_home, sent, standing_CR, out,
+            )  # fmt: skip
+    return count
+
+
+@kernel
+def _serve(  # type: ignore[no-untyped-def]
+    tokens, e, home, at_home, group, num_standing, head, after, rank, quota, remote, remote_home, sent,
+    standing_CR, out,
+):  # fmt: skip
+    """Whom the instances of one expert serve: their own nodes first, then the others."""
+    num_ranks = tokens.size
+    left = tokens.astype(np.int64)
+    level, cap, filled = np.empty((3, group), np.int64)
+    here, room = np.empty((2, rank.size + 1), np.int64)
+    for node in range(num_ranks // group):
+        n, quotas = _instances(e, home, at_home, head, after, rank, quota, group, node, here)
+        if n == 0:
+            continue
+        first = node * group
+        own = np.int64(0)
+        for r in range(group):
+            own += left[first + r]
+            level[r] = -sent[first + r]
+            cap[r] = left[first + r]
+        fill_levels(level, cap, group, min(own, quotas), filled)
+        for r in range(group):
+            left[first + r] -= filled[r]
+            sent[first + r] -= filled[r]
+        for i in range(n):
+            c = here[i]
+            room[i] = quota[c] - remote[c] if c >= 0 else at_home[e] - remote_home[e]
+            r = (rank[c] if c >= 0 else home[e]) - first
+            some = min(filled[r], room[i])
+            filled[r] -= some
+            room[i] -= some
+            _give(c, first + r, some, num_standing, standing_CR, out)
+        r = 0
+        for i in range(n):
+            while room[i] > 0:
+                some = min(filled[r], room[i])
+                filled[r] -= some
+                room[i] -= some
+                _give(here[i], first + r, some, num_standing, standing_CR, out)
+                if room[i] > 0:
+                    r += 1
+    c = head[e]
+    r = 0
+    while c >= 0:
+        need = remote[c]
+        while need > 0:
+            some = min(left[r], need)
+            left[r] -= some
+            need -= some
+            _give(c, r, some, num_standing, standing_CR, out)
+            if need > 0:
+                r += 1
+        c = after[c]
+
+
+@kernel
+def _give(c, r, some, num_standing, standing_CR, out):  # type: ignore[no-untyped-def]
+    """Copy c serves some tokens of source r; the home (-1) needs no entry."""
+    if c >= num_standing:
+        out[c - num_standing, r] += some
+    elif c >= 0:
+        standing_CR[c, r] += some

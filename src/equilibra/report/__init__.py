@@ -1,0 +1,1 @@
+"""A run folder in, one self-contained HTML page or a Perfetto trace out."""

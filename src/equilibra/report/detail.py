@@ -1,0 +1,82 @@
+"""Drill-down: what every rank, expert and copy does in every layer and micro-batch, packed for the page.
+
+Loads of ranks are not stored where they follow from homes and copies (they always do for a plan): the page adds them
+up again. Planners that share micro-batches share the tokens of experts, which are most of the bytes.
+"""
+
+from __future__ import annotations
+
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.measure.run import PlannerRecord, Run
+from equilibra.report.names import IDEAL, chosen_pair
+from equilibra.report.pack import pack, packed_size
+
+__all__ = ["Detail", "collect_detail", "rank_tokens_of"]
+
+FLASH = ("flash_expert", "flash_rank", "flash_origin", "flash_tokens")
+STANDING = ("standing_layer", "standing_expert", "standing_rank", "standing_tokens_CM")
+
+Detail = dict[str, dict[str, Any]]
+"""packed arrays by name"""
+
+
+def collect_detail(run: Run, *, budget_bytes: int) -> tuple[Detail, dict[str, dict[str, str]]]:
+    """(packed arrays by key, key of every array of every planner that has detail).
+
+    The two planners that the page compares always have it; others while `budget_bytes` last.
+    """
+    arrays: Detail = {}
+    keys_of_planner: dict[str, dict[str, str]] = {}
+    pair = [name for name in chosen_pair(run.planners) if name is not None]
+    others = [name for name in run.planners if name not in pair and name != IDEAL]
+    for name in (*pair, *others):
+        new, keys = _packed_record(run.planners[name], known=arrays)
+        if name in pair or packed_size(arrays) + packed_size(new) <= budget_bytes:
+            arrays |= new
+            keys_of_planner[name] = keys
+    return arrays, {name: keys_of_planner[name] for name in run.planners if name in keys_of_planner}
+
+
+def rank_tokens_of(record: PlannerRecord) -> NDArray[np.int64]:
+    """[L, M, R] loads of ranks that follow from homes and copies: what the page computes."""
+    layers, micro_batches, ranks = record.rank_tokens_LMR.shape
+    loads = np.zeros((layers, micro_batches, ranks), np.int64)
+    layer_L, batch_M = np.arange(layers)[:, None, None], np.arange(micro_batches)[None, :, None]
+    home = record.home_of_expert_LE
+    np.add.at(loads, (layer_L, batch_M, home[:, None, :]), record.expert_tokens_LME)
+    problem = np.repeat(np.arange(layers * micro_batches), np.diff(record.flash_first_of_problem))
+    layer, batch = problem // micro_batches, problem % micro_batches
+    np.add.at(loads, (layer, batch, record.flash_rank), record.flash_tokens)
+    np.subtract.at(loads, (layer, batch, home[layer, record.flash_expert]), record.flash_tokens)
+    layer_C, served = record.standing_layer[:, None], record.standing_tokens_CM
+    np.add.at(loads, (layer_C, batch_M[:, :, 0], record.standing_rank[:, None]), served)
+    np.subtract.at(
+        loads, (layer_C, batch_M[:, :, 0], home[record.standing_layer, record.standing_expert][:, None]), served
+    )
+    return loads
+
+
+def _packed_record(record: PlannerRecord, *, known: Detail) -> tuple[Detail, dict[str, str]]:
+    arrays: dict[str, NDArray[Any]] = {
+        "expert_tokens": record.expert_tokens_LME,
+        "home": record.home_of_expert_LE,
+        "flash_count": np.diff(record.flash_first_of_problem),
+        "bound": record.bound_LM,
+        "layer_us": record.layer_us_PLM,
+        **{name: getattr(record, name) for name in (*FLASH, *STANDING)},
+    }
+    if not np.array_equal(rank_tokens_of(record), record.rank_tokens_LMR):
+        arrays["rank_tokens"] = record.rank_tokens_LMR
+    new: Detail = {}
+    keys: dict[str, str] = {}
+    for name, array in arrays.items():
+        key = sha256(f"{array.dtype} {array.shape}".encode() + np.ascontiguousarray(array).tobytes()).hexdigest()[:16]
+        keys[name] = key
+        if key not in known and key not in new:
+            new[key] = pack(array)
+    return new, keys

@@ -1,0 +1,130 @@
+"""`write_report`: a run as one HTML file that needs nothing else, neither beside it nor from the network.
+
+The file holds the template, the style, the scripts and the data of the run. The data is JSON in a script element that
+browsers do not execute, and the scripts only ever insert it as text, so nothing that a run is called can become HTML.
+A Content-Security-Policy allows exactly the inlined scripts, by their hashes, and no connection to anywhere.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import math
+from hashlib import sha256
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from equilibra.core.atomic import atomic_file
+from equilibra.core.errors import InputError
+from equilibra.measure.run import PASSES, Run
+from equilibra.report.answer import answer
+from equilibra.report.detail import collect_detail
+from equilibra.report.figures import planner_figures
+from equilibra.report.names import chosen_pair
+from equilibra.report.timeline import timeline
+
+__all__ = ["PAGE_BYTES", "SCRIPTS", "render", "write_report"]
+
+PAGE_BYTES = 4_900_000
+"""size that a page keeps to, as far as the drill-down of more than two planners is concerned"""
+SCRIPTS = (
+    "echarts.min.js", "format.js", "data.js", "theme.js", "elements.js", "answer.js", "heat.js", "layers.js",
+    "drill.js", "gantt.js", "memory.js", "report.js",
+)  # fmt: skip
+"""scripts in the order in which they are inlined"""
+VOID = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+
+
+def write_report(run: Run, path: Path, *, overwrite: bool = False) -> None:
+    """Write the page; it appears when it is complete."""
+    with atomic_file(Path(path), overwrite=overwrite) as part:
+        part.write_text(render(run), encoding="utf-8")
+
+
+def render(run: Run) -> str:
+    """The page as text. The same run always gives the same page."""
+    num_layers, num_ranks, num_experts = _shape(run)
+    scripts = [_asset(name) for name in SCRIPTS]
+    style, template = _asset("report.css"), _asset("report.html")
+    small = {
+        "about": run.about,
+        "answer": answer(run),
+        "pair": list(chosen_pair(run.planners)),
+        "num_layers": num_layers,
+        "num_ranks": num_ranks,
+        "num_experts": num_experts,
+        "passes": list(PASSES),
+        "planners": [planner_figures(name, record) for name, record in run.planners.items()],
+        "timeline": timeline(run, num_ranks),
+    }
+    fixed = sum(len(text.encode()) for text in (*scripts, style, template, _json(small)))
+    arrays, detail = collect_detail(run, budget_bytes=PAGE_BYTES - fixed)
+    data = _json({**small, "arrays": arrays, "detail": detail})
+    parts = {
+        "policy": _policy(scripts, style),
+        "style": f"<style>{style}</style>",
+        "data": f'<script type="application/json" id="run">{data}</script>',
+        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+    }
+    return _filled(template, parts)
+
+
+def _shape(run: Run) -> tuple[int, int, int]:
+    """(L, R, E) that all planners share."""
+    shapes = {
+        (*record.rank_tokens_LMR.shape[::2], record.home_of_expert_LE.shape[1]): name
+        for name, record in run.planners.items()
+    }
+    if len(shapes) != 1:
+        found = ", ".join(f"{name} {shape}" for shape, name in shapes.items()) or "no planner"
+        raise InputError(f"a report needs planners of one model and cluster, not (layers, ranks, experts) of {found}")
+    return next(iter(shapes))
+
+
+def _policy(scripts: list[str], style: str) -> str:
+    """Only these scripts and this style, and no connections."""
+    allowed = " ".join(_hash(script) for script in scripts)
+    return (
+        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data: blob:; "
+        "base-uri 'none'; form-action 'none'"
+    )
+
+
+def _hash(text: str) -> str:
+    return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
+
+
+def _asset(name: str) -> str:
+    text = (files("equilibra.report") / "assets" / name).read_text(encoding="utf-8")
+    if name.endswith(".js") and "</script" in text.lower():
+        raise InputError(f"{name} holds the end of a script element, which would cut it short; write it as <\\/script")
+    return text
+
+
+def _json(value: object) -> str:
+    """JSON that is safe inside a script element; what JSON has no word for is null."""
+    text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
+    for sign, written in VOID.items():
+        text = text.replace(sign, written)
+    return text
+
+
+def _plain(value: Any) -> Any:  # noqa: ANN401
+    """The value without numbers that are not finite."""
+    if isinstance(value, dict):
+        return {str(key): _plain(entry) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(entry) for entry in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _filled(template: str, parts: dict[str, str]) -> str:
+    """The template with its marks, each exactly once, replaced; parts are not searched for marks."""
+    pieces = [template]
+    for name, text in parts.items():
+        mark = f"<!--{name}-->" if name != "policy" else "{policy}"
+        at = next(i for i, piece in enumerate(pieces) if mark in piece)
+        before, _, after = pieces[at].partition(mark)
+        pieces[at : at + 1] = [before, text, after]
+    return "".join(pieces)

@@ -1,0 +1,139 @@
+"""`simulate`: the whole question in one call. Routing, a model and a machine in, every planner's step out."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+import equilibra
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad
+from equilibra.core.model import MoEModel
+from equilibra.cost.hardware import Hardware
+from equilibra.cost.rates import rates_for
+from equilibra.measure.run import Run
+from equilibra.plan.planner import Planner
+from equilibra.simulate.compare import BALANCED, DEFAULT_PLANNERS, STATIC, Comparison, compare
+from equilibra.simulate.scenario import Slots, step_problems
+from equilibra.simulate.setting import RunSetting
+from equilibra.simulate.times import Pricing
+
+__all__ = ["Question", "simulate"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Question:
+    """What would this step take on that cluster?"""
+
+    sequences: SequenceLoad
+    """loads of the step's sequences"""
+    model: MoEModel
+    """shapes"""
+    hardware: Hardware
+    """speeds"""
+    cluster: Cluster
+    """one expert-parallel group"""
+    tokens_per_microbatch: int
+    """token budget of the whole group"""
+    planners: Sequence[str | Planner] = DEFAULT_PLANNERS
+    """what to compare; static and balanced always run"""
+    slots: Slots = field(default_factory=Slots)
+    """what copies may take"""
+    setting: RunSetting = field(default_factory=RunSetting)
+    """how the step is run"""
+    ranks_per_sequence: int | None = None
+    """ranks that share a sequence; None: those of a node, or of as few nodes as hold the longest"""
+    history_LE: NDArray[np.int64] | None = None
+    """[L, E] loads of the last step; None: the first half of this one stands for them"""
+
+    def __post_init__(self) -> None:
+        shape = (self.sequences.num_layers, self.sequences.num_experts)
+        if shape != (self.model.num_layers, self.model.num_experts):
+            raise InputError(
+                f"the routing has {shape[0]} layers of {shape[1]} experts, {self.model.name} has "
+                f"{self.model.num_layers} of {self.model.num_experts}"
+            )
+        if self.tokens_per_microbatch < 1:
+            raise InputError(f"tokens_per_microbatch must be above 0, not {self.tokens_per_microbatch}")
+        self.cluster.experts_per_rank(self.model.num_experts)
+
+
+def simulate(
+    question: Question,
+    *,
+    about: dict[str, Any] | None = None,
+    keep_records: bool = True,
+    tell: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
+) -> Run:
+    """Answer a question. `about` is added to what the run says of itself; tell(name, done, all) precedes each planner.
+
+    Without records the run has metrics only: what `--json` prints.
+    """
+    pricing = Pricing(
+        model=question.model, hardware=question.hardware, cluster=question.cluster, setting=question.setting
+    )
+    problems = step_problems(
+        question.sequences,
+        question.cluster,
+        rates_for(question.model, question.hardware, num_nodes=question.cluster.num_nodes),
+        tokens_per_microbatch=question.tokens_per_microbatch,
+        ranks_per_sequence=question.ranks_per_sequence,
+        history_LE=question.history_LE,
+        slots=question.slots,
+        data_parallel=question.setting.data_parallel,
+    )
+    found = compare(problems, question.planners, pricing, keep_records=keep_records, tell=tell)
+    schedule = problems[0].schedule
+    assert schedule is not None
+    described = _described(question, ranks_per_sequence=schedule.ranks_per_sequence)
+    described["warnings"] = [*(about or {}).get("warnings", []), *_warnings(question, found)]
+    described["metrics"] = found.metrics
+    return Run(about={**(about or {}), **described}, planners=found.records)
+
+
+def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]:
+    setting = {key: getattr(value, "value", value) for key, value in asdict(question.setting).items()}
+    group = question.cluster.num_ranks
+    return {
+        "kind": "simulated",
+        "version": equilibra.__version__,
+        "model": asdict(question.model),
+        "hardware": asdict(question.hardware),
+        "cluster": asdict(question.cluster),
+        "ranks": group * question.setting.data_parallel * question.setting.pipeline_stages,
+        "settings": {
+            "tokens_per_microbatch": question.tokens_per_microbatch,
+            "ranks_per_sequence": ranks_per_sequence,
+            "spare_slots": question.slots.spare,
+            "standing_slots": question.slots.standing,
+            **setting,
+        },
+        "tokens": int(question.sequences.length_of_sequence.sum()),
+        "sequences": question.sequences.num_sequences,
+    }
+
+
+def _warnings(question: Question, found: Comparison) -> list[str]:
+    """What a reader must know before believing the figures."""
+    lines = []
+    memory = question.hardware.memory_bytes
+    too_much = [name for name, figures in found.metrics.items() if figures["peak_memory_bytes"] > memory]
+    if too_much:
+        lines.append(
+            f"{', '.join(too_much)} would need more than the {memory / 1e9:.0f} GB of {question.hardware.name}: "
+            "use more ranks, pipeline stages, or smaller micro-batches"
+        )
+    static = found.metrics[STATIC]
+    if static["micro_batches"] < 4:
+        lines.append(
+            f"the recording makes only {static['micro_batches']:.0f} micro-batches of "
+            f"{question.tokens_per_microbatch} tokens: what is paid once a step weighs more than in a long step"
+        )
+    if static["step_time_s"] < 1.02 * found.metrics[BALANCED]["step_time_s"]:
+        lines.append("there is little to balance: static placement is within 2 % of perfect balance")
+    return lines

@@ -1,0 +1,220 @@
+"""Records: what a simulated step leaves for a report: exact counts, times, and the events of one micro-batch.
+
+Symbols: L layers, M micro-batches, R ranks, E experts, N nodes, W recorded visits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.plan import Stage, StagePlan
+from equilibra.measure.events import Direction, Events, Kind, Resource, StageNumber, event_table
+from equilibra.measure.run import PlannerRecord
+from equilibra.simulate.group import GroupTimeline, StageRecord
+from equilibra.simulate.step import GroupResult
+from equilibra.simulate.times import Pricing, Times
+
+__all__ = ["balanced_record", "planner_record"]
+
+Table = NDArray[np.void]
+STAGES = {StageNumber.RECOMPUTE: Stage.RECOMPUTE, StageNumber.UPDATE: Stage.UPDATE}
+
+
+def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:
+    """The record of one planner's step."""
+    plan, part = result.plan, result.plan.stages[Stage.UPDATE]
+    tables = [
+        *_visit_events(result.timeline, result.times, pricing, plan.rank_load(result.load)),
+        *_flash_events(result, pricing),
+        *_step_events(result, pricing),
+    ]
+    return PlannerRecord(
+        metrics=metrics,
+        memory=result.memory,
+        rank_tokens_LMR=plan.rank_load(result.load).astype(np.int32),
+        expert_tokens_LME=result.load.expert_load().transpose(1, 0, 2).astype(np.int32),
+        home_of_expert_LE=plan.placement.home_of_expert,
+        flash_first_of_problem=part.first_of_problem,
+        flash_expert=part.expert,
+        flash_rank=part.rank,
+        flash_origin=part.origin,
+        flash_tokens=part.tokens_FR.sum(axis=1, dtype=np.int64).astype(np.int32),
+        standing_layer=plan.standing.layer,
+        standing_expert=plan.standing.expert,
+        standing_rank=plan.standing.rank,
+        standing_tokens_CM=part.standing_tokens_CMR.sum(axis=2, dtype=np.int64).astype(np.int32),
+        layer_us_PLM=result.timeline.layer_us_PLM.astype(np.float32),
+        bound_LM=plan.bound_LM,
+        events=Events.of(*tables),
+    )
+
+
+def balanced_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:
+    """The record of the same step, perfectly balanced: every rank has the mean, rounded."""
+    plan = result.plan
+    rows_LMR = plan.rank_load(result.load)
+    even = np.broadcast_to(np.rint(rows_LMR.mean(axis=2, keepdims=True)), rows_LMR.shape).astype(np.int32)
+    num_problems = plan.num_layers * plan.num_micro_batches
+    nothing = np.zeros(0, np.int32)
+    return PlannerRecord(
+        metrics=metrics,
+        memory=result.ideal_memory,
+        rank_tokens_LMR=even,
+        expert_tokens_LME=result.load.expert_load().transpose(1, 0, 2).astype(np.int32),
+        home_of_expert_LE=plan.previous.home_of_expert,
+        flash_first_of_problem=np.zeros(num_problems + 1, np.int64),
+        flash_expert=nothing,
+        flash_rank=nothing,
+        flash_origin=nothing,
+        flash_tokens=nothing,
+        standing_layer=nothing,
+        standing_expert=nothing,
+        standing_rank=nothing,
+        standing_tokens_CM=np.zeros((0, plan.num_micro_batches), np.int32),
+        layer_us_PLM=result.ideal_timeline.layer_us_PLM.astype(np.float32),
+        bound_LM=plan.bound_LM,
+        events=Events.of(*_visit_events(result.ideal_timeline, result.ideal_times, pricing, even)),
+    )
+
+
+def _visit_events(
+    timeline: GroupTimeline, times: Times, pricing: Pricing, rows_LMR: NDArray[np.integer]
+) -> list[Table]:
+    """Attention, dispatch, experts, combine and waiting of the recorded visits."""
+    return [table for record in timeline.records for table in _stage_events(record, times, pricing, rows_LMR)]
+
+
+def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_LMR: NDArray[np.integer]) -> list[Table]:
+    visits, chosen = record.visits, record.chosen
+    if chosen.size == 0:
+        return []
+    attention_start, attention_end, got, start, end, combined = np.moveaxis(record.times_us, 2, 0)
+    num_ranks = got.shape[1]
+    where = visits.stage[chosen], visits.layer[chosen], visits.micro_batch[chosen]
+    inside, across = times.inside_us[where], times.across_us[where]
+    moved = np.maximum(inside, across)
+    backward = (visits.direction[chosen] == Direction.BACKWARD)[:, None] & np.ones(num_ranks, np.bool_)
+    opened = got - moved  # when the first all-to-all moves bytes
+    closed = np.broadcast_to(end.max(axis=1, keepdims=True), end.shape)
+    arrived = np.where(backward, np.minimum(attention_start, opened - times.latency_us), attention_end)
+    arrived = np.where(backward, opened - times.latency_us, arrived)
+    link = np.where(across >= inside, int(Resource.NIC), int(Resource.NVLINK))
+    num_bytes = (moved / 1e-3 * np.where(
+        across >= inside, pricing.hardware.nic_gb_per_s, pricing.hardware.nvlink_gb_per_s
+    )).round()  # fmt: skip
+    first = np.where(backward, int(Kind.COMBINE), int(Kind.DISPATCH))
+    last = np.where(backward, int(Kind.DISPATCH), int(Kind.COMBINE))
+    rows = rows_LMR[where[1], where[2]]
+
+    def table(kind: object, resource: object, begin: object, finish: object, **columns: object) -> Table:
+        every = event_table(got.size)
+        for name, values in (
+            ("stage", where[0][:, None]), ("direction", visits.direction[chosen][:, None]),
+            ("layer", where[1][:, None]), ("micro_batch", where[2][:, None]), ("rank", np.arange(num_ranks)),
+            ("kind", kind), ("resource", resource), ("start_us", begin), ("end_us", finish), *columns.items(),
+        ):  # fmt: skip
+            every[name] = np.broadcast_to(np.asarray(values), got.shape).ravel()
+        return every[every["end_us"] > every["start_us"]]
+
+    found = [
+        table(Kind.ATTENTION, Resource.COMPUTE, attention_start, attention_end),
+        table(first, link, np.maximum(opened - times.latency_us, 0), got, bytes=num_bytes),
+        table(Kind.WAIT, Resource.COMPUTE, got, start),
+        table(Kind.EXPERTS, Resource.COMPUTE, start, end, tokens=rows),
+        table(Kind.WAIT, Resource.COMPUTE, end, closed),
+        table(last, link, closed, combined, bytes=num_bytes),
+    ]
+    forward = (visits.direction[chosen] == Direction.FORWARD)[:, None]
+    before = opened - times.latency_us
+    counted = np.where(forward, before - times.counts_us, before)
+    found.append(table(Kind.WAIT, Resource.COMPUTE, np.minimum(arrived, counted), np.maximum(counted, arrived)))
+    if times.counts_us > 0:
+        found.append(table(Kind.COUNTS, Resource.COMPUTE, np.maximum(counted, 0), before))
+    return found
+
+
+def _flash_events(result: GroupResult, pricing: Pricing) -> list[Table]:
+    """Flash copies of the recorded visits, and their gradients on the way home."""
+    return [
+        table
+        for record in result.timeline.records
+        for w, visit in enumerate(record.chosen.tolist())
+        for table in _flash_of_visit(result, pricing, record, w, visit)
+    ]
+
+
+def _flash_of_visit(result: GroupResult, pricing: Pricing, record: StageRecord, w: int, visit: int) -> list[Table]:
+    stage, layer, m = (int(column[visit]) for column in (record.visits.stage, record.visits.layer,
+                                                         record.visits.micro_batch))  # fmt: skip
+    direction = int(record.visits.direction[visit])
+    part: StagePlan = result.plan.stages[STAGES[StageNumber(stage)]]
+    problem = layer * result.plan.num_micro_batches + m
+    copies = slice(int(part.first_of_problem[problem]), int(part.first_of_problem[problem + 1]))
+    count = copies.stop - copies.start
+    if count == 0:
+        return []
+    node = part.rank[copies] // pricing.cluster.ranks_per_node
+    times, setting = result.times, pricing.setting
+    common = {
+        "stage": stage, "direction": direction, "layer": layer, "micro_batch": m, "rank": part.rank[copies],
+        "peer": part.origin[copies], "expert": part.expert[copies],
+        "tokens": part.tokens_FR[copies].sum(axis=1, dtype=np.int64),
+    }  # fmt: skip
+    found = []
+    if direction != Direction.BACKWARD or not setting.activation_recompute:
+        took = times.flash_us[stage, layer, m, node]
+        exposed = times.exposed_copies and direction == Direction.FORWARD
+        ready = record.times_us[w, part.rank[copies], 3] if exposed else record.ready_us[node, visit]
+        link = Resource.HOST_LINK if times.host_path[stage] else Resource.COPY_ENGINE
+        found.append(event_table(
+            count, kind=Kind.FLASH_COPY, resource=link, bytes=pricing.model.expert_bytes,
+            start_us=np.maximum(ready - took, 0.0), end_us=np.maximum(ready, took), **common,
+        ))  # fmt: skip
+    if direction == Direction.BACKWARD:
+        leaves = float(record.times_us[w, :, 4].max())
+        found.append(event_table(
+            count, kind=Kind.FLASH_GRADIENT, resource=Resource.COPY_ENGINE, bytes=pricing.model.expert_gradient_bytes,
+            start_us=leaves, end_us=leaves + times.flash_return_us[layer, m, node], **common,
+        ))  # fmt: skip
+    return found
+
+
+def _step_events(result: GroupResult, pricing: Pricing) -> list[Table]:
+    """What happens once a step: planning, standing copies, moved homes, the optimizer."""
+    plan, times, model = result.plan, result.times, pricing.model
+    found = []
+    ready_L = np.zeros(plan.num_layers)
+    for record in result.timeline.records:
+        layers, first = np.unique(record.visits.layer, return_index=True)
+        ready_L[layers] = np.maximum(record.net_ready_us[first], record.ready_us[:, first].max(axis=0))
+    planned = times.plan_ready_us
+    if planned.any():
+        waves = np.unique(planned)
+        begin = np.concatenate([[0.0], waves])[np.searchsorted(waves, planned)]
+        found.append(event_table(
+            plan.num_layers, kind=Kind.PLAN, resource=Resource.CPU, rank=0, layer=np.arange(plan.num_layers),
+            start_us=begin, end_us=planned,
+        ))  # fmt: skip
+    standing, home, group = plan.standing, plan.placement.home_of_expert, pricing.cluster.ranks_per_node
+    layer, expert = np.nonzero(home != plan.previous.home_of_expert)
+    for kind, of_layer, of_expert, target, origin, num_bytes in (
+        (Kind.STANDING_COPY, standing.layer, standing.expert, standing.rank, home[standing.layer, standing.expert],
+         model.expert_bytes),
+        (Kind.MIGRATION, layer, expert, home[layer, expert], plan.previous.home_of_expert[layer, expert],
+         model.expert_home_bytes),
+    ):  # fmt: skip
+        inside = target // group == origin // group
+        rate = np.where(inside, pricing.hardware.nvlink_gb_per_s, pricing.hardware.nic_gb_per_s)
+        took = num_bytes * 1e-3 / rate
+        end = np.maximum(ready_L[of_layer], took)
+        found.append(event_table(
+            of_layer.size, kind=kind, resource=np.where(inside, Resource.NVLINK, Resource.NIC), layer=of_layer,
+            rank=target, peer=origin, expert=of_expert, bytes=num_bytes, start_us=end - took, end_us=end,
+        ))  # fmt: skip
+    finish = result.timeline.step_us
+    found.append(event_table(
+        pricing.cluster.num_ranks, kind=Kind.OPTIMIZER, resource=Resource.COMPUTE, stage=StageNumber.UPDATE,
+        rank=np.arange(pricing.cluster.num_ranks), start_us=max(finish - times.optimizer_us, 0.0), end_us=finish,
+    ))  # fmt: skip
+    return found

@@ -1,0 +1,175 @@
+"""From routing to the problems of a step: micro-batches of a given size, in the order of the recording.
+
+Micro-batches take whole sequences in file order up to a token budget of the whole expert-parallel group. Inside one,
+sequences go to cells, longest first to the cell with the least work, as frameworks that balance lengths do. A cell is a
+node, whose ranks share every sequence in equal parts (sequence and context parallelism over fast links, as RL recipes
+have it), or several nodes where sequences are longer than a node's share; a user may ask for less. A planner that packs
+may move sequences between micro-batches, but gets no more of them, and no cell larger than the largest here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import BudgetError, InputError
+from equilibra.core.load import SequenceLoad
+from equilibra.core.model import MoEModel
+from equilibra.core.schedule import Schedule
+from equilibra.cost.rates import Rates
+from equilibra.plan.pack import DENSE_COST
+from equilibra.plan.planner import StepProblem
+from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
+from equilibra.trace.routing import Recording
+
+__all__ = ["Slots", "check_fits", "file_order_schedule", "joined", "ranks_for_longest", "step_problems"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Slots:
+    """What copies may take."""
+
+    spare: int = 2
+    """flash copies a rank can hold"""
+    standing: int = 2
+    """standing copies a node can hold per layer"""
+
+
+def check_fits(recording: Recording, model: MoEModel, name: str) -> None:
+    """Raise unless a recording is of a model of this shape."""
+    found = (recording.num_layers, recording.num_experts, recording.top_k)
+    asked = (model.num_layers, model.num_experts, model.top_k)
+    if found != asked:
+        shapes = [f"{layers} MoE layers, {experts} experts, top-{k}" for layers, experts, k in (found, asked)]
+        raise InputError(
+            f"{name} does not fit {model.name}: the recording has {shapes[0]}, the model {shapes[1]}; "
+            "name the model it was recorded from"
+        )
+
+
+def joined(parts: Sequence[Recording]) -> SequenceLoad:
+    """The loads of several recordings of one step, one after another."""
+    loads = [sequence_loads(part) for part in parts]
+    if len(loads) == 1:
+        return loads[0]
+    return SequenceLoad(
+        tokens_SLE=np.concatenate([load.tokens_SLE for load in loads]),
+        length_of_sequence=np.concatenate([load.length_of_sequence for load in loads]),
+    )
+
+
+def ranks_for_longest(lengths: NDArray[np.int64], cluster: Cluster, tokens_per_microbatch: int) -> int:
+    """A node, or as few neighbouring nodes as have a share of a micro-batch that holds the longest sequence."""
+    longest, num_ranks = int(lengths.max()), cluster.num_ranks
+    for width in range(cluster.ranks_per_node, num_ranks + 1, cluster.ranks_per_node):
+        if num_ranks % width == 0 and longest * num_ranks <= width * tokens_per_microbatch:
+            return width
+    raise BudgetError(
+        f"sequence {int(lengths.argmax())} has {longest} tokens, a micro-batch {tokens_per_microbatch}: "
+        f"allow at least {longest} tokens per micro-batch"
+    )
+
+
+def file_order_schedule(
+    lengths: NDArray[np.int64],
+    cluster: Cluster,
+    *,
+    tokens_per_microbatch: int,
+    ranks_per_sequence: int,
+    token_cost: int = DENSE_COST,
+) -> Schedule:
+    """Micro-batches in file order; inside one, longest first to the cell with the least work."""
+    if cluster.num_ranks % ranks_per_sequence:
+        raise InputError(f"{ranks_per_sequence} ranks per sequence do not divide {cluster.num_ranks} ranks")
+    bounds = micro_batches_in_file_order(lengths, tokens_per_microbatch)
+    cells, cost = cluster.num_ranks // ranks_per_sequence, token_cost * lengths + lengths**2
+    cell_of_sequence = np.zeros(lengths.size, np.int64)
+    for first, last in zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True):
+        spent = np.zeros(cells, np.int64)
+        for s in first + np.argsort(-lengths[first:last], kind="stable"):
+            cell_of_sequence[s] = cell = int(spent.argmin())
+            spent[cell] += cost[s]
+    return Schedule(
+        micro_batch_of_sequence=np.repeat(np.arange(bounds.size - 1), np.diff(bounds)).astype(np.int32),
+        rank_of_sequence=(cell_of_sequence * ranks_per_sequence).astype(np.int32),
+        num_micro_batches=int(bounds.size - 1),
+        ranks_per_sequence=ranks_per_sequence,
+    )
+
+
+def step_problems(
+    sequences: SequenceLoad,
+    cluster: Cluster,
+    rates: Rates,
+    *,
+    tokens_per_microbatch: int,
+    ranks_per_sequence: int | None = None,
+    history_LE: NDArray[np.int64] | None = None,
+    slots: Slots | None = None,
+    data_parallel: int = 1,
+    seed: int = 0,
+) -> list[StepProblem]:
+    """One problem per data-parallel group; without history, the first half of the sequences stands for it."""
+    slots = slots or Slots()
+    lengths = sequences.length_of_sequence
+    width = ranks_per_sequence or ranks_for_longest(lengths, cluster, tokens_per_microbatch)
+    if lengths.max() > tokens_per_microbatch:
+        ranks_for_longest(lengths, cluster, tokens_per_microbatch)  # raises
+    if history_LE is None:
+        half = sequences.tokens_SLE[: max(sequences.num_sequences // 2, 1)]
+        history_LE = half.sum(axis=0, dtype=np.int64)
+    return [
+        _problem(part, cluster, rates, tokens_per_microbatch, width, history_LE, slots, seed)
+        for part in _groups(sequences, data_parallel)
+    ]
+
+
+def _groups(sequences: SequenceLoad, count: int) -> list[SequenceLoad]:
+    """Runs of neighbouring sequences with about the same number of tokens."""
+    if count == 1:
+        return [sequences]
+    if sequences.num_sequences < count:
+        raise InputError(f"{sequences.num_sequences} sequences cannot be given to {count} data-parallel groups")
+    lengths = sequences.length_of_sequence
+    middle = np.cumsum(lengths) - lengths / 2
+    group = np.minimum(middle * count // lengths.sum(), count - 1).astype(np.int64)
+    group = np.maximum(group, np.arange(lengths.size) - lengths.size + count)  # nobody goes without
+    group = np.minimum(group, np.arange(lengths.size))
+    return [
+        SequenceLoad(
+            tokens_SLE=np.ascontiguousarray(sequences.tokens_SLE[group == g]), length_of_sequence=lengths[group == g]
+        )
+        for g in range(count)
+    ]
+
+
+def _problem(
+    sequences: SequenceLoad,
+    cluster: Cluster,
+    rates: Rates,
+    tokens_per_microbatch: int,
+    width: int,
+    history_LE: NDArray[np.int64],
+    slots: Slots,
+    seed: int,
+) -> StepProblem:
+    lengths = sequences.length_of_sequence
+    schedule = file_order_schedule(
+        lengths,
+        cluster,
+        tokens_per_microbatch=tokens_per_microbatch,
+        ranks_per_sequence=width,
+        token_cost=rates.token_cost,
+    )
+    cells = np.zeros((schedule.num_micro_batches, cluster.num_ranks), np.int64)
+    np.add.at(cells, (schedule.micro_batch_of_sequence, schedule.rank_of_sequence), lengths)
+    largest = max(-(-int(cells.max()) // width), tokens_per_microbatch // cluster.num_ranks, 1)
+    return StepProblem(
+        cluster=cluster, sequences=sequences, schedule=schedule, tokens_per_rank=largest,
+        least_micro_batches=-(-int(lengths.sum()) // tokens_per_microbatch), history_LE=history_LE,
+        spare_slots=slots.spare, standing_slots=slots.standing, rates=rates, seed=seed,
+    )  # fmt: skip

@@ -1,0 +1,184 @@
+"""One step under one planner: plan, price, run, and what came out.
+
+Symbols: L layers, M micro-batches, R ranks. With data parallelism every group has sequences of its own, plans for
+itself, and the step takes as long as its slowest group; figures are over all groups, records of the first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.load import StepLoad
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.schedule import Schedule
+from equilibra.cost.memory import MemoryNeed, memory_need
+from equilibra.measure.imbalance import imbalance
+from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of
+from equilibra.simulate.group import GroupTimeline, run_group
+from equilibra.simulate.times import CellWork, Pricing, Times, cell_work, ideal, price
+from equilibra.simulate.work import LayerMoves, StageWork, layer_moves, stage_work
+
+__all__ = ["GroupResult", "StepResult", "simulate_group", "simulate_step"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupResult:
+    """One expert-parallel group."""
+
+    plan: StepPlan
+    """what was planned"""
+    load: StepLoad
+    """the load under the plan's schedule"""
+    times: Times
+    """its price"""
+    timeline: GroupTimeline
+    """how it ran"""
+    free_us: float
+    """the step with the same balance and no overhead"""
+    ideal_us: float
+    """the step with every rank at the mean and no overhead"""
+    ideal_times: Times
+    """its price"""
+    ideal_timeline: GroupTimeline
+    """how that ran"""
+    memory: dict[str, float]
+    """bytes on the rank that needs most"""
+    ideal_memory: dict[str, float]
+    """the same, if every rank were at the mean"""
+    copy_bytes: float
+    """weights and gradients of copies, all ranks"""
+    migration_bytes: float
+    """homes that moved"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepResult:
+    """One planner's step."""
+
+    planner: str
+    """its name"""
+    groups: list[GroupResult]
+    """by data-parallel group"""
+    num_tokens: int
+    """tokens of the step, all groups"""
+
+    @property
+    def step_s(self) -> float:
+        """The slowest group."""
+        return max(group.timeline.step_us for group in self.groups) * 1e-6
+
+    @property
+    def ideal_s(self) -> float:
+        """The slowest group, were all its ranks at the mean."""
+        return max(group.ideal_us for group in self.groups) * 1e-6
+
+    @property
+    def exposed_s(self) -> float:
+        """What planning, copies, moves and exchanged counts add to the step."""
+        return self.step_s - max(group.free_us for group in self.groups) * 1e-6
+
+    def imbalances(self) -> NDArray[np.float64]:
+        """Of every layer and micro-batch of every group."""
+        return np.concatenate([imbalance(group.plan.rank_load(group.load)).ravel() for group in self.groups])
+
+
+def simulate_step(
+    problems: Sequence[StepProblem], planner: Planner, pricing: Pricing, *, window: int | None = None
+) -> StepResult:
+    """Run the step of all groups; `window` is the micro-batch to record, None for the one that waits most."""
+    return StepResult(
+        planner=planner.name,
+        groups=[simulate_group(problem, planner, pricing, window=window) for problem in problems],
+        num_tokens=sum(_num_tokens(problem) for problem in problems),
+    )
+
+
+def _num_tokens(problem: StepProblem) -> int:
+    assert problem.sequences is not None
+    return int(problem.sequences.length_of_sequence.sum())
+
+
+def simulate_group(
+    problem: StepProblem, planner: Planner, pricing: Pricing, *, window: int | None = None
+) -> GroupResult:
+    """Plan and run one group."""
+    assert problem.sequences is not None
+    plan = planner.plan(problem)
+    load = problem.load_under(plan.schedule)
+    schedule = plan.schedule or problem.schedule
+    assert isinstance(schedule, Schedule)
+    cells = cell_work(problem.sequences.length_of_sequence, schedule, problem.cluster)
+    same = plan.stages[Stage.RECOMPUTE] is plan.stages[Stage.UPDATE]
+    update = stage_work(plan, load, Stage.UPDATE)
+    work = {Stage.RECOMPUTE: update if same else stage_work(plan, load, Stage.RECOMPUTE), Stage.UPDATE: update}
+    moves = layer_moves(plan)
+    timing = timing_of(planner)
+    times = price(
+        pricing, plan, work, moves, cells,
+        timing=timing, online_us=online_us_of(planner), num_sequences=problem.sequences.num_sequences,
+    )  # fmt: skip
+    if window is None:
+        window = int(imbalance(update.rows_LMR).mean(axis=0).argmax())
+    ideal_times = ideal(pricing, times, work)
+    even = run_group(ideal_times, pricing.setting, window=window)
+    return GroupResult(
+        plan=plan,
+        load=load,
+        times=times,
+        timeline=run_group(times, pricing.setting, window=window),
+        free_us=run_group(times.without_overhead(), pricing.setting).step_us,
+        ideal_us=even.step_us,
+        ideal_times=ideal_times,
+        ideal_timeline=even,
+        memory=_memory(pricing, plan, moves, timing, cells, update, problem.spare_slots),
+        ideal_memory=_memory(pricing, None, moves, timing, cells, update, 0),
+        copy_bytes=_copy_bytes(pricing, plan),
+        migration_bytes=float(plan.migration.num_moves * pricing.model.expert_home_bytes),
+    )
+
+
+def _copy_bytes(pricing: Pricing, plan: StepPlan) -> float:
+    """Flash copies: fetched forward, fetched anew for the backward pass, gradients back; standing ones once a step."""
+    model, setting = pricing.model, pricing.setting
+    recompute = plan.stages[Stage.RECOMPUTE].num_copies * setting.recompute_stage
+    update = plan.stages[Stage.UPDATE].num_copies
+    flash = (recompute + 2 * update) * model.expert_bytes + update * model.expert_gradient_bytes
+    standing = plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) * setting.optimizer_steps
+    return float(flash + standing)
+
+
+def _memory(
+    pricing: Pricing,
+    plan: StepPlan | None,
+    moves: LayerMoves,
+    timing: Timing,
+    cells: CellWork,
+    work: StageWork,
+    spare_slots: int,
+) -> dict[str, float]:
+    """The memory of a plan, or of perfect balance without one."""
+    model, setting, cluster = pricing.model, pricing.setting, pricing.cluster
+    slots = 0
+    if plan is not None and plan.stages[Stage.UPDATE].num_copies:
+        problem = plan.stages[Stage.UPDATE].problem_of_copy() * cluster.num_ranks
+        most = int(np.bincount(problem + plan.stages[Stage.UPDATE].rank).max())
+        buffers = 1 if timing is Timing.ONLINE else 1 + setting.prefetch_depth
+        slots = max(most, spare_slots) * buffers
+    need = MemoryNeed(
+        layers=-(-model.num_layers // setting.pipeline_stages),
+        experts_at_home=model.num_experts // cluster.num_ranks,
+        dense_replicas=cluster.num_ranks * setting.data_parallel,
+        expert_replicas=setting.data_parallel,
+        slots_in_flight=slots,
+        standing_copies=0 if plan is None else -(-int(moves.standing_of_rank.max()) // setting.pipeline_stages),
+        micro_batches_in_flight=min(setting.pipeline_stages, len(cells.tokens_MR)),
+        activation_recompute=setting.activation_recompute,
+    )
+    tokens, rows = cells.tokens_MR, work.rows_LMR
+    if plan is None:
+        tokens, rows = tokens.mean(axis=1, keepdims=True), rows.mean(axis=2, keepdims=True)
+    return memory_need(model, need, tokens, rows)

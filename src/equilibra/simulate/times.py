@@ -1,0 +1,277 @@
+"""Times: the work of a plan, priced by a model and a machine.
+
+Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is recompute forward, update forward or update backward
+(`measure.run.PASSES`). All times are microseconds. `ideal` is the same step with experts and their traffic at the mean
+on every rank, and nothing to copy, plan or exchange: no plan with this schedule and traffic gets below it, since every
+price is convex in what a rank does. `without_overhead` keeps the balance of the plan and drops what it costs to have
+it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.model import MoEModel
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.schedule import Schedule
+from equilibra.cost.compute import ATTENTION_BACKWARD
+from equilibra.cost.hardware import Hardware
+from equilibra.plan.planner import Timing
+from equilibra.simulate.setting import CopyPath, RunSetting
+from equilibra.simulate.work import LayerMoves, StageWork
+
+__all__ = ["CellWork", "Pricing", "Times", "cell_work", "ideal", "price"]
+
+PERMUTED = 4
+"""times a row is read or written to be put in order, on its source and on the rank that computes it"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CellWork:
+    """What a rank does for its own tokens."""
+
+    tokens_MR: NDArray[np.float64]
+    """[M, R] tokens"""
+    squares_MR: NDArray[np.float64]
+    """[M, R] sum of squared lengths of their sequences, in the rank's share"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Times:
+    """Everything the timeline needs."""
+
+    attention_us: NDArray[np.float64]
+    """[2, M, R] attention and dense parts of one layer, forward and backward"""
+    outer_us: NDArray[np.float64]
+    """[2, M, R] parts outside the MoE layers, forward and backward"""
+    experts_us: NDArray[np.float64]
+    """[passes, L, M, R]"""
+    slowed_us: NDArray[np.float64]
+    """[passes, L, M, R] by which hidden copies slow the rank's compute"""
+    inside_us: NDArray[np.float64]
+    """[stages, L, M, R] one dispatch or combine on the links inside a node"""
+    across_us: NDArray[np.float64]
+    """[stages, L, M, R] the same across nodes"""
+    flash_us: NDArray[np.float64]
+    """[stages, L, M, N] flash copies on the busiest rank of a node"""
+    flash_return_us: NDArray[np.float64]
+    """[L, M, N] their gradients"""
+    setup_inside_us: NDArray[np.float64]
+    """[2, L] once-a-step copies and moves on links inside a node: before the first optimizer step, before later ones"""
+    setup_across_us: NDArray[np.float64]
+    """[2, L] the same across nodes"""
+    return_inside_us: NDArray[np.float64]
+    """[L] gradients of standing copies, inside a node"""
+    return_across_us: NDArray[np.float64]
+    """[L] the same across nodes"""
+    reduce_us: float
+    """gradients of one layer summed over data-parallel replicas: everybody has this"""
+    plan_ready_us: NDArray[np.float64]
+    """[L] when each layer's plan is there"""
+    latency_us: float
+    """of one all-to-all"""
+    counts_us: float
+    """of finding out sizes and planning in every layer, 0 if they are known"""
+    exposed_copies: bool
+    """whether flash copies start only after the router (online planners)"""
+    optimizer_us: float
+    """one optimizer step"""
+    hop_us: NDArray[np.float64]
+    """[M] a micro-batch from one pipeline stage to the next"""
+    host_path: tuple[bool, bool]
+    """whether flash copies of the recompute and the update stage come over the host link"""
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """(L, M, R, N)."""
+        return (*self.experts_us.shape[1:], self.flash_us.shape[3])
+
+    def without_overhead(self) -> Times:
+        """The same balance, for free."""
+        free = {
+            name: np.zeros_like(getattr(self, name))
+            for name in ("slowed_us", "flash_us", "flash_return_us", "setup_inside_us", "setup_across_us",
+                         "return_inside_us", "return_across_us", "plan_ready_us")
+        }  # fmt: skip
+        return replace(self, **free, counts_us=0.0)
+
+
+def cell_work(lengths: NDArray[np.int64], schedule: Schedule, cluster: Cluster) -> CellWork:
+    """Tokens and squared lengths of every rank under a schedule."""
+    shape, width = (schedule.num_micro_batches, cluster.num_ranks), schedule.ranks_per_sequence
+    tokens, squares = np.zeros(shape), np.zeros(shape)
+    for part in range(width):
+        where = (schedule.micro_batch_of_sequence, schedule.rank_of_sequence + part)
+        np.add.at(tokens, where, lengths / width)
+        np.add.at(squares, where, lengths.astype(np.float64) ** 2 / width)
+    return CellWork(tokens_MR=tokens, squares_MR=squares)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pricing:
+    """What turns work into times."""
+
+    model: MoEModel
+    """shapes"""
+    hardware: Hardware
+    """speeds"""
+    cluster: Cluster
+    """the expert-parallel group"""
+    setting: RunSetting
+    """how the step is run"""
+
+    @property
+    def row_bytes(self) -> int:
+        """What one pair weighs on a link."""
+        return self.model.hidden * self.model.weight_bytes
+
+    def attention_us(self, cells: CellWork) -> NDArray[np.float64]:
+        """[2, M, R] one layer without its experts."""
+        model, machine = self.model, self.hardware
+        permuted = cells.tokens_MR * (model.top_k * self.row_bytes * PERMUTED * 1e-3 / machine.hbm_gb_per_s)
+        dense = cells.tokens_MR * (2e-6 * model.dense_parameters / machine.dense_tflops)
+        pairs = cells.squares_MR * (2e-6 * model.attention_width * model.quadratic_share)
+        forward = dense + permuted + pairs / machine.attention_tflops
+        backward = 2 * dense + permuted + pairs * (ATTENTION_BACKWARD / machine.attention_backward_tflops)
+        return np.stack([forward, backward])
+
+    def outer_us(self, cells: CellWork) -> NDArray[np.float64]:
+        """[2, M, R] dense layers and the output head."""
+        forward = cells.tokens_MR * (2e-6 * self.model.outer_parameters / self.hardware.dense_tflops)
+        return np.stack([forward, 2 * forward])
+
+    def experts_us(self, work: StageWork, *, backward: bool) -> NDArray[np.float64]:
+        """[L, M, R] the experts, with putting their rows in order."""
+        law = self.hardware.experts_backward if backward else self.hardware.experts_forward
+        products = work.rows_LMR * law.row_us(self.model, backward=backward)
+        weights = work.instances_LMR * law.instance_us(self.model)
+        permuted = work.rows_LMR * (self.row_bytes * PERMUTED * 1e-3 / self.hardware.hbm_gb_per_s)
+        return law.fixed_us + np.maximum(products, weights) + permuted
+
+    def reduce_us(self) -> float:
+        """Gradients of one layer summed over replicas, and weights back: what the slower link takes."""
+        model, machine, cluster = self.model, self.hardware, self.cluster
+        replicas = cluster.num_ranks * self.setting.data_parallel
+        share = (replicas - 1) / replicas
+        dense = model.dense_parameters * (model.gradient_bytes + model.weight_bytes) * share
+        us = dense * 1e-3 / machine.nvlink_gb_per_s
+        if cluster.num_nodes * self.setting.data_parallel > 1:
+            us = max(us, dense * 1e-3 / (cluster.ranks_per_node * machine.nic_gb_per_s))
+        groups = self.setting.data_parallel
+        if groups > 1:
+            homes = model.num_experts / cluster.num_ranks * model.expert_parameters
+            experts = homes * (model.gradient_bytes + model.weight_bytes) * (groups - 1) / groups
+            us += experts * 1e-3 / machine.nic_gb_per_s
+        return us
+
+    def optimizer_us(self) -> float:
+        """One optimizer step: gradients and state read, state and weights written."""
+        model, setting = self.model, self.setting
+        layers = -(-model.num_layers // setting.pipeline_stages)
+        homes = layers * model.num_experts / self.cluster.num_ranks * model.expert_parameters
+        dense = layers * model.dense_parameters + model.outer_parameters + model.embedding_parameters
+        weights = homes / setting.data_parallel + dense / (self.cluster.num_ranks * setting.data_parallel)
+        moved = weights * (model.gradient_bytes + 2 * model.state_bytes + model.weight_bytes)
+        return moved * 1e-3 / self.hardware.hbm_gb_per_s
+
+    def plan_ready_us(self, num_micro_batches: int, num_sequences: int) -> NDArray[np.float64]:
+        """[L] when layers are planned by the node's processors, in order; fitted to `equilibra bench planner`."""
+        ranks, experts = self.cluster.num_ranks, self.model.num_experts
+        layer_us = num_micro_batches * (250 + 0.1 * ranks * experts * (1 + ranks / 256))
+        wave = np.arange(self.model.num_layers) // self.hardware.planner_cores + 1
+        return np.asarray(60.0 * num_sequences + wave * layer_us, np.float64)
+
+
+def price(
+    pricing: Pricing,
+    plan: StepPlan,
+    work: dict[Stage, StageWork],
+    moves: LayerMoves,
+    cells: CellWork,
+    *,
+    timing: Timing,
+    online_us: float,
+    num_sequences: int,
+) -> Times:
+    """The times of one plan."""
+    model, machine, setting = pricing.model, pricing.hardware, pricing.setting
+    group, row_us = pricing.cluster.ranks_per_node, pricing.row_bytes * 1e-3
+    stages = [work[stage] for stage in Stage]
+    passes = [(stages[0], False), (stages[1], False), (stages[1], True)]
+    weight_us = model.expert_bytes * 1e-3 / machine.flash_gb_per_s
+    gradient_us = model.expert_gradient_bytes * 1e-3 / machine.flash_gb_per_s
+    lost_us = 0.0 if timing is Timing.ONLINE else 1e-3 / machine.copy_loss_gb_per_s
+    slowed = np.stack([of.flash_LMR for of, _ in passes])
+    slowed[:2] *= lost_us * model.expert_bytes
+    slowed[2] *= lost_us * (model.expert_bytes + model.expert_gradient_bytes)
+    host = tuple(path is CopyPath.HOST for path in (setting.recompute_path, setting.update_path))
+    copy_us = [model.expert_bytes * 1e-3 / machine.host_link_gb_per_s if of_host else weight_us for of_host in host]
+
+    def by_node(flash_LMR: NDArray[np.float64]) -> NDArray[np.float64]:
+        shape = (*flash_LMR.shape[:2], -1, group)
+        busiest: NDArray[np.float64] = flash_LMR.reshape(shape).max(axis=3)
+        return busiest
+
+    def once(inside: NDArray[np.float64], across: NDArray[np.float64], size: int) -> NDArray[np.float64]:
+        return np.stack([inside / machine.nvlink_gb_per_s, across / machine.nic_gb_per_s]) * (size * 1e-3)
+
+    standing = once(moves.standing_inside_L, moves.standing_across_L, model.expert_bytes)
+    moved = once(moves.moved_inside_L, moves.moved_across_L, model.expert_home_bytes)
+    back = once(moves.standing_inside_L, moves.standing_across_L, model.expert_gradient_bytes)
+    several = pricing.cluster.num_nodes > 1
+    num_layers, num_micro_batches = plan.num_layers, plan.num_micro_batches
+    ahead = timing is Timing.AHEAD
+    return Times(
+        attention_us=pricing.attention_us(cells),
+        outer_us=pricing.outer_us(cells),
+        experts_us=np.stack([pricing.experts_us(of, backward=backward) for of, backward in passes]),
+        slowed_us=slowed,
+        inside_us=np.stack([of.inside_LMR for of in stages]) * (row_us / machine.nvlink_gb_per_s),
+        across_us=np.stack([of.across_LMR for of in stages]) * (row_us / machine.nic_gb_per_s),
+        flash_us=np.stack([by_node(of.flash_LMR) * us for of, us in zip(stages, copy_us, strict=True)]),
+        flash_return_us=by_node(stages[1].flash_LMR) * gradient_us,
+        setup_inside_us=np.stack([standing[0] + moved[0], standing[0]]),
+        setup_across_us=np.stack([standing[1] + moved[1], standing[1]]),
+        return_inside_us=back[0],
+        return_across_us=back[1],
+        reduce_us=pricing.reduce_us(),
+        plan_ready_us=pricing.plan_ready_us(num_micro_batches, num_sequences) if ahead else np.zeros(num_layers),
+        latency_us=machine.nic_latency_us if several else machine.nvlink_latency_us,
+        counts_us=0.0 if ahead else machine.counts_us + online_us,
+        exposed_copies=timing is Timing.ONLINE,
+        optimizer_us=pricing.optimizer_us(),
+        hop_us=machine.nic_latency_us + cells.tokens_MR.max(axis=1) * (row_us / machine.nic_gb_per_s),
+        host_path=(host[0], host[1]),
+    )
+
+
+def ideal(pricing: Pricing, times: Times, work: dict[Stage, StageWork]) -> Times:
+    """The same schedule with experts and their traffic even over all ranks, and nothing to copy, plan or exchange."""
+    row_us, machine = pricing.row_bytes * 1e-3, pricing.hardware
+    homes = pricing.model.num_experts / pricing.cluster.num_ranks
+    even = [_even(work[stage], homes) for stage in Stage]
+    passes = [(even[0], False), (even[1], False), (even[1], True)]
+    return replace(
+        times.without_overhead(),
+        experts_us=np.stack([pricing.experts_us(of, backward=backward) for of, backward in passes]),
+        inside_us=np.stack([of.inside_LMR for of in even]) * (row_us / machine.nvlink_gb_per_s),
+        across_us=np.stack([of.across_LMR for of in even]) * (row_us / machine.nic_gb_per_s),
+        exposed_copies=False,
+    )
+
+
+def _even(work: StageWork, homes: float) -> StageWork:
+    def same(values: NDArray[np.float64]) -> NDArray[np.float64]:
+        return np.repeat(values, work.rows_LMR.shape[2], axis=2)
+
+    return replace(
+        work,
+        rows_LMR=same(work.rows_LMR.mean(axis=2, keepdims=True)),
+        instances_LMR=np.full_like(work.rows_LMR, homes),
+        inside_LMR=same(work.mean_inside_LM[:, :, None]),
+        across_LMR=same(work.mean_across_LM[:, :, None]),
+    )
