@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from equilibra.core.atomic import atomic_file
 from equilibra.core.cluster import Cluster
 from equilibra.core.model import MODELS
 from equilibra.core.plan import Stage
@@ -22,7 +23,7 @@ from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.plan.step import Equilibra
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 
-__all__ = ["growth", "whole_step"]
+__all__ = ["growth", "plot_growth", "whole_step"]
 
 Row = dict[str, Any]
 
@@ -103,3 +104,34 @@ def _step_row(
         "standing_per_layer": plan.standing.num_copies / layers, "moves": plan.migration.num_moves,
         "peak_memory_mb": _peak_mb(), "input_memory_mb": input_mb,
     }  # fmt: skip
+
+
+def plot_growth(sections: dict[str, list[Row]], folder: Path) -> None:
+    """Planning time against ranks, experts and layers, where it was measured."""
+    if "growth" not in sections:
+        return
+    import matplotlib as mpl  # noqa: PLC0415
+
+    mpl.use("Agg")
+    from matplotlib import pyplot as plt  # noqa: PLC0415
+
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
+    for axis, what in zip(axes, ("ranks", "experts", "layers"), strict=True):
+        time = "seconds" if what == "layers" else "ms_per_layer"
+        points = sorted((row[what], row[time]) for row in sections["growth"] if row["grows"] == what)
+        sizes, times = zip(*points, strict=True)
+        axis.loglog(sizes, times, "o-", color="#2a6f97")
+        axis.set_xticks(sizes, [str(size) for size in sizes])
+        axis.minorticks_off()
+        for size, value in points:
+            axis.annotate(f"{value:.2g}" if value < 10 else f"{value:.0f}", (size, value), xytext=(0, 6),
+                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
+        axis.margins(y=0.15)
+        axis.yaxis.set_major_formatter("{x:g}")
+        axis.set_xlabel(what)
+        axis.set_ylabel("seconds per step" if what == "layers" else "milliseconds per layer")
+        axis.grid(visible=True, alpha=0.25)
+    figure.suptitle("Planning time, measured on two cores")
+    with atomic_file(folder / "planner-growth.png", overwrite=True) as part:
+        figure.savefig(part, format="png", dpi=110)
+    plt.close(figure)
