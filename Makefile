@@ -21,8 +21,8 @@ $(READY): pyproject.toml constraints.txt
 setup: $(READY) ## create .venv and install the package with everything the tests need
 
 .PHONY: run
-run: $(READY) ## plan a synthetic RL step and show it before and after
-	@$(BIN)/equilibra demo
+run: $(READY) ## simulate a synthetic RL step under every planner and write report.html
+	@$(BIN)/equilibra simulate --nodes 4 --report report.html --overwrite
 
 .PHONY: lint
 lint: $(READY) ## ruff, mypy --strict, import-linter
@@ -47,8 +47,9 @@ test-all: lint chromium ## the same and the slow proofs
 	$(BIN)/pytest -n 2
 
 .PHONY: bench
-bench: $(READY) ## measure the planner into benchmarks/results (set EQUILIBRA_TRACES for the sections on real routing)
+bench: $(READY) ## measure the planner and simulate the papers' tables into benchmarks/results (EQUILIBRA_TRACES: real routing)
 	$(BIN)/equilibra bench planner --output benchmarks/results
+	$(BIN)/equilibra bench paper --output benchmarks/results
 
 .PHONY: clean
 clean: ## remove the environment and caches

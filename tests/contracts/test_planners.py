@@ -9,18 +9,22 @@ import pytest
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.model import model_named
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.core.schedule import Schedule
-from equilibra.cost.rates import Rates
+from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan import bounds
 from equilibra.plan.planner import (
     StepProblem,
+    Timing,
+    online_us_of,
     planner_named,
     planner_names,
     register,
     respects_nodes,
     respects_slots,
+    timing_of,
 )
 from equilibra.plan.step import Equilibra
 
@@ -156,6 +160,47 @@ def test_every_plan_is_complete_and_within_its_limits(name: str, problem: StepPr
             np.testing.assert_array_equal(node_of_rank[copies.rank], node_of_rank[copies.origin])
     assert not respects_slots(planner) or within_slots(plan, problem)
     assert plan.previous == problem.home_now
+
+
+@every_planner
+@pytest.mark.parametrize("model", ["qwen3-30b-a3b", "gpt-oss-20b"])
+@pytest.mark.parametrize(("num_nodes", "ranks_per_node"), [(2, 4), (4, 2), (3, 4)])
+def test_plans_with_a_models_costs_are_complete_too(name: str, model: str, num_nodes: int, ranks_per_node: int) -> None:
+    """Where traffic and copies cost something, planners that weigh them go other ways."""
+    rng = np.random.default_rng(num_nodes)
+    cluster = Cluster(num_nodes=num_nodes, ranks_per_node=ranks_per_node)
+    popularity = rng.pareto(1.2, (1, 2, 24, 1)) + 0.02
+    noise = rng.gamma(2.0, 0.5, (3, 1, 24, cluster.num_ranks))
+    tokens = rng.poisson(300 * popularity / popularity.mean() * noise).astype(np.int32)
+    problem = StepProblem(
+        cluster=cluster, given_load=StepLoad(tokens_MLER=tokens), spare_slots=2, standing_slots=2,
+        history_LE=tokens.sum(axis=(0, 3), dtype=np.int64), rates=rates_for(model_named(model), num_nodes=num_nodes),
+    )  # fmt: skip
+    planner = planner_named(name)
+    plan = planner.plan(problem)
+    plan.check(problem.load, spare_slots=2 if respects_slots(planner) else None)
+    for stage in Stage:
+        copies = plan.stages[stage]
+        assert (copies.tokens_FR.sum(axis=1) > 0).all(), "a flash copy that serves nobody"
+        assert (plan.rank_load(problem.load, stage).max(axis=2) >= plan.bound_LM).all()
+        if respects_nodes(planner):
+            node_of_rank = cluster.node_of_rank()
+            np.testing.assert_array_equal(node_of_rank[copies.rank], node_of_rank[copies.origin])
+    assert not respects_slots(planner) or within_slots(plan, problem)
+    if name == "equilibra":
+        plan.check(problem.load, spare_slots=2, standing_slots=2)
+        assert plan.stages[Stage.UPDATE].num_copies > 0
+        assert planner.plan(problem).digest == plan.digest
+
+
+def test_planners_say_when_they_decide() -> None:
+    assert {name: timing_of(planner_named(name)).value for name in planner_names()} == {
+        "static": "fixed", "eplb-history": "fixed", "eplb-oracle": "fixed", "lpt": "fixed", "lplb": "online",
+        "ultraep": "online", "llep": "online", "balanced": "ahead", "equilibra": "ahead",
+    }  # fmt: skip
+    for name in planner_names():
+        planner = planner_named(name)
+        assert (online_us_of(planner) > 0) <= (timing_of(planner) is Timing.ONLINE), "only online planners take time"
 
 
 def test_a_step_without_tokens_has_no_gap() -> None:

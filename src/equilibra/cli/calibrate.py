@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _measurements(path: Path) -> list[dict[str, Any]]:
+    from equilibra.core.cluster import Cluster
     from equilibra.core.model import MoEModel
     from equilibra.cost.calibrate import measurements_of_run
     from equilibra.cost.files import read_table
@@ -76,11 +77,12 @@ def _measurements(path: Path) -> list[dict[str, Any]]:
         raise InputError(f"{path} is {loaded.about.get('kind', 'of unknown kind')}: only measured runs can be fitted")
     try:
         model = MoEModel(**loaded.about["model"])
-        ranks = loaded.about["cluster"]["num_nodes"] * loaded.about["cluster"]["ranks_per_node"]
+        cluster = Cluster(**loaded.about["cluster"])
     except (KeyError, TypeError) as error:
         raise InputError(f"{path}: run.json does not say which model ran on which cluster ({error})") from error
+    experts = cluster.experts_per_rank(model.num_experts)
     return [
         one
         for record in loaded.planners.values()
-        for one in measurements_of_run(model, record.events, experts_per_rank=model.num_experts // ranks)
+        for one in measurements_of_run(model, record.events, experts_per_rank=experts)
     ]

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import equilibra
-from equilibra.cli import bench, calibrate, demo, plan, report, simulate, trace
+from equilibra.cli import bench, calibrate, plan, report, simulate, trace
 from equilibra.core.errors import EquilibraError, InputError
 
 __all__ = ["main"]
@@ -23,7 +23,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (demo, simulate, report, plan, trace, calibrate, bench):
+    for command in (simulate, report, plan, trace, calibrate, bench):
         command.add_parser(commands)
     parsed = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, _interrupt)  # ends like Ctrl-C: nothing half-written stays

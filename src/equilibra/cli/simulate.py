@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from equilibra.core.load import SequenceLoad
     from equilibra.core.model import MoEModel
     from equilibra.measure.run import Run
+    from equilibra.simulate.entry import Answer
     from equilibra.trace.routing import Recording
 
 __all__ = ["add_parser"]
@@ -115,7 +116,7 @@ def run(arguments: argparse.Namespace) -> int:
     keep = any((arguments.output, arguments.report, arguments.perfetto))
     answer = simulate(question, about=about, keep_records=keep, tell=progress.step)
     progress.close()
-    _write(answer, arguments)
+    _write(answer.run, arguments)
     _print(answer, as_json=arguments.json)
     return 0
 
@@ -192,29 +193,27 @@ def _input(path: str, recording: Recording) -> dict[str, Any]:
     return entry
 
 
-def _write(answer: Run, arguments: argparse.Namespace) -> None:
+def _write(run: Run, arguments: argparse.Namespace) -> None:
     from equilibra.measure.run import save_run
     from equilibra.report.page import write_report
     from equilibra.report.perfetto import write_perfetto
 
     if arguments.output:
-        save_run(answer, arguments.output, overwrite=arguments.overwrite)
+        save_run(run, arguments.output, overwrite=arguments.overwrite)
         print(f"wrote {arguments.output}", file=sys.stderr)
     if arguments.report:
-        write_report(answer, Path(arguments.report), overwrite=arguments.overwrite)
+        write_report(run, Path(arguments.report), overwrite=arguments.overwrite)
         print(f"wrote {arguments.report}: open it in a browser", file=sys.stderr)
     if arguments.perfetto:
-        write_perfetto(answer, Path(arguments.perfetto), overwrite=arguments.overwrite)
+        write_perfetto(run, Path(arguments.perfetto), overwrite=arguments.overwrite)
         print(f"wrote {arguments.perfetto}: open it in ui.perfetto.dev", file=sys.stderr)
 
 
-def _print(answer: Run, *, as_json: bool) -> None:
-    about = answer.about
-    metrics = about["metrics"]
+def _print(answer: Answer, *, as_json: bool) -> None:
+    about, metrics = answer.run.about, answer.metrics
     if as_json:
-        named = {key: value for key, value in about.items() if key != "metrics"}
-        named["model"], named["hardware"] = about["model"]["name"], about["hardware"]["name"]
-        print(json.dumps({**named, "planners": metrics}))
+        short = {"model": about["model"]["name"], "hardware": about["hardware"]["name"]}
+        print(json.dumps({**about, **short, "planners": metrics}))
         return
     cluster, model = about["cluster"], about["model"]
     names = ", ".join(entry["name"] for entry in about["inputs"])

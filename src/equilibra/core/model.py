@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from equilibra.core.errors import InputError
 
-__all__ = ["MODELS", "MoEModel", "model_named"]
+__all__ = ["MODELS", "Heads", "Latent", "MoEModel", "model_named", "moe_model"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +85,7 @@ class MoEModel:
         return self.expert_parameters * (self.weight_bytes + self.state_bytes)
 
 
-class _Latent(NamedTuple):
+class Latent(NamedTuple):
     """Multi-head latent attention: keys and values from a small common vector, queries too if query_rank is not 0."""
 
     query_rank: int
@@ -96,16 +96,18 @@ class _Latent(NamedTuple):
     value: int = 128
 
     def width(self) -> int:
+        """Heads x head size, mean of the query-key and the value side."""
         return self.heads * (self.plain + self.rotary + self.value) // 2
 
     def parameters(self, hidden: int) -> int:
+        """Weights of one layer's attention."""
         query = self.heads * (self.plain + self.rotary)
         into = self.query_rank * (hidden + query) if self.query_rank else hidden * query
         latent = hidden * (self.rank + self.rotary) + self.rank * self.heads * (self.plain + self.value)
         return into + latent + self.heads * self.value * hidden
 
 
-class _Heads(NamedTuple):
+class Heads(NamedTuple):
     """Attention with fewer key-value heads than query heads."""
 
     heads: int
@@ -113,23 +115,25 @@ class _Heads(NamedTuple):
     key_value_heads: int
 
     def width(self) -> int:
+        """Heads x head size."""
         return self.heads * self.size
 
     def parameters(self, hidden: int) -> int:
+        """Weights of one layer's attention."""
         return 2 * hidden * self.size * (self.heads + self.key_value_heads)
 
 
-def _model(
+def moe_model(
     name: str,
     shape: tuple[int, int, int, int, int],
-    attention: _Heads | _Latent,
+    attention: Heads | Latent,
     *,
     vocabulary: int,
     shared_ffn: int = 0,
     dense: tuple[int, int] = (0, 0),
     quadratic_share: float = 1.0,
 ) -> MoEModel:
-    """A preset; shape is (MoE layers, hidden, expert FFN, experts, top-k), dense is (layers, FFN)."""
+    """A model: shape is (MoE layers, hidden, expert FFN, experts, top-k), dense is (layers, FFN)."""
     layers, hidden, ffn, experts, top_k = shape
     of_attention = attention.parameters(hidden)
     dense_layers, dense_ffn = dense
@@ -147,20 +151,20 @@ def _model(
 MODELS: dict[str, MoEModel] = {
     model.name: model
     for model in (
-        _model("qwen3-30b-a3b", (48, 2048, 768, 128, 8), _Heads(32, 128, 4), vocabulary=151_936),
-        _model("qwen3-235b-a22b", (94, 4096, 1536, 128, 8), _Heads(64, 128, 4), vocabulary=151_936),
-        _model("deepseek-v3", (58, 7168, 2048, 256, 8), _Latent(1536, 128), vocabulary=129_280, shared_ffn=2048,
+        moe_model("qwen3-30b-a3b", (48, 2048, 768, 128, 8), Heads(32, 128, 4), vocabulary=151_936),
+        moe_model("qwen3-235b-a22b", (94, 4096, 1536, 128, 8), Heads(64, 128, 4), vocabulary=151_936),
+        moe_model("deepseek-v3", (58, 7168, 2048, 256, 8), Latent(1536, 128), vocabulary=129_280, shared_ffn=2048,
                dense=(3, 18_432)),
-        _model("kimi-k2", (60, 7168, 2048, 384, 8), _Latent(1536, 64), vocabulary=163_840, shared_ffn=2048,
+        moe_model("kimi-k2", (60, 7168, 2048, 384, 8), Latent(1536, 64), vocabulary=163_840, shared_ffn=2048,
                dense=(1, 18_432)),
-        _model("glm-4.5-air", (45, 4096, 1408, 128, 8), _Heads(96, 128, 8), vocabulary=151_552, shared_ffn=1408,
+        moe_model("glm-4.5-air", (45, 4096, 1408, 128, 8), Heads(96, 128, 8), vocabulary=151_552, shared_ffn=1408,
                dense=(1, 10_944)),
-        _model("gpt-oss-20b", (24, 2880, 2880, 32, 4), _Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
-        _model("gpt-oss-120b", (36, 2880, 2880, 128, 4), _Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
-        _model("olmoe", (16, 2048, 1024, 64, 8), _Heads(16, 128, 16), vocabulary=50_304),
-        _model("moonlight", (26, 2048, 1408, 64, 6), _Latent(0, 16), vocabulary=163_840, shared_ffn=2 * 1408,
+        moe_model("gpt-oss-20b", (24, 2880, 2880, 32, 4), Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
+        moe_model("gpt-oss-120b", (36, 2880, 2880, 128, 4), Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
+        moe_model("olmoe", (16, 2048, 1024, 64, 8), Heads(16, 128, 16), vocabulary=50_304),
+        moe_model("moonlight", (26, 2048, 1408, 64, 6), Latent(0, 16), vocabulary=163_840, shared_ffn=2 * 1408,
                dense=(1, 11_264)),
-        _model("qwen3-next", (48, 2048, 512, 512, 10), _Heads(32, 128, 16), vocabulary=151_936, shared_ffn=512,
+        moe_model("qwen3-next", (48, 2048, 512, 512, 10), Heads(32, 128, 16), vocabulary=151_936, shared_ffn=512,
                quadratic_share=0.25),
     )
 }  # fmt: skip

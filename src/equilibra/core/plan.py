@@ -212,6 +212,8 @@ class StepPlan:
     def digest(self) -> str:
         """A hash of every decision: ranks compare it before they use the plan."""
         state = sha256(f"{self.planner} {self.cluster} {self.shape}".encode())
+        if self.schedule is not None and self.schedule.ranks_per_sequence > 1:
+            state.update(f"{self.schedule.ranks_per_sequence} ranks per sequence".encode())
         for array in self.arrays().values():
             state.update(f"{array.dtype} {array.shape}".encode())
             state.update(np.ascontiguousarray(array).data)

@@ -207,7 +207,7 @@ def _check(measurements: Sequence[Measurement]) -> None:
     need = {"experts": ("hidden", "expert_ffn", "instances", "rows"), "dense": ("flop",), "attention": ("flop",),
             "hidden_copy": ("bytes", "us_alone"), "counts": ()}  # fmt: skip
     for number, m in enumerate(measurements):
-        if not isinstance(m, dict) or m.get("kind") not in NAMED:
+        if not isinstance(m, dict) or str(m.get("kind")) not in NAMED:
             raise InputError(f"measurement {number} has no known kind; use one of {', '.join(sorted(NAMED))}: {m!r}")
         for key in (*need.get(m["kind"], ("bytes",)), "us"):
             value = m.get(key)

@@ -45,10 +45,13 @@ class ExpertLaw:
     def __post_init__(self) -> None:
         for name in ("fixed_us", "weight_gb_per_s", "row_gb_per_s", "tflops"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not isfinite(value) or value < 0:
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value < 0:
                 raise InputError(f"{name} must be a number from 0 on, not {value!r}")
-        if any(not isinstance(value, (int, float)) or not 0.1 < value < 10 for value in self.factor_of_shape.values()):
-            raise InputError(f"factors of shapes must be from 0.1 to 10: {self.factor_of_shape}")
+        factors = self.factor_of_shape
+        if not isinstance(factors, dict) or not all(
+            isinstance(value, (int, float)) and 0.1 < value < 10 for value in factors.values()
+        ):
+            raise InputError(f"factor_of_shape must be a table of numbers from 0.1 to 10, not {factors}")
         if self.row_gb_per_s == 0 and self.tflops == 0:
             raise InputError("rows must cost something: row_gb_per_s or tflops must be above 0")
 

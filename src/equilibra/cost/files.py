@@ -15,7 +15,7 @@ from typing import Any
 
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
-from equilibra.core.model import MODELS, MoEModel, model_named
+from equilibra.core.model import MODELS, Heads, Latent, MoEModel, model_named, moe_model
 from equilibra.cost.compute import ExpertLaw
 from equilibra.cost.hardware import Hardware
 from equilibra.cost.presets import hardware_named, hardware_names
@@ -40,7 +40,7 @@ def load_model(name_or_file: str) -> MoEModel:
             raise InputError(f"{error}, or a .toml or .json file of your own") from None
     table = read_table(Path(name_or_file))
     if "hidden_size" in table:
-        table = _from_hugging_face(table, Path(name_or_file))
+        return _from_hugging_face(table, Path(name_or_file))
     table.setdefault("name", Path(name_or_file).stem)
     return MoEModel(**_checked(table, MoEModel, name_or_file))
 
@@ -123,29 +123,39 @@ def _checked(table: dict[str, Any], kind: type[Any], where: str) -> dict[str, An
     return table
 
 
-def _from_hugging_face(config: dict[str, Any], path: Path) -> dict[str, Any]:
-    """Fields of a model from its Hugging Face configuration."""
+def _from_hugging_face(config: dict[str, Any], path: Path) -> MoEModel:
+    """A model from its Hugging Face configuration."""
 
-    def first(*names: str, default: Any = None) -> Any:  # noqa: ANN401
-        return next((config[name] for name in names if config.get(name) is not None), default)
+    def whole(*names: str, default: int | None = None) -> int:
+        for name in names:
+            if (value := config.get(name)) is not None:
+                if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
+                    raise InputError(f"{path}: {name} must be a whole number from 0 on, not {value!r}")
+                return value
+        if default is None:
+            raise InputError(f"{path} is no configuration of an MoE model: it lacks {names[0]}")
+        return default
 
-    values = {field: first(*names) for field, names in HF_NAMES.items()}
-    missing = [HF_NAMES[field][0] for field, value in values.items() if value is None]
-    if missing or not isinstance(config.get("num_hidden_layers"), int):
-        raise InputError(f"{path} is no configuration of an MoE model: it lacks {missing or 'num_hidden_layers'}")
-    layers = config["num_hidden_layers"] - first("first_k_dense_replace", default=0)
-    heads = first("num_attention_heads", default=1)
-    size = first("head_dim", "v_head_dim", default=values["hidden"] // max(heads, 1))
-    groups = first("num_key_value_heads", default=heads)
-    shared = first("n_shared_experts", default=0) * values["expert_ffn"]
-    vocabulary = first("vocab_size", default=0)
-    return {
-        **values,
-        "name": str(first("model_type", default=path.parent.name)),
-        "num_layers": layers,
-        "attention_width": heads * size,
-        "dense_parameters": values["hidden"]
-        * (2 * size * (heads + groups) + 3 * first("shared_expert_intermediate_size", default=shared)),
-        "outer_parameters": vocabulary * values["hidden"],
-        "embedding_parameters": vocabulary * values["hidden"],
-    }
+    hidden, ffn, experts, top_k = (whole(*HF_NAMES[name]) for name in ("hidden", "expert_ffn", "num_experts", "top_k"))
+    dense_layers, heads = whole("first_k_dense_replace", default=0), whole("num_attention_heads")
+    attention: Heads | Latent = Heads(
+        heads, whole("head_dim", default=hidden // max(heads, 1)), whole("num_key_value_heads", default=heads)
+    )
+    if config.get("kv_lora_rank") is not None:
+        attention = Latent(
+            whole("q_lora_rank", default=0), heads, whole("kv_lora_rank"), whole("qk_nope_head_dim"),
+            whole("qk_rope_head_dim"), whole("v_head_dim"),
+        )  # fmt: skip
+    shared = whole("n_shared_experts", default=0) * ffn
+    quadratic_share = 1 / max(whole("full_attention_interval", default=1), 1)
+    if isinstance(kinds := config.get("layer_types"), list) and kinds:
+        quadratic_share = kinds.count("full_attention") / len(kinds)
+    return moe_model(
+        str(config.get("model_type") or path.resolve().parent.name),
+        (whole("num_hidden_layers") - dense_layers, hidden, ffn, experts, top_k),
+        attention,
+        vocabulary=whole("vocab_size", default=0),
+        shared_ffn=whole("shared_expert_intermediate_size", default=shared),
+        dense=(dense_layers, whole("intermediate_size", default=4 * hidden)),
+        quadratic_share=quadratic_share,
+    )

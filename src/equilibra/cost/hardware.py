@@ -65,8 +65,9 @@ class Hardware:
         rates = [name for name in self.__dataclass_fields__ if name.endswith(("_gb_per_s", "_tflops"))]
         for name in (*rates, "nvlink_latency_us", "nic_latency_us", "counts_us"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or not isfinite(value) or value < (1e-9 if name in rates else 0):
-                raise InputError(f"hardware {self.name}: {name} must be a number above 0, not {value!r}")
+            least = 1e-9 if name in rates else 0
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value < least:
+                raise InputError(f"hardware {self.name}: {name} must be a number from {least} on, not {value!r}")
 
     @property
     def flash_gb_per_s(self) -> float:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import zipfile
+import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,8 @@ FORMAT = "equilibra run"
 VERSION = 1
 PASSES = ("recompute forward", "update forward", "update backward")
 """passes of a step through every layer and micro-batch, in the order of `layer_us_PLM`"""
+DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
+"""what reading a damaged archive raises: the last two where it now claims another version, or a password"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -160,7 +163,7 @@ def load_run(path: Path | str) -> Run:
         about = json.loads((path / "run.json").read_text())
     except OSError as error:
         raise cannot("read", path / "run.json", error) from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: run.json is damaged ({error})") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"cannot read {path}: it is not an {FORMAT}")
@@ -178,11 +181,24 @@ def load_run(path: Path | str) -> Run:
 
 def _load_record(path: Path, record: dict[str, Any]) -> PlannerRecord:
     try:
-        with np.load(path, allow_pickle=False) as archive:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
             arrays = {name: archive[name] for name in (*_array_names(), "events")}
         events = Events(rows=arrays.pop("events"))
-        return PlannerRecord(metrics=record["metrics"], memory=record["memory"], events=events, **arrays)
+        return _checked(PlannerRecord(metrics=record["metrics"], memory=record["memory"], events=events, **arrays))
     except OSError as error:
         raise cannot("read", path, error) from error
-    except (ValueError, zipfile.BadZipFile, KeyError, EOFError, MemoryError, EquilibraError) as error:
+    except (ValueError, TypeError, AttributeError, KeyError, EOFError, MemoryError, EquilibraError, *DAMAGED) as error:
         raise InputError(f"cannot read {path}: it is no record of a planner, or damaged ({error})") from error
+
+
+def _checked(record: PlannerRecord) -> PlannerRecord:
+    """The record, if its events are of layers, micro-batches, ranks and experts of this step."""
+    rows, (layers, micro_batches, ranks) = record.events.rows, record.rank_tokens_LMR.shape
+    below = {"layer": layers, "micro_batch": micro_batches, "rank": ranks, "peer": ranks,
+             "expert": record.home_of_expert_LE.shape[1]}  # fmt: skip
+    for name in (*below, "tokens", "bytes"):
+        least, most = -1 if name in below else 0, below.get(name, 2**62)
+        if rows.size and not (rows[name].min() >= least and rows[name].max() < most):
+            found = f"{rows[name].min()} to {rows[name].max()}"
+            raise InputError(f"events hold a {name} of {found}, it must be from {least} to below {most}")
+    return record

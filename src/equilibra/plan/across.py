@@ -11,7 +11,8 @@ though every rank computes the same number of rows. Quotas say how many rows an 
    quota); experts without copies have no choice and count first, the others follow, largest first.
 2. Exchange, where traffic costs something. While a rank of the node receives more than the mean: it hands rows of other
    nodes to the rank that receives least, and gets as many rows of the own node back, so that both compute what they
-   did. Where the other has no instance of the expert, a flash copy is made; spare slots limit that.
+   did. Where the other has no instance of the expert, a flash copy is made; spare slots limit that. Copies that hand
+   all their rows on are given up.
 3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
    ranks keep theirs that send most so far.
 """
@@ -20,12 +21,15 @@ from __future__ import annotations
 
 import numpy as np
 
-from equilibra.core.kernel import kernel
+from equilibra.core.kernel import inlined, kernel
 
 __all__ = ["fill_levels", "serve_across"]
 
 OWN, OTHERS = True, False
 """rows of the own node, and of other nodes"""
+
+# Rows of the instances by rank: where the homes of each begin, these homes, its first copy and its last; the next copy.
+_FIRST, _HOMES, _COPY, _LAST, _NEXT = 0, 1, 2, 3, 4
 
 
 @kernel
@@ -33,9 +37,15 @@ def fill_levels(level, cap, count, total, out):  # type: ignore[no-untyped-def]
     """Whole numbers out[:count] from 0 to cap with sum `total` that keep the highest level + out lowest."""
     low = level[0]
     high = level[0]
+    room = np.int64(0)
     for i in range(count):
         low = min(low, level[i])
         high = max(high, level[i] + cap[i])
+        room += cap[i]
+    if total == 0 or total == room:  # most often: no choice
+        for i in range(count):
+            out[i] = cap[i] if total == room else 0
+        return
     while low < high:  # the lowest water line that holds the total
         middle = (low + high) >> 1
         held = np.int64(0)
@@ -65,18 +75,35 @@ def _lists(expert, count, head, after):  # type: ignore[no-untyped-def]
 
 
 @kernel
+def _nodes(e, home, head, after, rank, group, seen, nodes):  # type: ignore[no-untyped-def]
+    """Nodes with an instance of an expert into nodes[:n]; returns n. seen [N]: never e before."""
+    n = 0
+    c = head[e]
+    while True:
+        node = (rank[c] if c >= 0 else home[e]) // group
+        if seen[node] != e:
+            seen[node] = e
+            nodes[n] = node
+            n += 1
+        if c < 0:
+            return n
+        c = after[c]
+
+
+@kernel
 def _instances(e, home, at_home, head, after, rank, quota, group, node, here):  # type: ignore[no-untyped-def]
     """Instances of an expert on a node into here[:n]; the home is -1. Returns (n, their quotas together)."""
     n = 0
     room = np.int64(0)
+    first, end = node * group, (node + 1) * group
     c = head[e]
     while c >= 0:
-        if rank[c] // group == node:
+        if first <= rank[c] < end:
             here[n] = c
             room += quota[c]
             n += 1
         c = after[c]
-    if home[e] // group == node:
+    if first <= home[e] < end:
         here[n] = -1
         room += at_home[e]
         n += 1
@@ -100,13 +127,12 @@ def _share(tokens_ER, load, home, at_home, group, head, after, rank, quota, remo
             own += tokens_ER[e, r]
         remote_home[e] = load[e] - own
         got[home[e]] += remote_home[e]
-    level, cap, filled, here = np.empty((4, rank.size + 1), np.int64)
+    level, cap, filled, here, nodes = np.empty((5, rank.size + 1), np.int64)
+    seen = np.full(num_ranks // group, -1, np.int64)
     order = with_copies[:n_with]
     for e in order[np.argsort(-load[order], kind="mergesort")]:
-        for node in range(num_ranks // group):
+        for node in nodes[: _nodes(e, home, head, after, rank, group, seen, nodes)]:
             n, room = _instances(e, home, at_home, head, after, rank, quota, group, node, here)
-            if n == 0:
-                continue
             own = np.int64(0)
             for r in range(node * group, (node + 1) * group):
                 own += tokens_ER[e, r]
@@ -125,37 +151,70 @@ def _share(tokens_ER, load, home, at_home, group, head, after, rank, quota, remo
 
 
 @kernel
-def _instance_on(e, r, home, count, expert, rank):  # type: ignore[no-untyped-def]
-    """The instance of an expert on a rank: a copy, -1 for the home, -2 for none."""
-    if home[e] == r:
-        return -1
+def _by_rank(home, num_ranks, count, rank):  # type: ignore[no-untyped-def]
+    """Instances by rank, copies in the order in which they were made: see the rows of this array."""
+    on = np.empty((5, max(home.size, num_ranks + 1, rank.size)), np.int64)
+    on[_FIRST, : num_ranks + 1] = 0
+    on[_COPY, :num_ranks] = -1
+    for e in range(home.size):
+        on[_FIRST, home[e] + 1] += 1
+    for r in range(num_ranks):
+        on[_FIRST, r + 1] += on[_FIRST, r]
+        on[_LAST, r] = on[_FIRST, r]  # for now: where the next home goes
+    for e in range(home.size):
+        on[_HOMES, on[_LAST, home[e]]] = e
+        on[_LAST, home[e]] += 1
     for c in range(count):
-        if expert[c] == e and rank[c] == r:
-            return c
-    return -2
+        _append(c, rank[c], on)
+    return on
 
 
 @kernel
-def _best(  # type: ignore[no-untyped-def]
-    source, target, local, can_copy, home, at_home, count, expert, rank, quota, remote, remote_home
-):
+def _append(c, r, on):  # type: ignore[no-untyped-def]
+    """Copy c is the last one of rank r."""
+    if on[_COPY, r] < 0:
+        on[_COPY, r] = c
+    else:
+        on[_NEXT, on[_LAST, r]] = c
+    on[_LAST, r] = c
+    on[_NEXT, c] = -1
+
+
+@kernel
+def _instance_on(e, r, home, expert, on):  # type: ignore[no-untyped-def]
+    """The instance of an expert on a rank: a copy, -1 for the home, -2 for none."""
+    if home[e] == r:
+        return np.int64(-1)
+    c = on[_COPY, r]
+    while c >= 0:
+        if expert[c] == e:
+            return c
+        c = on[_NEXT, c]
+    return np.int64(-2)
+
+
+@kernel
+def _best(source, target, local, can_copy, home, at_home, expert, quota, remote, remote_home, on):  # type: ignore[no-untyped-def]
     """What `source` can hand to `target` most of, rows of its own node or of others: (expert, from, to, rows).
 
     `to` is -2 where a copy would have to be made.
     """
     best_e, best_from, best_to, most = np.int64(-1), np.int64(-2), np.int64(-2), np.int64(0)
-    for i in range(home.size + count):
-        c = i - home.size
-        if (home[i] if c < 0 else rank[c]) != source:
-            continue
-        e = np.int64(i) if c < 0 else expert[c]
-        rows = at_home[e] if c < 0 else quota[c]
-        others = remote_home[e] if c < 0 else remote[c]
-        rows = rows - others if local else others
+    for i in range(on[_FIRST, source], on[_FIRST, source + 1]):
+        e = on[_HOMES, i]
+        rows = at_home[e] - remote_home[e] if local else remote_home[e]
         if rows > most:
-            to = _instance_on(e, target, home, count, expert, rank)
+            to = _instance_on(e, target, home, expert, on)
             if to > -2 or can_copy:
-                best_e, best_from, best_to, most = e, np.int64(max(c, -1)), np.int64(to), rows
+                best_e, best_from, best_to, most = e, np.int64(-1), to, rows
+    c = on[_COPY, source]
+    while c >= 0:
+        rows = quota[c] - remote[c] if local else remote[c]
+        if rows > most:
+            to = _instance_on(expert[c], target, home, expert, on)
+            if to > -2 or can_copy:
+                best_e, best_from, best_to, most = expert[c], c, to, rows
+        c = on[_NEXT, c]
     return best_e, best_from, best_to, most
 
 
@@ -184,7 +243,7 @@ def _hand_over(e, c, rows, others, at_home, quota, remote, remote_home):  # type
 @kernel
 def _exchange(  # type: ignore[no-untyped-def]
     node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
-    expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows,
+    expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, on,
 ):  # fmt: skip
     """Copies that even out what the ranks of a node receive; returns the number of all copies."""
     first = node * group
@@ -205,31 +264,30 @@ def _exchange(  # type: ignore[no-untyped-def]
         if got[a] <= cap or b < 0 or count + 2 > expert.size:
             break
         e, e_from, e_to, rows = _best(
-            a, b, OTHERS, used[b] < slots, home, at_home, count, expert, rank, quota, remote, remote_home
+            a, b, OTHERS, used[b] < slots, home, at_home, expert, quota, remote, remote_home, on
         )
-        f, f_from, f_to, back = _best(
-            b, a, OWN, used[a] < slots, home, at_home, count, expert, rank, quota, remote, remote_home
-        )
-        room = back + max(most_rows - rows_of_rank[b], 0)
-        moved = min(rows, room, got[a] - mean, mean - got[b])
+        f, f_from, f_to, back = _best(b, a, OWN, used[a] < slots, home, at_home, expert, quota, remote, remote_home, on)
+        room = max(most_rows - rows_of_rank[b], 0)
+        moved = min(rows, back + room, got[a] - mean, mean - got[b])
+        if f_to == -2 and min(back, moved) < max(min_tokens, 1):  # too few for a copy: nothing comes back
+            back = np.int64(0)
+            moved = min(moved, room)
         least = max(min_tokens if e_to == -2 else 1, 1)
         if moved < least:
             tried[b - first] = True  # nothing to gain with this one
             continue
         tried[:] = False
         if e_to == -2:
-            e_to = _new_copy(e, b, home, group, num_standing, count, expert, rank, quota, origin, remote, used)
+            e_to = _new_copy(e, b, home, group, num_standing, count, expert, rank, quota, origin, remote, used, on)
             count += 1
         _hand_over(e, e_from, -moved, -moved, at_home, quota, remote, remote_home)
         _hand_over(e, e_to, moved, moved, at_home, quota, remote, remote_home)
         got[a] -= moved
         got[b] += moved
         back = min(back, moved)
-        if f_to == -2 and back < max(min_tokens, 1):
-            back = 0
         if back > 0:
             if f_to == -2:
-                f_to = _new_copy(f, a, home, group, num_standing, count, expert, rank, quota, origin, remote, used)
+                f_to = _new_copy(f, a, home, group, num_standing, count, expert, rank, quota, origin, remote, used, on)
                 count += 1
             _hand_over(f, f_from, -back, 0, at_home, quota, remote, remote_home)
             _hand_over(f, f_to, back, 0, at_home, quota, remote, remote_home)
@@ -239,7 +297,7 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _new_copy(e, r, home, group, num_standing, count, expert, rank, quota, origin, remote, used):  # type: ignore[no-untyped-def]
+def _new_copy(e, r, home, group, num_standing, count, expert, rank, quota, origin, remote, used, on):  # type: ignore[no-untyped-def]
     """A flash copy of an expert on a rank, without rows yet."""
     expert[count] = e
     rank[count] = r
@@ -247,7 +305,20 @@ def _new_copy(e, r, home, group, num_standing, count, expert, rank, quota, origi
     remote[count] = 0
     origin[count] = _origin(e, r, home, group, num_standing, expert, rank)
     used[r] += 1
-    return count
+    _append(count, r, on)
+    return np.int64(count)
+
+
+@kernel
+def _without_empty(num_standing, count, expert, rank, quota, origin, remote):  # type: ignore[no-untyped-def]
+    """Leave out flash copies that handed all their rows over; returns the number of all copies."""
+    kept = num_standing
+    for c in range(num_standing, count):
+        if quota[c] > 0:
+            expert[kept], rank[kept], origin[kept] = expert[c], rank[c], origin[c]
+            quota[kept], remote[kept] = quota[c], remote[c]
+            kept += 1
+    return kept
 
 
 @kernel
@@ -279,41 +350,45 @@ def serve_across(  # type: ignore[no-untyped-def]
     _lists(expert, count, head, after)
     _share(tokens_ER, load, home, at_home, group, head, after, rank[:count], quota, remote, remote_home, got)
     if row_slack >= 0:
+        on = _by_rank(home, num_ranks, count, rank)
         for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
             node, most_rows = node_and_slack // 2, fullest + node_and_slack % 2 * slack
             count = _exchange(
                 node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
-                expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows,
+                expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, on,
             )  # fmt: skip
+        count = _without_empty(num_standing, count, expert, rank, quota, origin, remote)
         _lists(expert, count, head, after)
     for e in range(num_experts):
-        node = home[e] // group
         for r in range(num_ranks):
-            if head[e] >= 0 or r // group != node:
-                sent[r] += tokens_ER[e, r]  # of experts with copies: until it is kept
+            sent[r] += tokens_ER[e, r]  # of experts with copies: until it is kept
+        if head[e] < 0:
+            first = home[e] // group * group
+            for r in range(first, first + group):
+                sent[r] -= tokens_ER[e, r]
+    seen = np.full(num_ranks // group, -1, np.int64)
+    work = np.empty((7, max(num_ranks, count + 1)), np.int64)
     for e in range(num_experts):
         if head[e] >= 0:
             _serve(
-                tokens_ER[e], e, home, at_home, group, num_standing, head, after, rank[:count], quota, remote,
-                remote_home, sent, standing_CR, out,
+                tokens_ER, e, home, at_home, group, num_standing, head, after, rank, quota, remote,
+                remote_home, sent, standing_CR, out, seen, work,
             )  # fmt: skip
     return count
 
 
 @kernel
 def _serve(  # type: ignore[no-untyped-def]
-    tokens, e, home, at_home, group, num_standing, head, after, rank, quota, remote, remote_home, sent,
-    standing_CR, out,
+    tokens_ER, e, home, at_home, group, num_standing, head, after, rank, quota, remote, remote_home, sent,
+    standing_CR, out, seen, work,
 ):  # fmt: skip
     """Whom the instances of one expert serve: their own nodes first, then the others."""
-    num_ranks = tokens.size
-    left = tokens.astype(np.int64)
-    level, cap, filled = np.empty((3, group), np.int64)
-    here, room = np.empty((2, rank.size + 1), np.int64)
-    for node in range(num_ranks // group):
+    num_ranks = tokens_ER.shape[1]
+    left, level, cap, filled, here, room, nodes = work
+    for r in range(num_ranks):
+        left[r] = tokens_ER[e, r]
+    for node in nodes[: _nodes(e, home, head, after, rank, group, seen, nodes)]:
         n, quotas = _instances(e, home, at_home, head, after, rank, quota, group, node, here)
-        if n == 0:
-            continue
         first = node * group
         own = np.int64(0)
         for r in range(group):
@@ -355,7 +430,7 @@ def _serve(  # type: ignore[no-untyped-def]
         c = after[c]
 
 
-@kernel
+@inlined
 def _give(c, r, some, num_standing, standing_CR, out):  # type: ignore[no-untyped-def]
     """Copy c serves some tokens of source r; the home (-1) needs no entry."""
     if c >= num_standing:

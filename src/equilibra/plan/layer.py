@@ -24,6 +24,10 @@ from equilibra.plan.stand import choose_standing_copies
 
 __all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
 
+BUSIEST = 8
+"""how much later moved homes are there than if every rank's link carried the same and nothing else"""
+WORTH = 4
+"""how many times its own way across nodes a standing copy must save in traffic"""
 GOOD_ENOUGH = 1.0005
 """slowest node over mean node at which no more standing copies are sought"""
 
@@ -139,9 +143,11 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
         load_EM, bins, num_bins, slots, int(copy_us * group / rates.step_row_us),
         int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
     )  # fmt: skip
+    if slots and problem.near_NEM is not None:
+        n = _add_for_traffic(problem, bins, slots, n, expert, node)
     across = np.count_nonzero(home // group != problem.home // group)
     inside = np.count_nonzero(home != problem.home) - across
-    moves_us = (across * rates.move_us + inside * rates.move_inside_us) / cluster.num_ranks
+    moves_us = BUSIEST * (across * rates.move_us + inside * rates.move_inside_us) / cluster.num_ranks
     choice = Choice(
         home_of_expert=home,
         standing_expert=expert[:n].copy(),
@@ -153,13 +159,41 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
     return choice if problem.near_NEM is None else replace(choice, traffic_us=_traffic_us(problem, choice))
 
 
+def _add_for_traffic(
+    problem: LayerProblem, home_node: NDArray[np.int64], slots: int, n: int,
+    expert: NDArray[np.int64], node: NDArray[np.int64],
+) -> int:  # fmt: skip
+    """Fill free standing slots with the experts that most tokens of the node go to; returns the number of copies.
+
+    Such a copy serves tokens of its own node that would cross otherwise: it pays where they cost more in a step than
+    several times its own way across.
+    """
+    assert problem.near_NEM is not None
+    rates, group = problem.rates, problem.cluster.ranks_per_node
+    near_NE = problem.near_NEM.sum(axis=2)
+    pays = WORTH * rates.standing_copy_us * group / rates.cross_row_us
+    held = {(int(e), int(k)) for e, k in zip(expert[:n], node[:n], strict=True)}
+    for k in range(problem.cluster.num_nodes):
+        free = slots - sum(of == k for _, of in held)
+        away_E = np.where(home_node == k, 0, near_NE[k])
+        for e in np.argsort(-away_E, kind="stable").tolist():
+            if free <= 0 or away_E[e] <= pays:
+                break
+            if (e, k) not in held:
+                held.add((e, k))
+                free -= 1
+    for c, (e, k) in enumerate(sorted(held)):
+        expert[c], node[c] = e, k
+    return len(held)
+
+
 def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
     """Pairs that cross into each node under a choice: what it serves less what comes from its own ranks."""
     assert problem.near_NEM is not None
     load_EM, group = problem.load_EM, problem.cluster.ranks_per_node
     home_node = choice.home_of_expert.astype(np.int64) // group
     expert, node = choice.standing_expert, choice.standing_node
-    shares_CM = level_micro_batches(load_EM, home_node, problem.cluster.num_nodes, expert, node)
+    shares_CM = level_micro_batches(load_EM, home_node, problem.cluster.num_nodes, expert, node, problem.near_NEM)
     served_NEM = np.zeros_like(problem.near_NEM)
     served_NEM[home_node, np.arange(home_node.size)] = load_EM
     for c in range(expert.size):
@@ -182,7 +216,7 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
         away_NEM = load_EM - problem.near_NEM
         time_BEM += np.repeat(away_NEM, num_bins // cluster.num_nodes, axis=0) * (rates.cross_row_us / per_bin)
     whole_BEM, unit = quantized(time_BEM)
-    move_us = (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
+    move_us = BUSIEST * (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
     num_micro_batches = load_EM.shape[1]
     base = np.zeros((num_bins, num_micro_batches), np.int32)
     swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less

@@ -111,11 +111,20 @@ def level_on(load_EM, home_node, copy_expert, copy_node, num_copies, x_NM, share
 
 
 @kernel
-def level_micro_batches(load_EM, home_node, num_nodes, copy_expert, copy_node):  # type: ignore[no-untyped-def]
-    """[C, M] tokens that each copy takes from its home in each micro-batch."""
+def level_micro_batches(load_EM, home_node, num_nodes, copy_expert, copy_node, near_NEM):  # type: ignore[no-untyped-def]
+    """[C, M] tokens that each copy takes from its home in each micro-batch.
+
+    near_NEM [N, E, M]: tokens of each expert whose source is on the node, or an empty array. With them, copies start
+    with the tokens of their own node, and levelling moves no more than it needs: fewer tokens cross.
+    """
     base_NM = np.zeros((num_nodes, load_EM.shape[1]), np.int64)
     for e in range(home_node.size):
         base_NM[home_node[e]] += load_EM[e]
     share_CM = np.zeros((copy_expert.size, load_EM.shape[1]), np.int64)
-    level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, copy_expert.size, base_NM.copy(), share_CM)
+    if near_NEM.size > 0:
+        for c in range(copy_expert.size):
+            share_CM[c] = near_NEM[copy_node[c], copy_expert[c]]
+            base_NM[copy_node[c]] += share_CM[c]
+            base_NM[home_node[copy_expert[c]]] -= share_CM[c]
+    level_on(load_EM, home_node, copy_expert, copy_node, copy_expert.size, base_NM, share_CM)
     return share_CM

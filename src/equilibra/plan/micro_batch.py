@@ -96,8 +96,11 @@ def bench_for(
 
 
 @kernel
-def _loads(tokens_ER, b, num_nodes, num_standing):  # type: ignore[no-untyped-def]
-    """Load of each expert, then of each instance once standing copies have levelled the nodes."""
+def _loads(tokens_ER, b, num_nodes, group, num_standing, near_first):  # type: ignore[no-untyped-def]
+    """Load of each expert, then of each instance once standing copies have levelled the nodes.
+
+    near_first: standing copies start with the tokens of their own node, so that fewer cross nodes.
+    """
     num_experts, num_ranks = tokens_ER.shape
     for e in range(num_experts):
         load = np.int64(0)
@@ -112,6 +115,12 @@ def _loads(tokens_ER, b, num_nodes, num_standing):  # type: ignore[no-untyped-de
     if num_standing > 0:
         for c in range(num_standing):
             b[_SHARE, c] = 0
+            if near_first:
+                e, node = b[_ST_EXPERT, c], b[_ST_NODE, c]
+                for r in range(node * group, (node + 1) * group):
+                    b[_SHARE, c] += tokens_ER[e, r]
+                b[_NODE_LOAD, node] += b[_SHARE, c]
+                b[_NODE_LOAD, b[_HOME_NODE, e]] -= b[_SHARE, c]
         level_nodes(
             b[_NODE_LOAD, :num_nodes],
             b[_SHARE],
@@ -204,7 +213,7 @@ def balance_micro_batch(  # type: ignore[no-untyped-def]
     row_slack: see `across`; copies are made also to even out traffic across nodes, unless it is below 0.
     """
     num_standing = standing_CR.shape[0]
-    _loads(tokens_ER, b, num_nodes, num_standing)
+    _loads(tokens_ER, b, num_nodes, group, num_standing, row_slack >= 0)
     target = np.int64(0)
     for n in range(num_nodes):
         target = max(target, (b[_NODE_LOAD, n] + group - 1) // group)

@@ -23,7 +23,7 @@ from equilibra.simulate.scenario import Slots, step_problems
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.times import Pricing
 
-__all__ = ["Question", "simulate"]
+__all__ = ["Answer", "Question", "simulate"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,9 +58,23 @@ class Question:
                 f"the routing has {shape[0]} layers of {shape[1]} experts, {self.model.name} has "
                 f"{self.model.num_layers} of {self.model.num_experts}"
             )
-        if self.tokens_per_microbatch < 1:
-            raise InputError(f"tokens_per_microbatch must be above 0, not {self.tokens_per_microbatch}")
+        if not 1 <= self.tokens_per_microbatch <= 2**40:
+            raise InputError(f"tokens_per_microbatch must be from 1 to 2^40, not {self.tokens_per_microbatch}")
+        if self.history_LE is not None and self.history_LE.shape != shape:
+            raise InputError(f"the last step's routing is {self.history_LE.shape}, this step's {shape}")
+        if self.setting.pipeline_stages > shape[0]:
+            raise InputError(f"{shape[0]} layers cannot make {self.setting.pipeline_stages} pipeline stages: use fewer")
         self.cluster.experts_per_rank(self.model.num_experts)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Answer:
+    """What each planner's step would take, and the run behind it."""
+
+    metrics: dict[str, dict[str, float]]
+    """figures by planner and name"""
+    run: Run
+    """what was asked, and what a report shows; without records if they were not kept"""
 
 
 def simulate(
@@ -69,11 +83,8 @@ def simulate(
     about: dict[str, Any] | None = None,
     keep_records: bool = True,
     tell: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
-) -> Run:
-    """Answer a question. `about` is added to what the run says of itself; tell(name, done, all) precedes each planner.
-
-    Without records the run has metrics only: what `--json` prints.
-    """
+) -> Answer:
+    """Answer a question. `about` is added to what the run says of itself; tell(name, done, all) comes before each."""
     pricing = Pricing(
         model=question.model, hardware=question.hardware, cluster=question.cluster, setting=question.setting
     )
@@ -86,14 +97,14 @@ def simulate(
         history_LE=question.history_LE,
         slots=question.slots,
         data_parallel=question.setting.data_parallel,
+        optimizer_steps=question.setting.optimizer_steps,
     )
     found = compare(problems, question.planners, pricing, keep_records=keep_records, tell=tell)
     schedule = problems[0].schedule
     assert schedule is not None
     described = _described(question, ranks_per_sequence=schedule.ranks_per_sequence)
     described["warnings"] = [*(about or {}).get("warnings", []), *_warnings(question, found)]
-    described["metrics"] = found.metrics
-    return Run(about={**(about or {}), **described}, planners=found.records)
+    return Answer(metrics=found.metrics, run=Run(about={**(about or {}), **described}, planners=found.records))
 
 
 def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]:
@@ -103,7 +114,7 @@ def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]
         "kind": "simulated",
         "version": equilibra.__version__,
         "model": asdict(question.model),
-        "hardware": asdict(question.hardware),
+        "hardware": _flat(question.hardware, question.model),
         "cluster": asdict(question.cluster),
         "ranks": group * question.setting.data_parallel * question.setting.pipeline_stages,
         "settings": {
@@ -116,6 +127,18 @@ def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]
         "tokens": int(question.sequences.length_of_sequence.sum()),
         "sequences": question.sequences.num_sequences,
     }
+
+
+def _flat(hardware: Hardware, model: MoEModel) -> dict[str, Any]:
+    """The hardware without tables in it; of the factors of shapes, the one for this model."""
+    found: dict[str, Any] = {}
+    for key, value in asdict(hardware).items():
+        if isinstance(value, dict):
+            value["factor_of_shape"] = value["factor_of_shape"].get(f"{model.hidden}x{model.expert_ffn}", 1.0)
+            found |= {f"{key}_{name}": constant for name, constant in value.items()}
+        else:
+            found[key] = value
+    return found
 
 
 def _warnings(question: Question, found: Comparison) -> list[str]:

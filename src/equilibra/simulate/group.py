@@ -105,8 +105,9 @@ class _PipelineStage:
         self.queues = _queues(times, self.visits, setting)
         self.at = 0
         self.rank_free = np.zeros(num_ranks)
-        self.inside, self.host = _Links.idle(num_nodes), _Links.idle(num_nodes)
-        self.net = np.zeros(3)  # done, free, next visit that is not ready
+        planned = float(times.plan_ready_us[layers[0]])  # nothing is fetched before it is known what to fetch
+        self.inside, self.host = _Links.idle(num_nodes, planned), _Links.idle(num_nodes, planned)
+        self.net = np.array([0.0, planned, 0.0])  # done, free, next visit that is not ready
         size = self.visits.layer.size
         self.begin, self.end = np.zeros(size), np.zeros(size)
         self.ready, self.host_ready = np.zeros((num_nodes, size)), np.zeros((num_nodes, size))
@@ -187,8 +188,8 @@ class _Links:
     at: NDArray[np.int64]
 
     @classmethod
-    def idle(cls, num_nodes: int) -> _Links:
-        return cls(done=np.zeros(num_nodes), free=np.zeros(num_nodes), at=np.zeros(num_nodes, np.int64))
+    def idle(cls, num_nodes: int, since: float) -> _Links:
+        return cls(done=np.zeros(num_nodes), free=np.full(num_nodes, since), at=np.zeros(num_nodes, np.int64))
 
 
 class _Queues(NamedTuple):
@@ -223,14 +224,14 @@ def _queues(times: Times, visits: Visits, setting: RunSetting) -> _Queues:
     ahead = np.minimum(np.arange(size) + depth, last)
     out, back, host = _sums(out_VN), _sums(back_VN), _sums(flash_VN * by_host)
     net_out, net_back = _sums(net_out), _sums(net_back)
-    visit = np.arange(size)
+    visit, begin = np.arange(size), np.searchsorted(last, last)  # begin: the first visit of the optimizer step
     return _Queues(
-        need_VN=out[visit + 1] + back[np.maximum(visit - depth, 0)],
+        need_VN=out[visit + 1] + back[np.maximum(visit - depth, begin)],
         limit_VN=out[ahead + 1] + back[visit],
         total_VN=out[last + 1] + back[last + 1],
         host_need_VN=host[visit + 1],
         host_limit_VN=host[ahead + 1],
-        net_need=net_out[visit + 1] + net_back[np.searchsorted(last, last)],
+        net_need=net_out[visit + 1] + net_back[begin],
         net_limit=net_out[last + 1] + net_back[visit],
         net_total=net_out[last + 1] + net_back[last + 1],
     )

@@ -1,6 +1,6 @@
 """Records: what a simulated step leaves for a report: exact counts, times, and the events of one micro-batch.
 
-Symbols: L layers, M micro-batches, R ranks, E experts, N nodes, W recorded visits.
+Symbols: S stages, L layers, M micro-batches, R ranks, E experts, N nodes, W recorded visits.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ STAGES = {StageNumber.RECOMPUTE: Stage.RECOMPUTE, StageNumber.UPDATE: Stage.UPDA
 def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:
     """The record of one planner's step."""
     plan, part = result.plan, result.plan.stages[Stage.UPDATE]
+    rows_SLMR = np.stack([plan.rank_load(result.load, stage) for stage in Stage])
     tables = [
-        *_visit_events(result.timeline, result.times, pricing, plan.rank_load(result.load)),
+        *_visit_events(result.timeline, result.times, pricing, rows_SLMR),
         *_flash_events(result, pricing),
         *_step_events(result, pricing),
     ]
     return PlannerRecord(
         metrics=metrics,
         memory=result.memory,
-        rank_tokens_LMR=plan.rank_load(result.load).astype(np.int32),
+        rank_tokens_LMR=rows_SLMR[StageNumber.UPDATE].astype(np.int32),
         expert_tokens_LME=result.load.expert_load().transpose(1, 0, 2).astype(np.int32),
         home_of_expert_LE=plan.placement.home_of_expert,
         flash_first_of_problem=part.first_of_problem,
@@ -74,18 +75,18 @@ def balanced_record(result: GroupResult, pricing: Pricing, metrics: dict[str, fl
         standing_tokens_CM=np.zeros((0, plan.num_micro_batches), np.int32),
         layer_us_PLM=result.ideal_timeline.layer_us_PLM.astype(np.float32),
         bound_LM=plan.bound_LM,
-        events=Events.of(*_visit_events(result.ideal_timeline, result.ideal_times, pricing, even)),
+        events=Events.of(*_visit_events(result.ideal_timeline, result.ideal_times, pricing, np.stack([even, even]))),
     )
 
 
 def _visit_events(
-    timeline: GroupTimeline, times: Times, pricing: Pricing, rows_LMR: NDArray[np.integer]
+    timeline: GroupTimeline, times: Times, pricing: Pricing, rows_SLMR: NDArray[np.integer]
 ) -> list[Table]:
     """Attention, dispatch, experts, combine and waiting of the recorded visits."""
-    return [table for record in timeline.records for table in _stage_events(record, times, pricing, rows_LMR)]
+    return [table for record in timeline.records for table in _stage_events(record, times, pricing, rows_SLMR)]
 
 
-def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_LMR: NDArray[np.integer]) -> list[Table]:
+def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_SLMR: NDArray[np.integer]) -> list[Table]:
     visits, chosen = record.visits, record.chosen
     if chosen.size == 0:
         return []
@@ -95,17 +96,16 @@ def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_LMR:
     inside, across = times.inside_us[where], times.across_us[where]
     moved = np.maximum(inside, across)
     backward = (visits.direction[chosen] == Direction.BACKWARD)[:, None] & np.ones(num_ranks, np.bool_)
-    opened = got - moved  # when the first all-to-all moves bytes
+    opened = got - moved.max(axis=1, keepdims=True)  # when the first all-to-all moves bytes
     closed = np.broadcast_to(end.max(axis=1, keepdims=True), end.shape)
-    arrived = np.where(backward, np.minimum(attention_start, opened - times.latency_us), attention_end)
-    arrived = np.where(backward, opened - times.latency_us, arrived)
+    arrived = np.where(backward, opened - times.latency_us, attention_end)
     link = np.where(across >= inside, int(Resource.NIC), int(Resource.NVLINK))
     num_bytes = (moved / 1e-3 * np.where(
         across >= inside, pricing.hardware.nic_gb_per_s, pricing.hardware.nvlink_gb_per_s
     )).round()  # fmt: skip
     first = np.where(backward, int(Kind.COMBINE), int(Kind.DISPATCH))
     last = np.where(backward, int(Kind.DISPATCH), int(Kind.COMBINE))
-    rows = rows_LMR[where[1], where[2]]
+    rows = rows_SLMR[where]
 
     def table(kind: object, resource: object, begin: object, finish: object, **columns: object) -> Table:
         every = event_table(got.size)
@@ -115,7 +115,7 @@ def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_LMR:
             ("kind", kind), ("resource", resource), ("start_us", begin), ("end_us", finish), *columns.items(),
         ):  # fmt: skip
             every[name] = np.broadcast_to(np.asarray(values), got.shape).ravel()
-        return every[every["end_us"] > every["start_us"]]
+        return every[every["end_us"] > every["start_us"] + 1e-6]  # less is rounding
 
     found = [
         table(Kind.ATTENTION, Resource.COMPUTE, attention_start, attention_end),

@@ -111,6 +111,7 @@ def step_problems(
     history_LE: NDArray[np.int64] | None = None,
     slots: Slots | None = None,
     data_parallel: int = 1,
+    optimizer_steps: int = 1,
     seed: int = 0,
 ) -> list[StepProblem]:
     """One problem per data-parallel group; without history, the first half of the sequences stands for it."""
@@ -123,7 +124,7 @@ def step_problems(
         half = sequences.tokens_SLE[: max(sequences.num_sequences // 2, 1)]
         history_LE = half.sum(axis=0, dtype=np.int64)
     return [
-        _problem(part, cluster, rates, tokens_per_microbatch, width, history_LE, slots, seed)
+        _problem(part, cluster, rates, tokens_per_microbatch, width, history_LE, slots, optimizer_steps, seed)
         for part in _groups(sequences, data_parallel)
     ]
 
@@ -155,6 +156,7 @@ def _problem(
     width: int,
     history_LE: NDArray[np.int64],
     slots: Slots,
+    optimizer_steps: int,
     seed: int,
 ) -> StepProblem:
     lengths = sequences.length_of_sequence
@@ -165,11 +167,16 @@ def _problem(
         ranks_per_sequence=width,
         token_cost=rates.token_cost,
     )
+    if schedule.num_micro_batches < optimizer_steps:
+        raise InputError(
+            f"{schedule.num_micro_batches} micro-batches of {tokens_per_microbatch} tokens cannot make "
+            f"{optimizer_steps} optimizer steps: ask for fewer steps or smaller micro-batches"
+        )
     cells = np.zeros((schedule.num_micro_batches, cluster.num_ranks), np.int64)
     np.add.at(cells, (schedule.micro_batch_of_sequence, schedule.rank_of_sequence), lengths)
     largest = max(-(-int(cells.max()) // width), tokens_per_microbatch // cluster.num_ranks, 1)
     return StepProblem(
         cluster=cluster, sequences=sequences, schedule=schedule, tokens_per_rank=largest,
-        least_micro_batches=-(-int(lengths.sum()) // tokens_per_microbatch), history_LE=history_LE,
-        spare_slots=slots.spare, standing_slots=slots.standing, rates=rates, seed=seed,
+        least_micro_batches=max(-(-int(lengths.sum()) // tokens_per_microbatch), optimizer_steps),
+        history_LE=history_LE, spare_slots=slots.spare, standing_slots=slots.standing, rates=rates, seed=seed,
     )  # fmt: skip

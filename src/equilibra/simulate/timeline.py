@@ -4,8 +4,9 @@ A visit is one pass of one micro-batch through one layer. Forward, rank r
 
     computes attention ─► dispatches (waits for all) ─► computes its experts (waits for its copies) ─► combines (waits)
 
-and backward the same from right to left. An all-to-all starts when the last rank arrives, and occupies a rank's NVLink
-and network for what it has to move; so do copies, which run in the gaps it leaves. Each link serves its copies in the
+and backward the same from right to left. An all-to-all starts when the last rank arrives and ends for all when its
+busiest rank is through, so the balance of a plan counts by its maxima alone. It occupies a node's NVLink and the
+network for what they have to move; so do copies, which run in the gaps it leaves. Each link serves its copies in the
 order they are needed, up to the prefetch depth ahead, and always lets an all-to-all go first. A queue is therefore two
 numbers per visit: `need`, the work that must be done before the visit's experts start, and `limit`, the work that is
 known by then. All of it is additions and maxima of the given times, so nothing gets faster when a time grows.
@@ -88,11 +89,12 @@ def run_visits(  # type: ignore[no-untyped-def]
             net[2] = net_at
         sent = sync + latency_us  # dispatch, or backward the gradients of combine
         wire = 0.0
+        slowest = 0.0
         for r in range(num_ranks):
             wire = max(wire, across_us[st, l, m, r])
+            slowest = max(slowest, inside_us[st, l, m, r], across_us[st, l, m, r])
         net[1] = sent + wire
         net_waits = net[1] + net_need[v] - net[0] if net_need[v] > net[0] + 1e-9 else 0.0
-        finish = 0.0
         for n in range(num_nodes):
             local = 0.0
             for r in range(n * group, (n + 1) * group):
@@ -106,8 +108,8 @@ def run_visits(  # type: ignore[no-untyped-def]
             if exposed_copies and direction[v] == FORWARD:
                 free_N[n] += flash_us[st, l, m, n]
                 waits = max(waits, free_N[n])
+            got = sent + slowest
             for r in range(n * group, (n + 1) * group):
-                got = sent + max(inside_us[st, l, m, r], across_us[st, l, m, r])
                 start = max(got, waits)
                 arrived[r] = start + experts_us[step, l, m, r] + slowed_us[step, l, m, r]
                 if kept >= 0:
@@ -127,7 +129,7 @@ def run_visits(  # type: ignore[no-untyped-def]
             local = 0.0
             for r in range(n * group, (n + 1) * group):
                 local = max(local, inside_us[st, l, m, r])
-                got = sent + max(inside_us[st, l, m, r], across_us[st, l, m, r])
+                got = sent + slowest
                 rank_free[r] = got + attention_us[1, m, r] if back else got
                 if kept >= 0:
                     record[kept, r, 5] = got
@@ -135,5 +137,4 @@ def run_visits(  # type: ignore[no-untyped-def]
                         record[kept, r, 0] = got
                         record[kept, r, 1] = rank_free[r]
             free_N[n] = sent + local
-        finish = rank_free.max()
-        end_V[v] = finish
+        end_V[v] = rank_free.max()

@@ -179,11 +179,16 @@ class Pricing:
         return moved * 1e-3 / self.hardware.hbm_gb_per_s
 
     def plan_ready_us(self, num_micro_batches: int, num_sequences: int) -> NDArray[np.float64]:
-        """[L] when layers are planned by the node's processors, in order; fitted to `equilibra bench planner`."""
-        ranks, experts = self.cluster.num_ranks, self.model.num_experts
-        layer_us = num_micro_batches * (250 + 0.1 * ranks * experts * (1 + ranks / 256))
+        """[L] when layers are planned by the node's processors, in order, after packing.
+
+        The constants are fitted to times on one core of a Xeon: 8 to 512 ranks, 128 to 512 experts, 256 to 4,096
+        sequences.
+        """
+        ranks, crowd = self.cluster.num_ranks, (self.model.num_experts / 128) ** 0.5
+        micro_batch_us = 7 * ranks if self.cluster.num_nodes == 1 else 10 * ranks + 0.25 * ranks**2
         wave = np.arange(self.model.num_layers) // self.hardware.planner_cores + 1
-        return np.asarray(60.0 * num_sequences + wave * layer_us, np.float64)
+        pack_us = num_sequences * (8 + 0.012 * num_sequences) + 100 * self.model.num_layers
+        return np.asarray(pack_us + wave * (num_micro_batches * micro_batch_us * crowd), np.float64)
 
 
 def price(

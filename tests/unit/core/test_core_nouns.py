@@ -1,5 +1,7 @@
 """The nouns check themselves: a wrong value is an error that names it, and the algebra of placements holds."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 
@@ -49,7 +51,7 @@ def test_experts_that_do_not_divide_say_how_many_and_what_to_do(num_experts):
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_a_model_names_itself_the_field_and_the_value(field, value):
     good = {"num_layers": 1, "hidden": 2, "expert_ffn": 3, "num_experts": 4, "top_k": 2}
-    with pytest.raises(InputError, match=f"model odd: {field} must be a whole number above 0, not {value}"):
+    with pytest.raises(InputError, match=f"model odd: {field} must be a whole number from 1 on, not {value}"):
         MoEModel(name="odd", **{**good, field: value})
 
 
@@ -213,10 +215,66 @@ def test_step_load_puts_every_sequence_where_it_is_scheduled():
     np.testing.assert_array_equal(load[0, :, :, 0], tokens[1])
     np.testing.assert_array_equal(load[1, :, :, 3], tokens[0] + tokens[2])
     assert load.sum() == tokens.sum()
-    with pytest.raises(InputError, match="rank 3, the cluster has 2"):
+    with pytest.raises(InputError, match="rank 3 and 1 ranks per sequence, the cluster has 2"):
         step_load(sequences, schedule, Cluster(ranks_per_node=2))
     short = Schedule(
         micro_batch_of_sequence=np.zeros(2, np.int32), rank_of_sequence=np.zeros(2, np.int32), num_micro_batches=1
     )
     with pytest.raises(InputError, match="2 sequences for 3"):
         step_load(sequences, short, CLUSTER)
+
+
+def shared_load(width: int, seed: int = 0) -> tuple[SequenceLoad, Schedule, np.ndarray]:
+    """Sequences on cells of `width` of 12 ranks, and the load of these cells by hand, [M, L, E, cells]."""
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, 50, (20, 3, 5)).astype(np.int32)
+    micro_batch, cell = rng.integers(0, 4, 20), rng.integers(0, 12 // width, 20)
+    by_cell = np.zeros((4, 3, 5, 12 // width), np.int64)
+    for s in range(20):
+        by_cell[micro_batch[s], :, :, cell[s]] += tokens[s]
+    schedule = Schedule(
+        micro_batch_of_sequence=micro_batch.astype(np.int32),
+        rank_of_sequence=(cell * width).astype(np.int32),
+        num_micro_batches=4,
+        ranks_per_sequence=width,
+    )
+    return SequenceLoad(tokens_SLE=tokens, length_of_sequence=np.full(20, 50)), schedule, by_cell
+
+
+@pytest.mark.parametrize("width", [1, 2, 3, 4, 6, 12])
+def test_ranks_that_share_a_sequence_have_equal_parts_and_no_token_is_lost(width):
+    sequences, schedule, by_cell = shared_load(width)
+    load = step_load(sequences, schedule, Cluster(num_nodes=3, ranks_per_node=4)).tokens_MLER
+    assert load.shape == (4, 3, 5, 12)
+    parts = load.reshape(4, 3, 5, 12 // width, width)
+    np.testing.assert_array_equal(parts.sum(axis=4), by_cell)
+    assert (parts.max(axis=4) - parts.min(axis=4)).max() == (0 if width == 1 else 1)
+
+
+def test_odd_tokens_of_different_experts_go_to_different_ranks():
+    sequences = SequenceLoad(tokens_SLE=np.full((1, 1, 4), 5, np.int32), length_of_sequence=np.array([5]))
+    schedule = Schedule(
+        micro_batch_of_sequence=np.zeros(1, np.int32),
+        rank_of_sequence=np.zeros(1, np.int32),
+        num_micro_batches=1,
+        ranks_per_sequence=4,
+    )
+    load = step_load(sequences, schedule, CLUSTER).tokens_MLER
+    assert load[0, 0].tolist() == [[2, 1, 1, 1], [1, 2, 1, 1], [1, 1, 2, 1], [1, 1, 1, 2]]
+
+
+def test_ranks_that_share_a_sequence_must_divide_the_cluster_and_begin_on_a_multiple():
+    sequences, schedule, _ = shared_load(4)
+    with pytest.raises(InputError, match="must start on a multiple of that"):
+        Schedule(
+            micro_batch_of_sequence=schedule.micro_batch_of_sequence,
+            rank_of_sequence=schedule.rank_of_sequence + 2,
+            num_micro_batches=4,
+            ranks_per_sequence=4,
+        )
+    with pytest.raises(InputError, match="on 0 ranks each"):
+        replace(schedule, ranks_per_sequence=0)
+    with pytest.raises(InputError, match="uses rank 11 and 4 ranks per sequence, the cluster has 8"):
+        step_load(sequences, schedule, Cluster(num_nodes=2, ranks_per_node=4))
+    with pytest.raises(InputError, match="4 ranks per sequence, the cluster has 14"):
+        step_load(sequences, schedule, Cluster(num_nodes=2, ranks_per_node=7))

@@ -143,6 +143,8 @@ def test_the_digest_sees_every_decision():
         plan(bound_LM=np.full((2, 3), 41)),
         plan(schedule=schedule),
         plan(schedule=replace(schedule, rank_of_sequence=ints(1, 0))),
+        plan(schedule=replace(schedule, rank_of_sequence=ints(0, 2))),
+        plan(schedule=replace(schedule, rank_of_sequence=ints(0, 2), ranks_per_sequence=2)),
         plan(stage(rank=ints(3))),
         plan(stage(origin=ints(2))),
         plan(stage(expert=ints(1))),

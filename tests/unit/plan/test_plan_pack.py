@@ -145,3 +145,51 @@ def test_packing_does_not_depend_on_the_order_of_equal_work():
     lengths = np.full(12, 100, np.int64)
     schedule = pack(sequences(lengths), Cluster(ranks_per_node=3), tokens_per_rank=200)
     assert np.bincount(schedule.micro_batch_of_sequence * 3 + schedule.rank_of_sequence).tolist() == [2] * 6
+
+
+@pytest.mark.parametrize("kind", LENGTHS)
+@pytest.mark.parametrize("width", [2, 4])
+def test_ranks_that_share_sequences_pack_like_one_rank_with_their_budgets_together(kind, width):
+    """A cell of several ranks is one rank of a smaller cluster: the same micro-batches, costs and budgets."""
+    for seed in range(8):
+        rng = np.random.default_rng(seed)
+        lengths = LENGTHS[kind](rng, int(rng.integers(8, 120))).astype(np.int64)
+        budget = -(-int(lengths.max() * rng.choice([1, 1.3, 2])) // width)
+        wide = pack(
+            sequences(lengths), Cluster(num_nodes=2, ranks_per_node=4), tokens_per_rank=budget, ranks_per_sequence=width
+        )
+        narrow = pack(sequences(lengths), Cluster(ranks_per_node=8 // width), tokens_per_rank=budget * width)
+        assert wide.ranks_per_sequence == width
+        assert wide.num_micro_batches == narrow.num_micro_batches
+        np.testing.assert_array_equal(wide.micro_batch_of_sequence, narrow.micro_batch_of_sequence)
+        np.testing.assert_array_equal(wide.rank_of_sequence, narrow.rank_of_sequence * width)
+        used = tokens_of_cells(wide, lengths, 8)
+        assert used.max() <= budget * width
+        cells = len(first_fit_decreasing(lengths.tolist(), budget * width))
+        assert wide.num_micro_batches <= -(-cells // (8 // width))
+
+
+def test_more_micro_batches_may_be_asked_for_but_never_fewer_made_than_needed():
+    lengths = np.random.default_rng(0).integers(50, 900, 64).astype(np.int64)
+    cluster = Cluster(ranks_per_node=4)
+    needed = pack(sequences(lengths), cluster, tokens_per_rank=2000).num_micro_batches
+    for least in (1, needed - 1, needed, needed + 3):
+        schedule = pack(sequences(lengths), cluster, tokens_per_rank=2000, least_micro_batches=least)
+        assert schedule.num_micro_batches == max(needed, least)
+        assert np.unique(schedule.micro_batch_of_sequence).size == schedule.num_micro_batches, "none is empty"
+        assert tokens_of_cells(schedule, lengths, 4).max() <= 2000
+
+
+def test_what_a_token_costs_decides_which_cells_are_alike():
+    """Where a token costs nothing besides attention, cells have equal squares; where it costs much, equal lengths."""
+    lengths = np.array([800] * 2 + [400] * 8, np.int64)
+    spread = {}
+    for cost in (0, 10**7):
+        schedule = pack(sequences(lengths), Cluster(ranks_per_node=4), tokens_per_rank=5000, token_cost=cost)
+        assert schedule.num_micro_batches == 1
+        squares, tokens = np.zeros((2, 4), np.int64)
+        np.add.at(squares, schedule.rank_of_sequence, lengths**2)
+        np.add.at(tokens, schedule.rank_of_sequence, lengths)
+        spread[cost] = int(np.ptp(squares)), int(np.ptp(tokens))
+    assert spread[0][0] < spread[10**7][0]
+    assert spread[10**7][1] < spread[0][1]

@@ -1,11 +1,11 @@
-"""Splits keep as many tokens on their rank and on their node as any transport with the same quotas does."""
+"""Splits keep as many tokens on their node as any transport with the same quotas does; on one node, on their rank."""
 
 import numpy as np
 import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
-from equilibra.plan.micro_batch import EXPERT, TARGET, balance, balance_micro_batch, bench_for
+from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, TARGET, balance, balance_micro_batch, bench_for
 from references.splits import most_kept
 
 CLUSTERS = [Cluster(num_nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2))]
@@ -21,7 +21,10 @@ def problem(seed: int, cluster: Cluster) -> np.ndarray:
 
 
 def check_expert(tokens_R, home, ranks, tokens_QR, group):
-    """One expert's split: exactly once, and best of all with these quotas."""
+    """One expert's split: exactly once, and best of all with these quotas.
+
+    On several nodes even traffic comes before the own rank (test_plan_across.py).
+    """
     at_home = tokens_R - tokens_QR.sum(axis=0)
     assert at_home.min() >= 0
     instances = [*ranks, home]
@@ -30,7 +33,8 @@ def check_expert(tokens_R, home, ranks, tokens_QR, group):
     node = np.array(instances) // group
     on_rank = sum(int(served[q, r]) for q, r in enumerate(instances))
     on_node = sum(int(served[q, n * group : (n + 1) * group].sum()) for q, n in enumerate(node))
-    assert on_rank == most_kept(tokens_R, instances, quota, group, what="rank")
+    if tokens_R.size == group:
+        assert on_rank == most_kept(tokens_R, instances, quota, group, what="rank")
     assert on_node == most_kept(tokens_R, instances, quota, group, what="node")
 
 
@@ -70,7 +74,9 @@ def test_standing_and_flash_copies_of_one_expert_are_split_together(cluster):
         copies = np.zeros((5, 2 * cluster.num_ranks + 1), np.int64)
         standing = np.zeros((ranks.size, cluster.num_ranks), np.int32)
         out = np.zeros((2 * cluster.num_ranks + ranks.size + 1, cluster.num_ranks), np.int32)
-        n = balance_micro_batch(tokens, bench, cluster.num_nodes, group, 2, 0.0, 0, 2, copies, standing, out)
+        n = balance_micro_batch(
+            tokens, bench, cluster.num_nodes, group, 2, 0.0, 0, 2, NO_EXCHANGE, copies, standing, out
+        )
         assert not out[n:].any(), "rows that the next micro-batch will use must be left at zero"
         of_expert = np.flatnonzero(copies[EXPERT, :n] == 0)
         both += of_expert.size > 0

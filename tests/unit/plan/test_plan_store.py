@@ -1,0 +1,87 @@
+"""Plans on disk come back as they were, with the ranks that share a sequence, and a changed one is refused."""
+
+import json
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad
+from equilibra.core.model import model_named
+from equilibra.core.plan import STAGE_ARRAYS, Stage, StepPlan
+from equilibra.core.schedule import Schedule
+from equilibra.cost.rates import rates_for
+from equilibra.plan.planner import StepProblem
+from equilibra.plan.step import Equilibra
+from equilibra.plan.store import load_plan, save_plan
+
+CLUSTER = Cluster(num_nodes=2, ranks_per_node=4)
+
+
+def planned(width: int) -> tuple[StepPlan, StepProblem]:
+    rng = np.random.default_rng(width)
+    lengths = rng.integers(100, 900, 40)
+    liking = rng.dirichlet(np.full(16, 0.4), (40, 2))
+    tokens = np.stack([rng.multinomial(4 * n, p) for n, p in zip(lengths, liking, strict=True)]).astype(np.int32)
+    cell = np.arange(40) % (8 // width)
+    problem = StepProblem(
+        cluster=CLUSTER,
+        sequences=SequenceLoad(tokens_SLE=tokens, length_of_sequence=lengths),
+        schedule=Schedule(
+            micro_batch_of_sequence=(np.arange(40) // 8).astype(np.int32),
+            rank_of_sequence=(cell * width).astype(np.int32),
+            num_micro_batches=5,
+            ranks_per_sequence=width,
+        ),
+        tokens_per_rank=2000,
+        rates=rates_for(model_named("gpt-oss-20b"), num_nodes=2),
+    )
+    return Equilibra(threads=1, work=50_000).plan(problem), problem
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_a_plan_comes_back_with_the_ranks_that_share_a_sequence(width, tmp_path):
+    plan, problem = planned(width)
+    assert plan.schedule is not None
+    assert plan.schedule.ranks_per_sequence == width, "packing keeps what the framework shares"
+    plan.check(problem.load_under(plan.schedule), spare_slots=2, standing_slots=2)
+    save_plan(plan, tmp_path / "plan.npz")
+    again = load_plan(tmp_path / "plan.npz")
+    assert again.digest == plan.digest
+    assert again.schedule is not None
+    assert again.schedule.ranks_per_sequence == width
+    assert again.schedule.num_micro_batches == plan.schedule.num_micro_batches
+    for stage in Stage:
+        for name in STAGE_ARRAYS:
+            np.testing.assert_array_equal(getattr(again.stages[stage], name), getattr(plan.stages[stage], name))
+    again.check(problem.load_under(again.schedule), spare_slots=2)
+
+
+def rewritten(path, **changes) -> None:
+    """Change the header of a plan on disk."""
+    with np.load(path) as archive:
+        arrays = {name: archive[name] for name in archive.files}
+    about = json.loads(arrays.pop("about").tobytes())
+    header = np.frombuffer(json.dumps({**about, **changes}).encode(), np.uint8)
+    np.savez(path, about=header, **arrays)
+
+
+@pytest.mark.parametrize("wrong", [1, 4, 3, 0])
+def test_a_plan_whose_shared_ranks_were_changed_is_refused(wrong, tmp_path):
+    """Other ranks would hold the tokens: the digest covers it."""
+    plan, _ = planned(2)
+    save_plan(plan, tmp_path / "plan.npz")
+    rewritten(tmp_path / "plan.npz")
+    load_plan(tmp_path / "plan.npz")  # written anew, but nothing changed
+    rewritten(tmp_path / "plan.npz", ranks_per_sequence=wrong)
+    with pytest.raises(InputError, match=r"its digest is|make no plan"):
+        load_plan(tmp_path / "plan.npz")
+
+
+def test_plans_that_share_differently_have_different_digests():
+    plan, _ = planned(4)
+    assert plan.schedule is not None
+    for width in (1, 2):
+        assert replace(plan, schedule=replace(plan.schedule, ranks_per_sequence=width)).digest != plan.digest
