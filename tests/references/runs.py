@@ -101,7 +101,7 @@ def hostile_run() -> Run:
     record = run.planners["equilibra"]
     nasty = replace(
         record,
-        metrics={**record.metrics, HOSTILE: 1.0, "nothing": float("nan")},
+        metrics={**record.metrics, HOSTILE: 1.0},
         memory={**record.memory, HOSTILE: 1e9},
     )
     strings = {
@@ -109,7 +109,7 @@ def hostile_run() -> Run:
         "hardware": {"name": HOSTILE, "source": HOSTILE}, "settings": {HOSTILE: HOSTILE},
         "inputs": [{"path": HOSTILE}], "warnings": [HOSTILE],
     }  # fmt: skip
-    return Run(about=strings, planners={"static": run.planners["static"], "equilibra": nasty, HOSTILE: nasty})
+    return Run(about=strings, planners={"static": run.planners["static"], "equilibra": nasty, "of-my-own": nasty})
 
 
 def _record(plan: StepPlan, problem: StepProblem) -> PlannerRecord:

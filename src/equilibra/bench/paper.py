@@ -186,8 +186,8 @@ PAPER = Suite(
     "counts are exact. `_x`: step time of static placement over its own. `share_of_balanced`: step time of perfect "
     "balance over Equilibra's. `over_eplb_oracle`: step time of EPLB with oracle loads over Equilibra's. `exposed`: "
     "share of the step that waits for planning, copies and moves. `paper_` columns are what the papers report for "
-    "their setups, ranges where they give no cell. 4 spare slots per rank and 2 standing copies per node and layer unless "
-    "a column says otherwise; EPLB and LPLB get the same 4 slots for redundant experts.",
+    "their setups, ranges where they give no cell. 4 spare slots per rank and 2 standing copies per node and layer "
+    "unless a column says otherwise; EPLB and LPLB get the same 4 slots for redundant experts.",
     sections=_SECTIONS,
     titles={
         "relibra": "ReLibra's grid: 1,024 sequences, 32 micro-batches (simulated, mean of three seeds)",

@@ -85,8 +85,11 @@ def run(arguments: argparse.Namespace) -> int:
     from equilibra.simulate.scenario import Slots
     from equilibra.simulate.setting import CopyPath, RunSetting
 
-    for path in (arguments.output, arguments.report, arguments.perfetto):
+    targets = [path for path in (arguments.output, arguments.report, arguments.perfetto) if path is not None]
+    for path in targets:
         _check_target(path, overwrite=arguments.overwrite)
+    if len({Path(path).absolute() for path in targets}) < len(targets):
+        raise InputError(f"--output, --report and --perfetto must be different files, not {', '.join(targets)}")
     progress = Progress()
     hardware = load_hardware(arguments.hardware)
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node or hardware.ranks_per_node)
@@ -114,17 +117,17 @@ def run(arguments: argparse.Namespace) -> int:
     )
     about = {"command": "equilibra " + shlex.join(sys.argv[1:]), "inputs": inputs}
     keep = any((arguments.output, arguments.report, arguments.perfetto))
-    answer = simulate(question, about=about, keep_records=keep, tell=progress.step)
-    progress.close()
+    try:
+        answer = simulate(question, about=about, keep_records=keep, tell=progress.step)
+    finally:
+        progress.close()
     _write(answer.run, arguments)
     _print(answer, as_json=arguments.json)
     return 0
 
 
-def _check_target(path: str | None, *, overwrite: bool) -> None:
+def _check_target(path: str, *, overwrite: bool) -> None:
     """Refuse before the work what would be refused after it."""
-    if path is None:
-        return
     if not Path(path).absolute().parent.is_dir():
         raise InputError(f"cannot write {path}: the folder {Path(path).absolute().parent} does not exist")
     if Path(path).exists() and not overwrite:

@@ -9,10 +9,10 @@ though every rank computes the same number of rows. Quotas say how many rows an 
    as many of its own tokens as they take, and no split with these quotas sends fewer across. The node's instances share
    it so that ranks that received least so far receive most (levels are filled like water, in whole numbers, up to each
    quota); experts without copies have no choice and count first, the others follow, largest first.
-2. Exchange, where traffic costs something. While a rank of the node receives more than the mean: it hands rows of other
-   nodes to the rank that receives least, and gets as many rows of the own node back, so that both compute what they
-   did. Where the other has no instance of the expert, a flash copy is made; spare slots limit that. Copies that hand
-   all their rows on are given up.
+2. Exchange, where traffic costs something. While a rank receives more than the mean rank of the node that receives
+   most: it hands rows of other nodes to the rank of its node that receives least, and gets as many rows of the own node
+   back, so that both compute what they did. Where the other has no instance of the expert, a flash copy is made; spare
+   slots limit that. Copies that hand on all their rows are dropped.
 3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
    ranks keep theirs that send most so far.
 """
@@ -243,15 +243,11 @@ def _hand_over(e, c, rows, others, at_home, quota, remote, remote_home):  # type
 @kernel
 def _exchange(  # type: ignore[no-untyped-def]
     node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
-    expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, on,
+    expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, goal, on,
 ):  # fmt: skip
-    """Copies that even out what the ranks of a node receive; returns the number of all copies."""
+    """Copies that bring what each rank of a node receives down to the goal; returns the number of all copies."""
     first = node * group
-    total = np.int64(0)
-    for r in range(first, first + group):
-        total += got[r]
-    mean = total // group + 1
-    cap = mean + np.int64(tolerance * mean)
+    cap = goal + np.int64(tolerance * goal)
     tried = np.zeros(group, np.bool_)
     for _ in range(4 * group * (slots + 1)):
         a, b = first, -1
@@ -259,7 +255,7 @@ def _exchange(  # type: ignore[no-untyped-def]
             if got[r] > got[a]:
                 a = r
         for r in range(first, first + group):
-            if r != a and not tried[r - first] and got[r] < mean and (b < 0 or got[r] < got[b]):
+            if r != a and not tried[r - first] and got[r] < goal and (b < 0 or got[r] < got[b]):
                 b = r
         if got[a] <= cap or b < 0 or count + 2 > expert.size:
             break
@@ -268,7 +264,7 @@ def _exchange(  # type: ignore[no-untyped-def]
         )
         f, f_from, f_to, back = _best(b, a, OWN, used[a] < slots, home, at_home, expert, quota, remote, remote_home, on)
         room = max(most_rows - rows_of_rank[b], 0)
-        moved = min(rows, back + room, got[a] - mean, mean - got[b])
+        moved = min(rows, back + room, got[a] - goal, goal - got[b])
         if f_to == -2 and min(back, moved) < max(min_tokens, 1):  # too few for a copy: nothing comes back
             back = np.int64(0)
             moved = min(moved, room)
@@ -351,11 +347,14 @@ def serve_across(  # type: ignore[no-untyped-def]
     _share(tokens_ER, load, home, at_home, group, head, after, rank[:count], quota, remote, remote_home, got)
     if row_slack >= 0:
         on = _by_rank(home, num_ranks, count, rank)
+        goal = np.int64(1)  # everybody waits for the node that receives most: its mean is good enough for all
+        for first in range(0, num_ranks, group):
+            goal = max(goal, got[first : first + group].sum() // group + 1)
         for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
             node, most_rows = node_and_slack // 2, fullest + node_and_slack % 2 * slack
             count = _exchange(
                 node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
-                expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, on,
+                expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, goal, on,
             )  # fmt: skip
         count = _without_empty(num_standing, count, expert, rank, quota, origin, remote)
         _lists(expert, count, head, after)

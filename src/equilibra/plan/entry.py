@@ -38,7 +38,7 @@ def step_problem(
     Without a model, copies and moves are taken to be free.
     """
     model = model_named(model) if isinstance(model, str) else model
-    rates = Rates.free() if model is None else rates_for(model)
+    rates = Rates.free() if model is None else rates_for(model, num_nodes=cluster.num_nodes)
     load = sequences = schedule = None
     if isinstance(routing, StepLoad):
         load = routing

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import Stage
 from equilibra.plan.layer import Choice, LayerProblem
-from equilibra.plan.micro_batch import EXPERT, ORIGIN, TARGET, TRIES, balance_micro_batch, bench_for
+from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, ORIGIN, TARGET, TRIES, balance_micro_batch, bench_for
 
 __all__ = ["LayerCopies", "fill", "no_copies", "real_cost_us"]
 
@@ -47,8 +47,15 @@ def no_copies(problem: LayerProblem) -> LayerCopies:
     )  # fmt: skip
 
 
-def fill(problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], *, min_tokens: int) -> LayerCopies:
-    """Balance every micro-batch; standing_rank [C] says where in its node each standing copy is."""
+def fill(
+    problem: LayerProblem,
+    choice: Choice,
+    standing_rank: NDArray[np.integer],
+    *,
+    min_tokens: int,
+    row_slack: float = NO_EXCHANGE,
+) -> LayerCopies:
+    """Balance every micro-batch; standing_rank [C] says where each standing copy is (row_slack: see `across`)."""
     load, cluster, means = problem.load, problem.cluster, problem.means
     num_micro_batches, num_ranks, slots = load.num_micro_batches, cluster.num_ranks, means.spare_slots
     num_standing = choice.standing_expert.size
@@ -60,7 +67,7 @@ def fill(problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.intege
     pool = np.zeros((most + num_standing + 1, num_ranks), np.int32)
     n = _fill(
         load.tokens_MLER, problem.layer, bench, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
-        min_tokens, TRIES, problem.rates.row_slack, num, copies, standing_MCR, pool,
+        min_tokens, TRIES, row_slack, num, copies, standing_MCR, pool,
     )  # fmt: skip
     return LayerCopies(
         num_of_micro_batch=num,

@@ -25,6 +25,7 @@ from equilibra.cost.rates import Rates
 from equilibra.plan import bounds
 from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
 from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
+from equilibra.plan.micro_batch import NO_EXCHANGE
 from equilibra.plan.pack import pack
 from equilibra.plan.planner import StepProblem
 
@@ -147,16 +148,26 @@ class Equilibra:
         return self._each(lambda i: self._fill(layers[which[i]], choices[which[i]], ranks[which[i]]), len(which))
 
     def _fill(self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]) -> _Filled:
-        """Copies of both stages; or nothing at all, where that turns out cheaper."""
-        minimum = {stage: self._min_tokens(layer.rates, stage) for stage in Stage}
-        by_minimum = {least: fill(layer, choice, ranks, min_tokens=least) for least in set(minimum.values())}
-        copies = {stage: by_minimum[minimum[stage]] for stage in Stage}
-        cost_us, still = real_cost_us(layer, choice, ranks, copies), stay(layer)
-        if cost_us <= still.cost_us:
-            return _Filled(choice, copies, cost_us)
+        """Copies of both stages, with those that even out traffic or without; or nothing, where that is cheaper."""
+        still = stay(layer)
+        for row_slack in dict.fromkeys((layer.rates.row_slack, NO_EXCHANGE)):
+            copies = self._copies(layer, choice, ranks, row_slack)
+            cost_us = real_cost_us(layer, choice, ranks, copies)
+            if cost_us <= still.cost_us:
+                return _Filled(choice, copies, cost_us)
         if choice.standing_expert.size or not np.array_equal(choice.home_of_expert, layer.home):
             return self._fill(layer, still, ranks[:0])  # flash copies alone may still pay
         return _Filled(still, dict.fromkeys(Stage, no_copies(layer)), still.cost_us)
+
+    def _copies(
+        self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float
+    ) -> dict[Stage, LayerCopies]:
+        """Copies of both stages; they are the same where the same number of tokens pays for one."""
+        minimum = {stage: self._min_tokens(layer.rates, stage) for stage in Stage}
+        by_minimum = {
+            least: fill(layer, choice, ranks, min_tokens=least, row_slack=row_slack) for least in set(minimum.values())
+        }
+        return {stage: by_minimum[minimum[stage]] for stage in Stage}
 
     def _min_tokens(self, rates: Rates, stage: Stage) -> int:
         return rates.min_tokens_per_copy(stage) if self.min_tokens_per_copy is None else self.min_tokens_per_copy

@@ -43,12 +43,17 @@ class StageRecord(NamedTuple):
 class GroupTimeline:
     """A step of one data-parallel replica."""
 
-    step_us: float
-    """from the end of the rollout to the end of the last optimizer step"""
+    optimizer_ends_us: NDArray[np.float64]
+    """[optimizer steps] when each of them ends, counted from the end of the rollout"""
     layer_us_PLM: NDArray[np.float64]
     """[P, L, M] time of each pass through each layer and micro-batch"""
     records: list[StageRecord]
     """by pipeline stage"""
+
+    @property
+    def step_us(self) -> float:
+        """From the end of the rollout to the end of the last optimizer step."""
+        return float(self.optimizer_ends_us[-1])
 
 
 def run_group(times: Times, setting: RunSetting, *, window: int = -1) -> GroupTimeline:
@@ -71,7 +76,7 @@ def run_group(times: Times, setting: RunSetting, *, window: int = -1) -> GroupTi
     for stage in stages:
         stage.add_layer_us(layer_us)
     return GroupTimeline(
-        step_us=max(stage.now for stage in stages),
+        optimizer_ends_us=np.array([stage.optimizer_ends for stage in stages]).max(axis=0),
         layer_us_PLM=layer_us,
         records=[stage.record() for stage in stages],
     )
@@ -104,6 +109,7 @@ class _PipelineStage:
         self.visits = visits_of(self.waiting, layers, activation_recompute=setting.activation_recompute)
         self.queues = _queues(times, self.visits, setting)
         self.at = 0
+        self.optimizer_ends: list[float] = []
         self.rank_free = np.zeros(num_ranks)
         planned = float(times.plan_ready_us[layers[0]])  # nothing is fetched before it is known what to fetch
         self.inside, self.host = _Links.idle(num_nodes, planned), _Links.idle(num_nodes, planned)
@@ -162,6 +168,7 @@ class _PipelineStage:
             self.net[1] + queues.net_total[visit] - self.net[0],
         ]
         end = max(self.now, *(float(time) for time in left)) + self.times.optimizer_us
+        self.optimizer_ends.append(end)
         self.rank_free[:] = end
         for links, total in ((self.inside, queues.total_VN[visit]), (self.host, queues.host_limit_VN[visit])):
             links.done[:], links.free[:] = total, end

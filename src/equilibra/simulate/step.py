@@ -37,14 +37,12 @@ class GroupResult:
     """its price"""
     timeline: GroupTimeline
     """how it ran"""
-    free_us: float
-    """the step with the same balance and no overhead"""
-    ideal_us: float
-    """the step with every rank at the mean and no overhead"""
+    free_timeline: GroupTimeline
+    """how it would run with the same balance and no overhead"""
     ideal_times: Times
-    """its price"""
+    """the price with experts and traffic even over the ranks, and no overhead"""
     ideal_timeline: GroupTimeline
-    """how that ran"""
+    """how that would run"""
     memory: dict[str, float]
     """bytes on the rank that needs most"""
     ideal_memory: dict[str, float]
@@ -68,22 +66,28 @@ class StepResult:
 
     @property
     def step_s(self) -> float:
-        """The slowest group."""
-        return max(group.timeline.step_us for group in self.groups) * 1e-6
+        """Groups wait for each other at every optimizer step."""
+        return _together_s([group.timeline for group in self.groups])
 
     @property
     def ideal_s(self) -> float:
-        """The slowest group, were all its ranks at the mean."""
-        return max(group.ideal_us for group in self.groups) * 1e-6
+        """The same, were experts and traffic even over the ranks of every group."""
+        return _together_s([group.ideal_timeline for group in self.groups])
 
     @property
     def exposed_s(self) -> float:
         """What planning, copies, moves and exchanged counts add to the step."""
-        return self.step_s - max(group.free_us for group in self.groups) * 1e-6
+        return self.step_s - _together_s([group.free_timeline for group in self.groups])
 
     def imbalances(self) -> NDArray[np.float64]:
         """Of every layer and micro-batch of every group."""
         return np.concatenate([imbalance(group.plan.rank_load(group.load)).ravel() for group in self.groups])
+
+
+def _together_s(timelines: Sequence[GroupTimeline]) -> float:
+    """The slowest group of every optimizer step, in seconds."""
+    took_us = [np.diff(timeline.optimizer_ends_us, prepend=0.0) for timeline in timelines]
+    return float(np.max(took_us, axis=0).sum()) * 1e-6
 
 
 def simulate_step(
@@ -130,8 +134,7 @@ def simulate_group(
         load=load,
         times=times,
         timeline=run_group(times, pricing.setting, window=window),
-        free_us=run_group(times.without_overhead(), pricing.setting).step_us,
-        ideal_us=even.step_us,
+        free_timeline=run_group(times.without_overhead(), pricing.setting),
         ideal_times=ideal_times,
         ideal_timeline=even,
         memory=_memory(pricing, plan, moves, timing, cells, update, problem.spare_slots),

@@ -131,8 +131,8 @@ def test_balanced_is_a_lower_bound_and_figures_agree(seed):
     for name in EVERY:
         result = simulate_step(step.problems, planner_named(name), step.pricing())
         for group in result.groups:  # every plan is above its own ideal, and above itself without overhead
-            assert group.ideal_us <= group.free_us * (1 + 1e-12)
-            assert group.free_us <= group.timeline.step_us * (1 + 1e-12)
+            assert group.ideal_timeline.step_us <= group.free_timeline.step_us * (1 + 1e-12)
+            assert group.free_timeline.step_us <= group.timeline.step_us * (1 + 1e-12)
             group.plan.check(group.load)
 
 
