@@ -85,9 +85,11 @@ class StepResult:
 
 
 def _together_s(timelines: Sequence[GroupTimeline]) -> float:
-    """The slowest group of every optimizer step, in seconds."""
-    took_us = [np.diff(timeline.optimizer_ends_us, prepend=0.0) for timeline in timelines]
-    return float(np.max(took_us, axis=0).sum()) * 1e-6
+    """The slowest group of every optimizer step, in seconds; a group with fewer of them has nothing in the last."""
+    took_us = np.zeros((len(timelines), max(timeline.optimizer_ends_us.size for timeline in timelines)))
+    for took, timeline in zip(took_us, timelines, strict=True):
+        took[: timeline.optimizer_ends_us.size] = np.diff(timeline.optimizer_ends_us, prepend=0.0)
+    return float(took_us.max(axis=0).sum()) * 1e-6
 
 
 def simulate_step(
