@@ -77,13 +77,14 @@ def _step_row(
     made = synthesize_loads(size, SynthKnobs(median_length=6000.0, length_tail=0.1, max_length=8192), seed=3)
     lengths = made.length_of_sequence
     budget = 8192 * -(-sequences // (cluster.num_ranks * micro_batches))
+    rates = rates_for(MODELS["qwen3-30b-a3b"], num_nodes=nodes)
     input_mb = _peak_mb()
     seconds: list[float] = []
     plan, problem = None, None
     for _ in range(repeats + 1):
         start = perf_counter()
         problem = StepProblem(
-            cluster=cluster, sequences=made, tokens_per_rank=budget, rates=rates_for(MODELS["qwen3-30b-a3b"]),
+            cluster=cluster, sequences=made, tokens_per_rank=budget, rates=rates,
             schedule=in_order(lengths, cluster, tokens_per_rank=budget),
         )  # fmt: skip
         plan = Equilibra().plan(problem)
