@@ -200,11 +200,11 @@ PAPER = Suite(
     },
     notes={
         "foremoe": "ForeMoE reports up to 1.45x on 64 GPUs; which model and parallelism is not public.",
-        "sweep": "64 ranks miss 0.97: with 32 sequences in a micro-batch, four to a node, what a node receives across is 3 "
-        "to 4 % above the mean of the nodes, and no copy inside a node can change that. With 128 sequences in one (the "
-        "scale table) it is reached.",
-        "no_help": "Two nodes gain also from equally popular experts, because standing copies save traffic. Balance alone "
-        "gains nothing there.",
+        "sweep": "64 ranks miss 0.97: with 32 sequences in a micro-batch, four to a node, what a node receives is "
+        "3 to 4 % above the mean of the nodes, and no copy inside a node can change that. With 128 sequences in one "
+        "(the scale table) it is reached.",
+        "no_help": "Two nodes gain also from equally popular experts, because standing copies save traffic. Balance "
+        "alone gains nothing there.",
         "scale": "More than 64 ranks are several expert-parallel groups on different sequences; each plans for itself. "
         "`plan_wall_s`: measured time to plan one group on two cores of the machine above; the simulated step takes 32 "
         "cores of a node for it and counts what is not hidden in `exposed`.",

@@ -44,9 +44,8 @@ def _grid(rows: list[Row], file: Path) -> None:
         at = [cell + (i - len(names) / 2 + 0.5) * 0.16 for cell in range(len(rows))]
         axis.bar(at, [row[f"{name}_x"] for row in rows], width=0.15, color=COLOURS[name], label=name)
     axis.axhline(1, color="black", linewidth=0.8)
-    axis.set_xticks(
-        range(len(rows)), [f"{row['model']}\n{row['ranks']} ranks, {row['prompts']}" for row in rows], fontsize=7
-    )
+    labels = [f"{row['model'].replace('-a', chr(10) + 'a')}\n{row['ranks']} ranks\n{row['prompts']}" for row in rows]
+    axis.set_xticks(range(len(rows)), labels, fontsize=7)
     axis.set_ylabel("speedup over static placement")
     axis.legend(ncols=5, frameon=False, loc="upper left", fontsize=8)
     axis.set_ylim(0.8, max(row["balanced_x"] for row in rows) * 1.15)
@@ -65,8 +64,12 @@ def _scale(rows: list[Row], file: Path) -> None:
         ranks = [row["ranks"] for row in part]
         axes[0].semilogx(ranks, [row["speedup"] for row in part], "o-", color=colour, label=kind, base=2)
         axes[1].semilogx(ranks, [row["share_of_balanced"] for row in part], "o-", color=colour, label=kind, base=2)
-        axes[2].loglog(ranks, [row["step_s"] for row in part], "o-", color=colour, label=f"step, {kind}", base=10)
+        axes[2].loglog(ranks, [row["step_s"] for row in part], "o-", color=colour, label=f"step, {kind}")
         axes[2].loglog(ranks, [row["plan_wall_s"] for row in part], "x--", color=colour, label=f"planning, {kind}")
+    ranks = sorted({row["ranks"] for row in rows})
+    for axis in axes:
+        axis.set_xticks(ranks, [str(number) for number in ranks], fontsize=7)
+        axis.minorticks_off()
     for axis, title in zip(axes, ("speedup over static", "share of balanced", "seconds"), strict=True):
         axis.set_title(title, fontsize=10)
         axis.set_xlabel("ranks")
