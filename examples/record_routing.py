@@ -58,4 +58,4 @@ with tempfile.TemporaryDirectory() as folder:
     back = load_trace(path)
     unrecorded = back.num_tokens - int(np.count_nonzero(back.recorded))
     print(f"{back.num_sequences} sequences, {back.num_tokens} tokens, {unrecorded} without routing (their last ones)")
-    print(f"next: equilibra simulate --trace {path.name} --model YOUR-MODEL --nodes 2 --report")
+    print("save yours to a folder that stays, then: equilibra simulate --trace rollout.npz --nodes 2 --report")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shlex
 import sys
 from hashlib import sha256
@@ -87,7 +88,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     targets = [path for path in (arguments.output, arguments.report, arguments.perfetto) if path is not None]
     for path in targets:
-        _check_target(path, overwrite=arguments.overwrite)
+        _check_target(path, overwrite=arguments.overwrite, folder=path is arguments.output)
     if len({Path(path).absolute() for path in targets}) < len(targets):
         raise InputError(f"--output, --report and --perfetto must be different files, not {', '.join(targets)}")
     progress = Progress()
@@ -115,23 +116,33 @@ def run(arguments: argparse.Namespace) -> int:
         ranks_per_sequence=arguments.ranks_per_sequence,
         history_LE=history,
     )
-    about = {"command": "equilibra " + shlex.join(sys.argv[1:]), "inputs": inputs}
+    about: dict[str, Any] = {"command": "equilibra " + shlex.join(sys.argv[1:]), "inputs": inputs}
+    if not arguments.trace:
+        about["warnings"] = ["the routing is synthetic, not recorded: your own may be more or less skewed"]
     keep = any((arguments.output, arguments.report, arguments.perfetto))
     try:
         answer = simulate(question, about=about, keep_records=keep, tell=progress.step)
     finally:
         progress.close()
-    _write(answer.run, arguments)
     _print(answer, as_json=arguments.json)
+    sys.stdout.flush()
+    _write(answer.run, arguments)  # after the answer: a full disk must not cost it
     return 0
 
 
-def _check_target(path: str, *, overwrite: bool) -> None:
+def _check_target(path: str, *, overwrite: bool, folder: bool) -> None:
     """Refuse before the work what would be refused after it."""
-    if not Path(path).absolute().parent.is_dir():
-        raise InputError(f"cannot write {path}: the folder {Path(path).absolute().parent} does not exist")
-    if Path(path).exists() and not overwrite:
+    target = Path(path).absolute()
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write {path}: the folder {target.parent} does not exist")
+    if target.exists() and not overwrite:
         raise InputError(f"cannot write {path}: it exists; choose another name, or ask to overwrite it (--overwrite)")
+    if target.is_dir() and not folder:
+        raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
+    if target.exists() and folder and not (target / "run.json").is_file():
+        raise InputError(f"cannot overwrite {path}: it holds no run.json, so it is something else")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: the folder {target.parent} cannot be written")
 
 
 def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, SequenceLoad, list[dict[str, Any]], Any]:
@@ -182,6 +193,10 @@ def _fitting_model(recording: Recording, path: str) -> MoEModel:
             f"{path} has {shape[0]} MoE layers, {shape[1]} experts, top-{shape[2]}, which is the shape of "
             f"{'several models' if found else 'no model known here'}: say which with --model (a name or a file)"
         )
+    print(
+        f"no --model: taking {found[0].name}, the preset of {shape[0]} MoE layers, {shape[1]} experts, top-{shape[2]}",
+        file=sys.stderr,
+    )
     return found[0]
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
 from equilibra.core.errors import InputError
@@ -64,7 +64,8 @@ def atomic_file(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     except OSError as error:
         raise cannot("write", path, error) from error
     finally:
-        part.unlink(missing_ok=True)
+        with suppress(OSError):  # a disk that cannot be written has nothing to remove
+            part.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -6,7 +6,7 @@ model's shapes and the hardware's constants.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import ceil, isfinite
 
 from equilibra.core.errors import InputError
@@ -36,16 +36,26 @@ class Rates:
     """one home moved inside its node"""
     exposed_share: float = 0.1
     """part of a flash copy's time that prefetching does not hide"""
+    link_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """how long one flash copy holds a link, by stage: the update fetches it forward and backward, and its gradient
+    returns"""
+    gap_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """what a layer and micro-batch takes besides its rows, by stage: copies are hidden in it too"""
+    gap_row_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """the same per row of the mean rank: dense parts, traffic across nodes, activations computed anew"""
     token_cost: int = 24_576
     """what a token costs besides attention, in units of s² of a sequence of s tokens (the default: what verl uses)"""
 
     def __post_init__(self) -> None:
-        for name in ("row_us", "flash_copy_us"):
+        for name in ("row_us", "flash_copy_us", "link_us", "gap_us", "gap_row_us"):
             if set(getattr(self, name)) != set(Stage):
                 raise InputError(f"{name} needs the stages {', '.join(Stage)}, not {', '.join(getattr(self, name))}")
         numbers = [
             *self.row_us.values(),
             *self.flash_copy_us.values(),
+            *self.link_us.values(),
+            *self.gap_us.values(),
+            *self.gap_row_us.values(),
             self.cross_row_us,
             self.standing_copy_us,
         ]
@@ -95,7 +105,9 @@ def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: i
     with_gradient = model.expert_bytes + model.expert_gradient_bytes
     squared_us = 2e-6 * model.attention_width * model.quadratic_share / machine.attention_tflops
     crossing = (num_nodes - 1) / num_nodes * 2 * model.hidden * model.weight_bytes * across_us_per_byte
-    token_us = 2e-6 * model.dense_parameters / machine.dense_tflops + model.top_k * (forward_us + crossing)
+    dense_us = 2e-6 * model.dense_parameters / machine.dense_tflops
+    token_us = dense_us + model.top_k * (forward_us + crossing)
+    between_us = dense_us / model.top_k + crossing
     passes = 3  # recompute forward, update forward, update backward: each dispatches and combines once
     return Rates(
         row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: forward_us + backward_us},
@@ -108,5 +120,14 @@ def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: i
         move_us=model.expert_home_bytes * across_us_per_byte,
         move_inside_us=model.expert_home_bytes * inside_us_per_byte,
         exposed_share=min(machine.flash_gb_per_s / machine.copy_loss_gb_per_s, 1.0),
+        link_us={
+            Stage.RECOMPUTE: model.expert_bytes * inside_us_per_byte,
+            Stage.UPDATE: (model.expert_bytes + with_gradient) * inside_us_per_byte,
+        },
+        gap_us={
+            Stage.RECOMPUTE: machine.experts_forward.fixed_us,
+            Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,
+        },
+        gap_row_us={Stage.RECOMPUTE: between_us, Stage.UPDATE: 3 * between_us + forward_us},
         token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )

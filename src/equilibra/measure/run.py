@@ -171,6 +171,9 @@ def load_run(path: Path | str) -> Run:
         raise InputError(
             f"{path} has version {about.get('format_version')} of the run format, this program reads {VERSION}"
         )
+    for key in ("model", "hardware", "cluster", "settings"):
+        if key in about and not isinstance(about[key], dict):
+            raise InputError(f"cannot read {path}: {key} in run.json must hold keys and values, not {about[key]!r}")
     try:
         records = about.pop("planners")
         planners = {name: _load_record(path / f"{Path(name).name}.npz", record) for name, record in records.items()}

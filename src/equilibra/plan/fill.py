@@ -103,7 +103,8 @@ def real_cost_us(
 ) -> float:
     """The choice's cost with what its ranks really take in place of what its nodes promised.
 
-    In each stage: the slowest rank, and the flash copies of the busiest link as far as they are exposed.
+    In each stage: the slowest rank, and the flash copies of the busiest link as far as they are exposed: a small share
+    always, and all that does not fit into the time of the layer.
     """
     rates, num_ranks = problem.rates, problem.cluster.num_ranks
     cost_us = choice.traffic_us + choice.moving_us
@@ -114,8 +115,11 @@ def real_cost_us(
         received = np.bincount(first + part.rank, minlength=rows_MR.size)
         sent = np.bincount(first + part.origin, minlength=rows_MR.size)
         busiest = np.maximum(received, sent).reshape(-1, num_ranks).max(axis=1)
-        cost_us += float(rows_MR.max(axis=1).sum()) * rates.row_us[stage]
-        cost_us += float(busiest.sum()) * rates.exposed_share * rates.flash_copy_us[stage]
+        rows_us = rows_MR.max(axis=1) * rates.row_us[stage]
+        gap_us = rows_us + rates.gap_us[stage] + rows_MR.mean(axis=1) * rates.gap_row_us[stage]
+        too_long_us = busiest * rates.link_us[stage] - gap_us
+        exposed_us = np.maximum(busiest * rates.exposed_share * rates.flash_copy_us[stage], too_long_us)
+        cost_us += float(rows_us.sum() + exposed_us.sum())
     return cost_us
 
 

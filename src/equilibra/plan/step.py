@@ -32,6 +32,8 @@ from equilibra.plan.planner import StepProblem
 __all__ = ["Equilibra", "stage_plan", "usable_cores"]
 
 T = TypeVar("T")
+DEARER = 4
+"""how many times as many tokens a flash copy must take where links are too slow for all that would pay"""
 
 
 class _Filled(NamedTuple):
@@ -150,8 +152,8 @@ class Equilibra:
     def _fill(self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]) -> _Filled:
         """Copies of both stages, with those that even out traffic or without; or nothing, where that is cheaper."""
         still = stay(layer)
-        for row_slack in dict.fromkeys((layer.rates.row_slack, NO_EXCHANGE)):
-            copies = self._copies(layer, choice, ranks, row_slack)
+        for row_slack, dearer in ((layer.rates.row_slack, 1), (NO_EXCHANGE, 1), (NO_EXCHANGE, DEARER)):
+            copies = self._copies(layer, choice, ranks, row_slack, dearer)
             cost_us = real_cost_us(layer, choice, ranks, copies)
             if cost_us <= still.cost_us:
                 return _Filled(choice, copies, cost_us)
@@ -160,10 +162,10 @@ class Equilibra:
         return _Filled(still, dict.fromkeys(Stage, no_copies(layer)), still.cost_us)
 
     def _copies(
-        self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float
+        self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float, dearer: int
     ) -> dict[Stage, LayerCopies]:
         """Copies of both stages; they are the same where the same number of tokens pays for one."""
-        minimum = {stage: self._min_tokens(layer.rates, stage) for stage in Stage}
+        minimum = {stage: dearer * self._min_tokens(layer.rates, stage) for stage in Stage}
         by_minimum = {
             least: fill(layer, choice, ranks, min_tokens=least, row_slack=row_slack) for least in set(minimum.values())
         }

@@ -151,7 +151,9 @@ def _warnings(question: Question, found: Comparison) -> list[str]:
             f"{', '.join(too_much)} would need more than the {memory / 1e9:.0f} GB of {question.hardware.name}: "
             "use more ranks, pipeline stages, or smaller micro-batches"
         )
-    static = found.metrics[STATIC]
+    static, ours = found.metrics[STATIC], found.metrics.get("equilibra", found.metrics[STATIC])
+    if ours["speedup_over_static"] < 1:
+        lines.append("equilibra would be slower than static placement here: leave it off for this run")
     if static["micro_batches"] < 4:
         lines.append(
             f"the recording makes only {static['micro_batches']:.0f} micro-batches of "

@@ -1,5 +1,5 @@
 "use strict";
-/* Numbers and names as people read them. Units come from the ends of names: _s, _us, _bytes, _tokens_per_s. */
+/* Numbers and names as people read them. Units come from the ends of names: _s, _us, _bytes, _tokens_per_s, _gb_per_s, _tflops. */
 const Format = (() => {
   const NAMES = {
     step_time_s: "Step time", throughput_tokens_per_s: "Throughput, tokens/s", speedup_over_static: "Speed over static",
@@ -8,7 +8,7 @@ const Format = (() => {
     exposed_overhead_s: "Exposed overhead", peak_memory_bytes: "Peak memory", sha256: "SHA-256", expert_ffn: "Expert width",
     hidden: "Width", top_k: "Experts per token", micro_batch: "Micro-batch", num_micro_batches: "Micro-batches",
   };
-  const UNIT = /_(s|us|bytes|tokens_per_s)$/;
+  const UNIT = /_(gb_per_s|tflops|tokens_per_s|bytes|us|s)$/;
 
   const scaled = (value, scales, floor) => {
     const magnitude = Math.abs(value);
@@ -41,6 +41,8 @@ const Format = (() => {
   const metric = (name, value) => {
     if (value === null || value === undefined) return "–";
     if (name.endsWith("_tokens_per_s")) return large(value);
+    if (name.endsWith("_gb_per_s")) return `${number(value)}\u00a0GB/s`;
+    if (name.endsWith("_tflops")) return `${number(value)}\u00a0TFLOP/s`;
     if (name.endsWith("_bytes")) return bytes(value);
     if (name.endsWith("_us")) return seconds(value * 1e-6);
     if (name.endsWith("_s")) return seconds(value);
