@@ -159,6 +159,8 @@ def save_run(run: Run, path: Path | str, *, overwrite: bool = False) -> None:
 def load_run(path: Path | str) -> Run:
     """Read a run; an error if it is damaged or something else."""
     path = Path(path)
+    if not (path / "run.json").is_file():
+        raise InputError(f"{path} is no run: it holds no run.json; make one with equilibra simulate --output {path}")
     try:
         about = json.loads((path / "run.json").read_text())
     except OSError as error:
