@@ -4,12 +4,28 @@
     ├── InputError            what the user handed in cannot be used: exit code 2
     │   ├── TraceFormatError  a recording is missing, truncated, corrupted or of another format
     │   └── BudgetError       a plan would need more slots, tokens or bytes than allowed
-    └── PlanError             a plan breaks an invariant: a bug, or a plan for another load
+    ├── PlanError             a plan breaks an invariant: a bug, or a plan for another load
+    └── ExecuteError          a step cannot go on, on any rank
+        ├── MismatchError     ranks hold different plans, versions or settings
+        ├── RankLostError     another rank is gone, failed, or was slower than the timeout
+        ├── StaleError        weights changed without notice: copies of them would be stale
+        └── BrokenStateError  a migration was cut off: the state in memory is mixed, load the last checkpoint
 
 A message says what was asked, with the values, what is required, and what to do.
 """
 
-__all__ = ["BudgetError", "EquilibraError", "InputError", "PlanError", "TraceFormatError"]
+__all__ = [
+    "BrokenStateError",
+    "BudgetError",
+    "EquilibraError",
+    "ExecuteError",
+    "InputError",
+    "MismatchError",
+    "PlanError",
+    "RankLostError",
+    "StaleError",
+    "TraceFormatError",
+]
 
 
 class EquilibraError(Exception):
@@ -30,3 +46,23 @@ class BudgetError(InputError):
 
 class PlanError(EquilibraError):
     """A plan breaks an invariant, or belongs to another load."""
+
+
+class ExecuteError(EquilibraError):
+    """A step cannot go on. Every rank gets one, within the configured time."""
+
+
+class MismatchError(ExecuteError):
+    """Ranks hold different plans, versions or settings."""
+
+
+class RankLostError(ExecuteError):
+    """Another rank is gone, failed, or was slower than the timeout."""
+
+
+class StaleError(ExecuteError):
+    """Weights changed without notice, so copies of them would be stale."""
+
+
+class BrokenStateError(ExecuteError):
+    """A migration was cut off: the state in memory is mixed and must not be used."""

@@ -1,0 +1,255 @@
+"""The processes that run a step: expert-parallel groups, their nodes, and what they say to each other.
+
+World rank w is rank w % R of expert-parallel group w // R. Traffic of different kinds has process groups of its own, so
+that a prefetch never waits behind a dispatch. Every call here is made by all members of a group or by none.
+
+A rank that is gone, failed or stuck makes the call fail on all others within `timeout_s`: as `RankLostError`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from enum import StrEnum
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError, MismatchError, RankLostError
+
+if TYPE_CHECKING:
+    from collections.abc import Iterator
+
+__all__ = ["Channel", "ExpertGroup", "Pending", "Ready", "join_expert_group"]
+
+
+class Channel(StrEnum):
+    """Kinds of traffic, each with its own connections."""
+
+    DISPATCH = "dispatch"
+    """tokens there and back, over the expert-parallel group"""
+    STANDING = "standing"
+    """standing copies, their gradients and moving homes, over the expert-parallel group"""
+    COPIES = "copies"
+    """flash copies, inside a node"""
+    GRADIENTS = "gradients"
+    """gradients of flash copies, inside a node"""
+    CONTROL = "control"
+    """counts, hashes and votes, over all ranks"""
+    REPLICAS = "replicas"
+    """gradients, between the ranks of the same number in all expert-parallel groups"""
+
+
+class Pending(Protocol):
+    """Something under way."""
+
+    def wait(self) -> None:
+        """Until it is done; RankLostError where it cannot be."""
+        ...
+
+
+@dataclass(frozen=True)
+class Ready:
+    """Nothing under way."""
+
+    def wait(self) -> None:
+        """Return at once."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Work:
+    """A collective under way."""
+
+    what: str
+    work: dist.Work | None
+    keep: tuple[Tensor, ...]
+    """buffers that must live until it is done"""
+
+    def wait(self) -> None:
+        """Until it is done."""
+        if self.work is not None:
+            with lost_rank_is_an_error(self.what):
+                self.work.wait()
+
+
+@contextmanager
+def lost_rank_is_an_error(what: str) -> Iterator[None]:
+    """Turn what torch.distributed raises into our error."""
+    try:
+        yield
+    except (RuntimeError, dist.DistError) as error:
+        raise RankLostError(
+            f"{what} did not finish: another rank is gone, has failed or is slower than the timeout; look for the first "
+            f"error of the other ranks, then restart from the last checkpoint ({_first_line(error)})"
+        ) from error
+
+
+def _first_line(error: BaseException) -> str:
+    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class ExpertGroup:
+    """This process's place. Without torch.distributed it is a group of one."""
+
+    cluster: Cluster
+    """ranks of the expert-parallel group"""
+    rank: int = 0
+    """in the expert-parallel group"""
+    index: int = 0
+    """which expert-parallel group"""
+    num_groups: int = 1
+    """expert-parallel groups (data parallelism)"""
+    timeout_s: float = 300.0
+    """after which a silent rank is lost"""
+    channels: dict[Channel, dist.ProcessGroup]
+    """connections by kind; none in a group of one"""
+
+    @property
+    def num_ranks(self) -> int:
+        """R."""
+        return self.cluster.num_ranks
+
+    @property
+    def world_size(self) -> int:
+        """Ranks of all groups."""
+        return self.num_ranks * self.num_groups
+
+    @property
+    def world_rank(self) -> int:
+        """This process among all of them."""
+        return self.index * self.num_ranks + self.rank
+
+    @property
+    def node(self) -> int:
+        """This rank's node in the expert-parallel group."""
+        return self.rank // self.cluster.ranks_per_node
+
+    @property
+    def first_of_node(self) -> int:
+        """The first rank of this node."""
+        return self.node * self.cluster.ranks_per_node
+
+    def all_to_all(
+        self, channel: Channel, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int],
+        *, what: str,
+    ) -> Pending:  # fmt: skip
+        """Start to send consecutive pieces of `sent` to the members in order, and to fill `received` from them."""
+        if self.num_ranks == 1 or channel not in self.channels:
+            received.copy_(sent)
+            return Ready()
+        with lost_rank_is_an_error(what):
+            work = dist.all_to_all_single(
+                received, sent, list(received_sizes), list(sent_sizes), group=self.channels[channel], async_op=True
+            )
+        return _Work(what=what, work=work, keep=(sent, received))
+
+    def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
+        """Start to sum a tensor over the members, in place."""
+        if channel not in self.channels:
+            return Ready()
+        with lost_rank_is_an_error(what):
+            work = dist.all_reduce(tensor, group=self.channels[channel], async_op=True)
+        return _Work(what=what, work=work, keep=(tensor,))
+
+    def gather(self, values: NDArray[np.generic], *, what: str) -> list[NDArray[np.generic]]:
+        """Arrays of all ranks, of any lengths but one dtype and one shape behind the first axis."""
+        if not self.channels:
+            return [values]
+        lengths = self._gather_bytes(np.array([len(values)], np.int64).tobytes(), 8, what)
+        counts = [int(np.frombuffer(raw, np.int64)[0]) for raw in lengths]
+        row_bytes = int(np.prod(values.shape[1:], dtype=np.int64)) * values.dtype.itemsize
+        raws = self._gather_bytes(np.ascontiguousarray(values).tobytes(), max(counts) * row_bytes, what)
+        return [
+            np.frombuffer(raw[: count * row_bytes], values.dtype).reshape(count, *values.shape[1:])
+            for raw, count in zip(raws, counts, strict=True)
+        ]
+
+    def _gather_bytes(self, raw: bytes, size: int, what: str) -> list[bytes]:
+        if size == 0:
+            return [b""] * self.world_size
+        mine = torch.zeros(size, dtype=torch.uint8)
+        if raw:
+            mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        every = [torch.empty_like(mine) for _ in range(self.world_size)]
+        with lost_rank_is_an_error(what):
+            dist.all_gather(every, mine, group=self.channels[Channel.CONTROL])
+        return [part.numpy().tobytes() for part in every]
+
+    def agree(self, value: str, *, what: str) -> None:
+        """All ranks must say the same; an error on every one of them that names both values otherwise."""
+        raw = value.encode()[:256].ljust(256, b"\0")
+        said = [part.tobytes().rstrip(b"\0").decode() for part in self.gather(np.frombuffer(raw, np.uint8), what=what)]
+        other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
+        if other is not None:
+            raise MismatchError(
+                f"ranks disagree about {what}: rank 0 has {said[0]}, rank {other} has {said[other]}; they must run the "
+                "same version with the same settings"
+            )
+
+    def all_succeed(self, attempt: Callable[[], None], *, what: str) -> None:
+        """Run something that may fail here; if it fails anywhere, every rank gets an error."""
+        failure: Exception | None = None
+        try:
+            attempt()
+        except Exception as error:  # noqa: BLE001 - whatever it was, the others must hear of it
+            failure = error
+        text = f"{type(failure).__name__}: {_first_line(failure)}" if failure else ""
+        said = self.gather(np.frombuffer(text.encode()[:300], np.uint8), what=what)
+        if failure is not None:
+            raise failure
+        for rank, part in enumerate(said):
+            if part.size:
+                raise RankLostError(f"{what} failed on rank {rank}: {part.tobytes().decode(errors='replace')}")
+
+    def barrier(self, *, what: str) -> None:
+        """Until all ranks are here."""
+        if self.channels:
+            with lost_rank_is_an_error(what):
+                dist.all_reduce(torch.zeros(1), group=self.channels[Channel.CONTROL])
+
+
+def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
+    """This process's group; all processes of torch.distributed must call it. Without torch.distributed: a group of one.
+
+    The world must be a whole number of expert-parallel groups.
+    """
+    if not 0 < timeout_s < 10**6:
+        raise InputError(f"timeout_s must be more than 0 and below a million, not {timeout_s}")
+    world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
+    size = cluster.num_ranks
+    if world % size:
+        raise InputError(
+            f"{world} processes cannot be expert-parallel groups of {size} ranks ({cluster.num_nodes} nodes x "
+            f"{cluster.ranks_per_node}): start a multiple of {size} processes, or describe the cluster otherwise"
+        )
+    if world == 1:
+        return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
+    me, per_node = dist.get_rank(), cluster.ranks_per_node
+    groups = [list(range(first, first + size)) for first in range(0, world, size)]
+    nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
+    replicas = [list(range(first, world, size)) for first in range(size)]
+    members = {
+        Channel.DISPATCH: groups, Channel.STANDING: groups, Channel.COPIES: nodes, Channel.GRADIENTS: nodes,
+        Channel.CONTROL: [list(range(world))],
+    }  # fmt: skip
+    if world > size:
+        members[Channel.REPLICAS] = replicas
+    channels = {}
+    with lost_rank_is_an_error("joining the expert-parallel group"):
+        for channel, parts in members.items():
+            for part in parts:
+                made = dist.new_group(part, timeout=timedelta(seconds=timeout_s))
+                if me in part:
+                    channels[channel] = made
+    return ExpertGroup(
+        cluster=cluster, rank=me % size, index=me // size, num_groups=world // size, timeout_s=timeout_s,
+        channels=channels,
+    )  # fmt: skip

@@ -1,0 +1,107 @@
+"""What an MoE layer computes: shapes, router and experts, independent of where anything runs."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from equilibra.core.errors import InputError
+
+__all__ = ["Activation", "GroupScore", "MoESpec", "RouterSpec", "Score"]
+
+
+class Score(StrEnum):
+    """How router logits become scores."""
+
+    SOFTMAX = "softmax"
+    """over all experts: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2; normalised over the chosen ones also gpt-oss"""
+    SIGMOID = "sigmoid"
+    """each expert by itself: DeepSeek-V3"""
+
+
+class GroupScore(StrEnum):
+    """How a group of experts is ranked where routing is limited to some groups."""
+
+    MAX = "max"
+    """by its best expert: DeepSeek-V2"""
+    TOP2 = "top2"
+    """by the sum of its two best experts: DeepSeek-V3"""
+
+
+class Activation(StrEnum):
+    """Between the two matrices of an expert."""
+
+    SWIGLU = "swiglu"
+    """silu(gate) * up; the first half of the columns is gate, the second up"""
+    CLAMPED_SWIGLU = "clamped-swiglu"
+    """gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RouterSpec:
+    """From a token to its experts and their weights."""
+
+    score: Score = Score.SOFTMAX
+    """from logits to scores"""
+    normalise: bool = True
+    """divide the weights of the chosen experts by their sum"""
+    scale: float = 1.0
+    """factor on the weights"""
+    bias: bool = False
+    """whether the linear map to logits has a bias"""
+    selection_bias: bool = False
+    """whether a bias that is not learned by gradients is added to the scores to choose experts, not to weigh them"""
+    num_groups: int = 1
+    """groups of consecutive experts"""
+    top_groups: int = 1
+    """groups that a token may choose experts from"""
+    group_score: GroupScore = GroupScore.TOP2
+    """how groups are ranked"""
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise InputError(f"a token cannot choose from {self.top_groups} of {self.num_groups} groups of experts")
+
+
+@dataclass(frozen=True, kw_only=True)
+class MoESpec:
+    """One MoE layer."""
+
+    hidden: int
+    """width of a token"""
+    expert_ffn: int
+    """inner width of one expert"""
+    num_experts: int
+    """routed experts"""
+    top_k: int
+    """experts of a token"""
+    router: RouterSpec = field(default_factory=RouterSpec)
+    """how tokens choose"""
+    activation: Activation = Activation.SWIGLU
+    """inside experts"""
+    expert_bias: bool = False
+    """whether both matrices of an expert have biases"""
+    shared_ffn: int = 0
+    """inner width of the shared expert that every token passes; 0: none"""
+
+    def __post_init__(self) -> None:
+        for name in ("hidden", "expert_ffn", "num_experts", "top_k"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or value < 1:
+                raise InputError(f"{name} must be a whole number from 1 on, not {value!r}")
+        groups = self.router.num_groups
+        if self.num_experts % groups:
+            raise InputError(f"{self.num_experts} experts cannot be {groups} equal groups")
+        choice = self.num_experts // groups * self.router.top_groups
+        if self.top_k > choice:
+            raise InputError(f"a token cannot choose {self.top_k} of {choice} experts; lower top_k to {choice}")
+
+    def part_shapes(self) -> dict[str, tuple[int, ...]]:
+        """Shapes of one expert's parameters by name, in the order they are sent and kept."""
+        shapes: dict[str, tuple[int, ...]] = {"gate_up": (2 * self.expert_ffn, self.hidden)}
+        if self.expert_bias:
+            shapes["gate_up_bias"] = (2 * self.expert_ffn,)
+        shapes["down"] = (self.hidden, self.expert_ffn)
+        if self.expert_bias:
+            shapes["down_bias"] = (self.hidden,)
+        return shapes

@@ -1,0 +1,1 @@
+"""What the fork server loads before the first rank starts."""
