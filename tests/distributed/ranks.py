@@ -5,6 +5,7 @@ Processes are forked from a server that has torch loaded, so a group of eight st
 
 from __future__ import annotations
 
+import faulthandler
 import multiprocessing
 import os
 import tempfile
@@ -42,6 +43,7 @@ def _main(
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    faulthandler.enable()
     torch.set_num_threads(1)
     start = monotonic()
     try:

@@ -10,10 +10,12 @@ does not depend on where experts are.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.execute import expert_math
@@ -25,12 +27,12 @@ if TYPE_CHECKING:
     from equilibra.execute.micro_batch import MicroBatch
     from equilibra.execute.runtime import Runtime
 
-__all__ = ["Combine", "Dispatch", "Experts", "Pass", "direction_now"]
+__all__ = ["Pass", "combine", "direction_now", "dispatch", "experts"]
 
 
 def direction_now() -> Direction:
     """FORWARD_AGAIN while the backward pass computes activations anew."""
-    inside_backward = torch._C._current_graph_task_id() != -1  # type: ignore[attr-defined]  # noqa: SLF001
+    inside_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
     return Direction.FORWARD_AGAIN if inside_backward else Direction.FORWARD
 
 
@@ -74,11 +76,19 @@ class Pass:
 
 
 def _sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, summed in the order of its choices."""
-    total = rows_ND.index_select(0, row_of_pair_TK[:, 0])
-    for choice in range(1, row_of_pair_TK.shape[1]):
-        total += rows_ND.index_select(0, row_of_pair_TK[:, choice])
-    return total
+    """[T, D] each token's rows, summed in the order of its choices, each row read once."""
+    return embedding_bag(row_of_pair_TK, rows_ND, mode="sum")
+
+
+def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] the same, of weighed rows; in the type of the weights."""
+    if rows_ND.dtype == weights_TK.dtype:
+        return embedding_bag(row_of_pair_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
+    total_TD = rows_ND.new_zeros(len(weights_TK), rows_ND.shape[1], dtype=weights_TK.dtype)
+    for choice in range(weights_TK.shape[1]):
+        rows = rows_ND.index_select(0, row_of_pair_TK[:, choice])
+        total_TD.addcmul_(rows.to(total_TD.dtype), weights_TK[:, choice, None])
+    return total_TD
 
 
 class Dispatch(torch.autograd.Function):
@@ -144,10 +154,7 @@ class Combine(torch.autograd.Function):
         ungrouped = results_ND.index_select(0, tables.grouped_of_received)
         returned = visit.exchange(Kind.COMBINE, visit.direction, ungrouped, out=False)
         ctx.save_for_backward(returned, weights_TK)
-        out_TD = returned.new_zeros(len(weights_TK), results_ND.shape[1], dtype=weights_TK.dtype)
-        for choice in range(weights_TK.shape[1]):
-            rows = returned.index_select(0, tables.row_of_pair[:, choice])
-            out_TD.addcmul_(rows.to(out_TD.dtype), weights_TK[:, choice, None])
+        out_TD = _weighed_sum_of_choices(returned, tables.row_of_pair, weights_TK)
         visit.runtime.leave_layer()
         return out_TD.to(results_ND.dtype)
 
@@ -160,12 +167,30 @@ class Combine(torch.autograd.Function):
         visit.runtime.enter_layer(visit.where, Direction.BACKWARD)
         tables = visit.tables
         returned, weights_TK = ctx.saved_tensors
-        dweights_TK = torch.empty_like(weights_TK)
-        for choice in range(weights_TK.shape[1]):
-            rows = returned.index_select(0, tables.row_of_pair[:, choice])
-            dweights_TK[:, choice] = (rows.to(weights_TK.dtype) * dout_TD).sum(dim=1)
+        row_of_pair = tables.row_of_pair.flatten().long()
         weight_of_row = weights_TK.new_empty(returned.shape[0])
-        weight_of_row[tables.row_of_pair.flatten().long()] = weights_TK.flatten()
-        drows = dout_TD.index_select(0, tables.token_of_row) * weight_of_row[:, None].to(dout_TD.dtype)
+        weight_of_row[row_of_pair] = weights_TK.flatten()
+        drows = dout_TD.index_select(0, tables.token_of_row)
+        dweight_of_row = torch.linalg.vecdot(returned.to(weights_TK.dtype), drows.to(weights_TK.dtype))
+        dweights_TK = dweight_of_row.index_select(0, row_of_pair).view_as(weights_TK)
+        drows.mul_(weight_of_row[:, None].to(drows.dtype))
         received = visit.exchange(Kind.COMBINE, Direction.BACKWARD, drows.to(returned.dtype), out=True)
         return received.index_select(0, tables.received_of_grouped), dweights_TK, None
+
+
+def dispatch(tokens_TD: Tensor, visit: Pass) -> Tensor:
+    """Rows [N, D] of this rank's instances, grouped by instance, from all ranks' tokens."""
+    rows_ND: Tensor = Dispatch.apply(tokens_TD, visit)  # type: ignore[no-untyped-call]
+    return rows_ND
+
+
+def experts(rows_ND: Tensor, visit: Pass, parameters: Sequence[Tensor]) -> Tensor:
+    """Results [N, D] of the rows."""
+    results_ND: Tensor = Experts.apply(rows_ND, visit, *parameters)  # type: ignore[no-untyped-call]
+    return results_ND
+
+
+def combine(results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
+    """[T, D] every token's results, weighed and summed."""
+    out_TD: Tensor = Combine.apply(results_ND, weights_TK, visit)  # type: ignore[no-untyped-call]
+    return out_TD

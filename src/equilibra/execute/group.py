@@ -21,13 +21,17 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equilibra.core import errors
 from equilibra.core.cluster import Cluster
-from equilibra.core.errors import InputError, MismatchError, RankLostError
+from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = ["Channel", "ExpertGroup", "Pending", "Ready", "join_expert_group"]
+
+OWN_ERRORS: dict[str, type[EquilibraError]] = {name: getattr(errors, name) for name in errors.__all__}
+"""by name: a failure that one rank tells the others stays of its kind"""
 
 
 class Channel(StrEnum):
@@ -86,8 +90,8 @@ def lost_rank_is_an_error(what: str) -> Iterator[None]:
         yield
     except (RuntimeError, dist.DistError) as error:
         raise RankLostError(
-            f"{what} did not finish: another rank is gone, has failed or is slower than the timeout; look for the first "
-            f"error of the other ranks, then restart from the last checkpoint ({_first_line(error)})"
+            f"{what} did not finish: another rank is gone, has failed or is slower than the timeout; look for the "
+            f"first error of the other ranks, then restart from the last checkpoint ({_first_line(error)})"
         ) from error
 
 
@@ -97,7 +101,7 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertGroup:
-    """This process's place. Without torch.distributed it is a group of one."""
+    """The place of this process. Without torch.distributed it is a group of one."""
 
     cluster: Cluster
     """ranks of the expert-parallel group"""
@@ -124,12 +128,12 @@ class ExpertGroup:
 
     @property
     def world_rank(self) -> int:
-        """This process among all of them."""
+        """Number of this process among all of them."""
         return self.index * self.num_ranks + self.rank
 
     @property
     def node(self) -> int:
-        """This rank's node in the expert-parallel group."""
+        """The node of this rank in the expert-parallel group."""
         return self.rank // self.cluster.ranks_per_node
 
     @property
@@ -138,11 +142,11 @@ class ExpertGroup:
         return self.node * self.cluster.ranks_per_node
 
     def all_to_all(
-        self, channel: Channel, sent: Tensor, sent_sizes: Sequence[int], received: Tensor, received_sizes: Sequence[int],
-        *, what: str,
+        self, channel: Channel, sent: Tensor, sent_sizes: Sequence[int], received: Tensor,
+        received_sizes: Sequence[int], *, what: str,
     ) -> Pending:  # fmt: skip
         """Start to send consecutive pieces of `sent` to the members in order, and to fill `received` from them."""
-        if self.num_ranks == 1 or channel not in self.channels:
+        if len(sent_sizes) == 1 or channel not in self.channels:
             received.copy_(sent)
             return Ready()
         with lost_rank_is_an_error(what):
@@ -207,7 +211,9 @@ class ExpertGroup:
             raise failure
         for rank, part in enumerate(said):
             if part.size:
-                raise RankLostError(f"{what} failed on rank {rank}: {part.tobytes().decode(errors='replace')}")
+                heard = part.tobytes().decode(errors="replace")
+                kind = OWN_ERRORS.get(heard.partition(":")[0], RankLostError)
+                raise kind(f"{what} failed on rank {rank}: {heard}")
 
     def barrier(self, *, what: str) -> None:
         """Until all ranks are here."""
@@ -217,7 +223,7 @@ class ExpertGroup:
 
 
 def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
-    """This process's group; all processes of torch.distributed must call it. Without torch.distributed: a group of one.
+    """The group of this process; all processes of torch.distributed must call it. Without them it is a group of one.
 
     The world must be a whole number of expert-parallel groups.
     """

@@ -9,8 +9,8 @@ them. A fetch is then one read that nobody else takes part in, in a thread of it
 origin reads them; a sum of nothing over the node says that all have written. There are two banks of gradients: a rank
 writes list k + 2 over list k only after all ranks have finished k (they do before they send k + 1).
 
-The segment has no name once all ranks of the node have opened it: whatever way the processes end, nothing is left behind.
-Its size is reserved when it is made, so a full /dev/shm is an error then and not a crash later.
+The segment has no name once all ranks of the node have opened it: however the processes end, nothing stays behind. Its
+size is reserved when it is made, so a full /dev/shm is an error then and not a crash later.
 """
 
 from __future__ import annotations
@@ -102,35 +102,33 @@ class HostEngine:
 
     def _open(self, num_entries: int) -> _Segment:
         """Make a segment on the first rank of the node and open it on the others."""
-        group, values = self.group, self.row.numel()
-        gradients = 2 * group.cluster.ranks_per_node * self.num_slots
-        make = partial(_Segment, num_entries, gradients, values, self.row.dtype, self.gradient_dtype)
-        num_bytes = _Segment.size(num_entries, gradients, values, self.row.dtype, self.gradient_dtype)
+        group = self.group
+        shape = _Shape(
+            num_entries=num_entries, num_ranks=group.cluster.ranks_per_node, num_slots=self.num_slots,
+            values=self.row.numel(), dtype=self.row.dtype, gradient_dtype=self.gradient_dtype,
+        )  # fmt: skip
         made: list[tuple[int, str]] = []
+        opened: list[_Segment] = []
 
         def create() -> None:
             if group.rank == group.first_of_node:
-                made.append(_create(num_bytes))
-
-        group.all_succeed(create, what="making the shared memory of the host path")
-        name = np.zeros(NAME_BYTES, np.uint8)
-        if made:
-            raw = made[0][1].encode()
-            name[: len(raw)] = np.frombuffer(raw, np.uint8)
-        names = group.gather(name[None], what="sharing the memory of the host path")
-        first = group.index * group.num_ranks + group.first_of_node
-        path = names[first].tobytes().rstrip(b"\0").decode()
-        opened: list[_Segment] = []
+                made.append(_create(shape.num_bytes))
 
         def open_it() -> None:
-            descriptor = made[0][0] if made else _open_existing(path)
-            opened.append(make(descriptor, num_bytes, group.cluster.ranks_per_node, self.num_slots))
+            opened.append(_Segment(shape, made[0][0] if made else _open_existing(path)))
 
+        group.all_succeed(create, what="making the shared memory of the host path")
+        name = np.zeros((1, NAME_BYTES), np.uint8)
+        if made:
+            raw = made[0][1].encode()
+            name[0, : len(raw)] = np.frombuffer(raw, np.uint8)
         try:
+            names = group.gather(name, what="sharing the memory of the host path")
+            path = names[group.index * group.num_ranks + group.first_of_node].tobytes().rstrip(b"\0").decode()
             group.all_succeed(open_it, what="opening the shared memory of the host path")
         finally:
             if made:
-                Path(path).unlink(missing_ok=True)
+                Path(made[0][1]).unlink(missing_ok=True)
         return opened[0]
 
     def close(self) -> None:
@@ -139,27 +137,44 @@ class HostEngine:
         self._segment = None
 
 
+@dataclass(frozen=True, kw_only=True)
+class _Shape:
+    """What a segment holds."""
+
+    num_entries: int
+    num_ranks: int
+    num_slots: int
+    values: int
+    dtype: torch.dtype
+    gradient_dtype: torch.dtype
+
+    @property
+    def weights_at(self) -> int:
+        return _pages(8 * self.num_entries)
+
+    @property
+    def gradients_at(self) -> int:
+        return self.weights_at + _pages(self.num_entries * self.values * self.dtype.itemsize)
+
+    @property
+    def num_bytes(self) -> int:
+        rows = 2 * self.num_ranks * self.num_slots
+        return max(self.gradients_at + _pages(rows * self.values * self.gradient_dtype.itemsize), PAGE)
+
+
 class _Segment:
     """Views of the shared memory."""
 
-    def __init__(
-        self, num_entries: int, num_gradients: int, values: int, dtype: torch.dtype, gradient_dtype: torch.dtype,
-        descriptor: int, num_bytes: int, num_ranks: int, num_slots: int,
-    ) -> None:  # fmt: skip
-        memory = mmap.mmap(descriptor, num_bytes)
-        os.close(descriptor)
-        self.num_entries = num_entries
-        self.versions = np.frombuffer(memory, np.int64, count=num_entries)
-        at = _pages(8 * num_entries)
-        self.weights_nP = _view(memory, at, (num_entries, values), dtype)
-        at += _pages(num_entries * values * dtype.itemsize)
-        self.gradients_2RSP = _view(memory, at, (2, num_ranks, num_slots, values), gradient_dtype)
-
-    @staticmethod
-    def size(num_entries: int, num_gradients: int, values: int, dtype: torch.dtype, gradient_dtype: torch.dtype) -> int:
-        """Bytes of all parts."""
-        weights = _pages(num_entries * values * dtype.itemsize)
-        return max(_pages(8 * num_entries) + weights + _pages(num_gradients * values * gradient_dtype.itemsize), PAGE)
+    def __init__(self, shape: _Shape, descriptor: int) -> None:
+        try:
+            memory = mmap.mmap(descriptor, shape.num_bytes)
+        finally:
+            os.close(descriptor)
+        self.num_entries = shape.num_entries
+        self.versions = np.frombuffer(memory, np.int64, count=shape.num_entries)
+        self.weights_nP = _view(memory, shape.weights_at, (shape.num_entries, shape.values), shape.dtype)
+        gradients = (2, shape.num_ranks, shape.num_slots, shape.values)
+        self.gradients_2RSP = _view(memory, shape.gradients_at, gradients, shape.gradient_dtype)
 
     def read(self, entries: list[int], version: int, slots_nP: Tensor) -> None:
         """Copy published weights into slots; an error if they are of another version."""
@@ -219,8 +234,8 @@ def _create(num_bytes: int) -> tuple[int, str]:
         os.close(descriptor)
         Path(name).unlink()
         raise BudgetError(
-            f"the host path needs {num_bytes / 2**20:.0f} MiB of shared memory in {SHARED_MEMORY}: {error.strerror}; make "
-            "it larger (docker: --shm-size), or use the collective path"
+            f"the host path needs {num_bytes / 2**20:.0f} MiB of shared memory in {SHARED_MEMORY}: {error.strerror}; "
+            "make it larger (docker: --shm-size), or use the collective path"
         ) from error
     return descriptor, name
 
@@ -230,6 +245,6 @@ def _open_existing(path: str) -> int:
         return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
     except OSError as error:
         raise ExecuteError(
-            f"cannot open {path}, the shared memory that the first rank of this node made: {error.strerror}; ranks of a "
-            "node must run on one machine (see ranks_per_node), otherwise use the collective path"
+            f"cannot open {path}, the shared memory that the first rank of this node made: {error.strerror}; ranks of "
+            "a node must run on one machine (see ranks_per_node), otherwise use the collective path"
         ) from error

@@ -2,8 +2,8 @@
 
     router (replayed or live) -> split -> dispatch -> experts (homes and copies) -> combine (+ shared expert)
 
-Under `with micro_batch:` it follows the plan that is armed. Without a micro-batch tokens are routed live to the homes of
-their experts. Loss and gradients are those of `ReferenceMoE` either way.
+Under `with micro_batch:` it follows the plan that is armed. Without a micro-batch tokens are routed live to the homes
+of their experts. Loss and gradients are those of `ReferenceMoE` either way.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
-from equilibra.execute.functions import Combine, Dispatch, Experts, Pass, direction_now
+from equilibra.execute.functions import Pass, combine, direction_now, dispatch, experts
 from equilibra.execute.reference import ReferenceMoE
 from equilibra.execute.router import Router
 from equilibra.execute.runtime import Runtime, homes_of
@@ -36,8 +36,8 @@ class BalancedMoE(nn.Module):
         placement = runtime.placement
         if placement.num_experts != spec.num_experts or layer >= placement.num_layers:
             raise InputError(
-                f"layer {layer} of {spec.num_experts} experts does not fit a placement of {placement.num_layers} layers "
-                f"of {placement.num_experts}"
+                f"layer {layer} of {spec.num_experts} experts does not fit a placement of {placement.num_layers} "
+                f"layers of {placement.num_experts}"
             )
         self.router = Router(spec, device=device, dtype=dtype)
         homes = homes_of(placement, layer, runtime.group.rank)
@@ -64,9 +64,9 @@ class BalancedMoE(nn.Module):
             tokens_TD, recorded, complete=micro_batch is not None and micro_batch.planned
         )
         visit = Pass(runtime, where, runtime.tables(self.layer, experts_TK), micro_batch)
-        rows = Dispatch.apply(self._cast(tokens_TD), visit)
-        results = Experts.apply(rows, visit, *self.experts.parts())
-        out_TD = Combine.apply(results, weights_TK, visit)
+        rows_ND = dispatch(self._cast(tokens_TD), visit)
+        results_ND = experts(rows_ND, visit, self.experts.parts())
+        out_TD = combine(results_ND, weights_TK, visit)
         if self.shared is not None:
             out_TD = out_TD + self.shared(tokens_TD)
         if micro_batch is not None and micro_batch.rows is not None:

@@ -1,4 +1,4 @@
-"""One rank's part of a micro-batch, ready to run: its tokens' routing, and the tables of every layer when they are needed.
+"""One rank's part of a micro-batch, ready to run: its tokens' routing, and every layer's tables when they are needed.
 
 Symbols: T tokens of this rank in the micro-batch, L layers, K experts per token.
 """
@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import TracebackType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Self
 
 import numpy as np
 import torch
@@ -56,7 +56,7 @@ class MicroBatch:
         """The visit of a layer."""
         return Where(stage=NUMBER[self.stage], micro_batch=self.number, layer=layer)
 
-    def __enter__(self) -> MicroBatch:
+    def __enter__(self) -> Self:
         self._outer, self.runtime.current = self.runtime.current, self
         return self
 
@@ -79,12 +79,12 @@ class MicroBatch:
         return self._tables[layer]
 
     def select(self, tokens_TD: Tensor) -> Tensor:
-        """This micro-batch's tokens among hidden states."""
+        """The tokens of this micro-batch among hidden states."""
         chosen = tokens_TD if self.rows is None else tokens_TD.index_select(0, self.rows)
         if chosen.shape[0] != self.num_tokens:
             raise InputError(
-                f"micro-batch {self.number} has {self.num_tokens} tokens on this rank, the hidden states {chosen.shape[0]}"
-                ": give the layer the tokens of micro_batch.sequences in their order, or set micro_batch.rows to where "
-                "they are among padding"
+                f"micro-batch {self.number} has {self.num_tokens} tokens on this rank, the hidden states "
+                f"{chosen.shape[0]}: give the layer the tokens of micro_batch.sequences in their order, or set "
+                "micro_batch.rows to where they are among padding"
             )
         return chosen

@@ -21,14 +21,15 @@ class Recorder:
     def __init__(self, rank: int, *, on: bool = True) -> None:
         self.rank, self.on = rank, on
         self._rows: list[tuple[int | float, ...]] = []
-        self._begin = perf_counter()
+        self.began = perf_counter()
+        """when the step began"""
         self.dense_since: float | None = None
         """when the last MoE layer was left: what follows until the next one is attention and other dense parts"""
 
     def begin_step(self) -> None:
         """Times are counted from here; ranks call it together."""
         self._rows.clear()
-        self._begin = perf_counter()
+        self.began = perf_counter()
         self.dense_since = None
 
     @contextmanager
@@ -48,7 +49,7 @@ class Recorder:
     ) -> None:  # fmt: skip
         """Record a span that is over; times are of perf_counter."""
         if self.on:
-            begin = self._begin
+            begin = self.began
             self._rows.append((
                 kind, resource, where.stage, direction, where.layer, where.micro_batch, self.rank, peer, expert,
                 tokens, num_bytes, max(start - begin, 0.0) * 1e6, max(end - begin, 0.0) * 1e6,

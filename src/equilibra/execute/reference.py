@@ -49,4 +49,5 @@ class ReferenceMoE(nn.Module):
         if self.spec.expert_bias:
             h = h + part["gate_up_bias"][expert]
         y = activate(self.spec.activation, h) @ part["down"][expert].t()
-        return y + part["down_bias"][expert] if self.spec.expert_bias else y
+        result: Tensor = y + part["down_bias"][expert] if self.spec.expert_bias else y
+        return result

@@ -65,7 +65,7 @@ def choose_experts(scores_TE: Tensor, spec: MoESpec, selection_bias_E: Tensor | 
     if selection_bias_E is not None:
         choice_TE = choice_TE + selection_bias_E.to(choice_TE.dtype)
     if router.num_groups > 1:
-        choice_TGe = choice_TE.unflatten(-1, (router.num_groups, -1))
+        choice_TGe = choice_TE.view(len(choice_TE), router.num_groups, spec.num_experts // router.num_groups)
         best = min(2 if router.group_score is GroupScore.TOP2 else 1, choice_TGe.shape[-1])
         rank_TG = choice_TGe.topk(best, dim=-1).values.sum(dim=-1)
         kept = rank_TG.topk(router.top_groups, dim=-1).indices

@@ -4,8 +4,8 @@ It knows the plan that is armed, the micro-batch that runs, and the version of t
 the layers that need them and sees gradients home. Layers ask it for tables and instances; the Balancer arms it.
 
 Order. Every rank runs the same program, so calls that involve others are made in the same order everywhere. What is
-fetched ahead follows from the order of visits alone: in the forward pass the layers that come next, in the backward pass
-those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer.
+fetched ahead follows from the order of visits alone: in the forward pass the layers that come next, in the backward
+pass those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from time import perf_counter
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
@@ -31,7 +32,7 @@ from equilibra.execute.host import HostEngine
 from equilibra.execute.micro_batch import NUMBER, MicroBatch
 from equilibra.execute.record import Recorder
 from equilibra.execute.slots import SpareSlots
-from equilibra.execute.spec import MoESpec
+from equilibra.execute.spec import Activation, MoESpec
 from equilibra.execute.standing import Sources, StandingStore
 from equilibra.execute.tables import Instances, instances_of, only_homes, planned_counts, receive_table, send_table
 from equilibra.execute.transfer import CopyList, Path, TransferEngine, copied_of, copy_list
@@ -41,8 +42,10 @@ from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 
 __all__ = ["Armed", "CopySetting", "Runtime"]
 
+Saved = tuple[Tensor, Tensor, Tensor]
+"""rows [N, D], the first product [N, 2F] and the gradient of the results [N, D]"""
 STAGE = {number: stage for stage, number in NUMBER.items()}
-ENGINES = {Path.COLLECTIVE: CollectiveEngine, Path.HOST: HostEngine}
+ENGINES: dict[Path, type[CollectiveEngine | HostEngine]] = {Path.COLLECTIVE: CollectiveEngine, Path.HOST: HostEngine}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -89,6 +92,8 @@ class Runtime:
         self.version = 0
         """of the weights: counts their changes"""
         self.recorder = Recorder(group.rank)
+        self.gradients_under_way = False
+        """whether copies may hold gradients that their homes do not have yet"""
         self.broken: str | None = None
         """why the state in memory must not be used"""
         self._armed: Armed | None = None
@@ -113,7 +118,7 @@ class Runtime:
         return self.weights[0].spec
 
     @property
-    def activation(self) -> expert_math.Activation:
+    def activation(self) -> Activation:
         """Inside the experts."""
         return self.spec.activation
 
@@ -131,7 +136,7 @@ class Runtime:
         self._armed, self._lists = armed, {}
         standing = StandingStore(self.group, self.weights, plan)
         self._sources = Sources(weights=self.weights, standing=standing)
-        self._prepare_copies(plan)
+        self._prepare_copies()
         self._offer_weights()
 
     def disarm(self) -> None:
@@ -141,14 +146,14 @@ class Runtime:
             self._slots.forget()
         self._armed, self._sources, self._lists = None, None, {}
 
-    def _prepare_copies(self, plan: StepPlan) -> None:
+    def _prepare_copies(self) -> None:
         """Buffers and engines, when a plan first needs them."""
         assert self._sources is not None
         like = self.weights[0]
         row = torch.zeros(like.layout.size, dtype=like.dtype, device=like.device)
         if self._slots is None:
             self._slots = SpareSlots(num_slots=self.setting.spare_slots, depth=self.setting.prefetch_depth, row=row)
-        for path in set(self.setting.path.values()):
+        for path in dict.fromkeys(self.setting.path.values()):  # in the same order on every rank
             if path not in self._engines:
                 self._engines[path] = ENGINES[path](
                     self.group, self._sources, num_slots=self.setting.spare_slots, row=row,
@@ -173,12 +178,12 @@ class Runtime:
             return
         for layer in range(min(self.setting.prefetch_depth + 1, len(self.weights))):
             self._sources.standing.start(layer)
-        for stage in Stage:
-            path = self.setting.path[stage]
+        for path, engine in self._engines.items():
+            stages = [stage for stage in Stage if self.setting.path[stage] is path]
             if path is not Path.COLLECTIVE:
                 for layer in range(len(self.weights)):  # published copies may be made of standing ones
                     self._sources.standing.start(layer)
-                self._engines[path].publish(self.version, copied_of(self._armed.plan, stage, self.group))
+            engine.publish(self.version, copied_of(self._armed.plan, stages, self.group))
 
     # --- visits ---
 
@@ -244,7 +249,14 @@ class Runtime:
     # --- instances ---
 
     def instances(self, visit: Pass, direction: Direction) -> list[ExpertParts]:
-        """Homes, standing copies and flash copies of a visit, waited for; what comes next is on its way."""
+        """Homes, standing copies and flash copies of a visit, waited for; what comes next is on its way.
+
+        Selective checkpointing counts operations, and a fetch is not one that comes again: it does not see them.
+        """
+        with _disable_current_modes():
+            return self._instances(visit, direction)
+
+    def _instances(self, visit: Pass, direction: Direction) -> list[ExpertParts]:
         layer, weights = visit.where.layer, self.weights[visit.where.layer]
         weights.check_version(layer)
         found = weights.homes()
@@ -295,26 +307,27 @@ class Runtime:
 
     # --- backward ---
 
-    def backward(self, visit: Pass, saved: tuple[Tensor, Tensor, Tensor], dx_ND: Tensor) -> None:
+    def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor) -> None:
         """Gradients of one visit's rows and of all instances that computed them."""
         tables, weights = visit.tables, self.weights[visit.where.layer]
         instances = self.instances(visit, Direction.BACKWARD)
         first_flash = tables.num_homes + tables.num_standing
         flash_row = sum(tables.instance_sizes[:first_flash])
-        learns = any(part.requires_grad for part in weights.parts())
+        learns = weights.learns
         start = perf_counter()
         if len(instances) > first_flash or (learns and self._sources is not None and visit.micro_batch is not None):
             self._flash_backward(visit, saved, dx_ND, instances, first_flash, flash_row, learns=learns)
         wanted: list[ExpertParts | None] = [None] * first_flash
         if learns:
+            self.gradients_under_way |= self._sources is not None
             wanted = [*self._home_gradients(weights)]
             if self._sources is not None and visit.micro_batch is not None:
                 wanted += self._sources.standing.parts(visit.where.layer)[1]
         of_others = slice(0, flash_row)
         expert_math.backward(
-            self.activation, tuple(part[of_others] for part in saved), tables.instance_sizes[:first_flash],
+            self.activation, _part(saved, of_others), tables.instance_sizes[:first_flash],
             instances[:first_flash], wanted, dx_ND[of_others],
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
         self.recorder.add(
             Kind.EXPERTS,
             Resource.COMPUTE,
@@ -326,7 +339,7 @@ class Runtime:
         )
 
     def _flash_backward(
-        self, visit: Pass, saved: tuple[Tensor, Tensor, Tensor], dx_ND: Tensor, instances: list[ExpertParts],
+        self, visit: Pass, saved: Saved, dx_ND: Tensor, instances: list[ExpertParts],
         first_flash: int, flash_row: int, *, learns: bool,
     ) -> None:  # fmt: skip
         """Gradients of flash copies, sent on their way home."""
@@ -340,9 +353,9 @@ class Runtime:
             wanted = [*self.weights[visit.where.layer].layout.experts(engine.gradient_slots(copies))]
         of_flash = slice(flash_row, None)
         expert_math.backward(
-            self.activation, tuple(part[of_flash] for part in saved), visit.tables.instance_sizes[first_flash:],
+            self.activation, _part(saved, of_flash), visit.tables.instance_sizes[first_flash:],
             instances[first_flash:], wanted, dx_ND[of_flash],
-        )  # type: ignore[arg-type]  # fmt: skip
+        )  # fmt: skip
         if learns:
             self._returning = engine.give_back(copies)
 
@@ -367,12 +380,20 @@ class Runtime:
         self.finish_returns()
         if self._sources is not None:
             self._sources.standing.give_back()
-        sums = [
-            self.group.sum(Channel.REPLICAS, part.grad, what="summing experts' gradients over data-parallel groups")
-            for weights in self.weights
-            for part in weights.parts()
-            if part.grad is not None
-        ]
+        self.gradients_under_way = False
+        if self.group.num_groups > 1:
+            self._sum_over_replicas()
+
+    def _sum_over_replicas(self) -> None:
+        """All groups take part, also those that had no micro-batch."""
+        sums = []
+        for weights in self.weights:
+            for part in weights.parts():
+                if part.requires_grad:
+                    if part.grad is None:
+                        part.grad = torch.zeros_like(part, dtype=weights.gradient_dtype)
+                    what = "summing experts' gradients over data-parallel groups"
+                    sums.append(self.group.sum(Channel.REPLICAS, part.grad, what=what))
         for under_way in sums:
             under_way.wait()
 
@@ -387,6 +408,11 @@ class Runtime:
         for engine in self._engines.values():
             engine.close()
         self._engines = {}
+
+
+def _part(saved: Saved, rows: slice) -> Saved:
+    rows_ND, h, dy_ND = saved
+    return rows_ND[rows], h[rows], dy_ND[rows]
 
 
 def homes_of(placement: Placement, layer: int, rank: int) -> Sequence[int]:

@@ -101,7 +101,7 @@ class StandingStore:
         return layer in self._lists and bool((self._lists[layer].held_expert == expert).any())
 
     def parts(self, layer: int) -> tuple[list[ExpertParts], list[ExpertParts]]:
-        """This rank's copies of a layer and their gradients, by expert."""
+        """Copies of a layer on this rank and their gradients, by expert."""
         if layer not in self._lists:
             return [], []
         entry, layout = self._lists[layer], self.weights[layer].layout
@@ -112,6 +112,8 @@ class StandingStore:
     def give_back(self) -> None:
         """Return all gradients: added to the homes' by the number of the holding rank and of the expert."""
         for layer, entry in self._lists.items():
+            if not self.weights[layer].learns:
+                continue
             received = self.gradients_CP.new_empty(entry.served_expert.size, self.gradients_CP.shape[1])
             self.group.all_to_all(
                 Channel.STANDING, self.gradients_CP[entry.rows], entry.held_sizes, received, entry.served_sizes,

@@ -8,6 +8,7 @@ receive; calls are left out only where the whole node has nothing to move, which
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cached_property
@@ -59,12 +60,12 @@ class CopyList:
     @cached_property
     def held_sizes(self) -> list[int]:
         """Copies from each rank of the node."""
-        return np.bincount(self.held_origin - self.first_rank, minlength=self.num_ranks).tolist()
+        return [int(n) for n in np.bincount(self.held_origin - self.first_rank, minlength=self.num_ranks)]
 
     @cached_property
     def served_sizes(self) -> list[int]:
         """Copies to each rank of the node."""
-        return np.bincount(self.served_target - self.first_rank, minlength=self.num_ranks).tolist()
+        return [int(n) for n in np.bincount(self.served_target - self.first_rank, minlength=self.num_ranks)]
 
 
 def copy_list(instances: Instances, layer: int, group: ExpertGroup) -> CopyList:
@@ -86,7 +87,7 @@ def copy_list(instances: Instances, layer: int, group: ExpertGroup) -> CopyList:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Copied:
-    """The instances that flash copies of a stage are made of, in this rank's node."""
+    """The instances that flash copies are made of, in this rank's node."""
 
     layer: NDArray[np.int32]
     """[n] by layer and expert"""
@@ -102,11 +103,14 @@ class Copied:
         return int(np.flatnonzero((self.layer == layer) & (self.expert == expert) & (self.origin == origin))[0])
 
 
-def copied_of(plan: StepPlan, stage: Stage, group: ExpertGroup) -> Copied:
-    """What a plan's stage copies."""
-    part, per_node = plan.stages[stage], group.cluster.ranks_per_node
-    layer = part.problem_of_copy() // plan.num_micro_batches
-    every = np.unique(np.stack([part.origin // per_node, layer, part.expert, part.origin]), axis=1)
+def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Copied:
+    """What some stages of a plan copy."""
+    per_node, found = group.cluster.ranks_per_node, [np.zeros((4, 0), np.int64)]
+    for stage in stages:
+        part = plan.stages[stage]
+        layer = part.problem_of_copy() // plan.num_micro_batches
+        found.append(np.stack([part.origin // per_node, layer, part.expert, part.origin]).astype(np.int64))
+    every = np.unique(np.concatenate(found, axis=1), axis=1)
     mine = every[1:, every[0] == group.node].astype(np.int32)
     most = int(np.bincount(every[0]).max()) if every.size else 0
     return Copied(layer=mine[0], expert=mine[1], origin=mine[2], most_of_a_node=most)
@@ -128,7 +132,7 @@ class TransferEngine(Protocol):
     """One path. Versions count changes of the weights; an engine never hands out a version other than the asked one."""
 
     def publish(self, version: int, copied: Copied) -> None:
-        """Make the weights of this version available for the copies of a plan's stage. All ranks of all nodes call."""
+        """Make the weights of this version available for the copies of a plan. All ranks of all nodes call."""
         ...
 
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
@@ -140,8 +144,10 @@ class TransferEngine(Protocol):
         ...
 
     def give_back(self, copies: CopyList) -> Pending:
-        """Start to return what was written there; when it is waited for, it has been added to the origins' gradients,
-        by the number of the holding rank and of the expert."""
+        """Start to return what was written there.
+
+        When it was waited for, it has been added to the origins' gradients, by holding rank and expert.
+        """
         ...
 
     def close(self) -> None:

@@ -43,7 +43,7 @@ class FlatLayout:
     def part(self, name: str, rows_nP: Tensor) -> Tensor:
         """[n, ...] a view of one part of every row."""
         shape = self.shapes[name]
-        return rows_nP[:, self.first[name] : self.first[name] + prod(shape)].unflatten(1, shape)
+        return rows_nP[:, self.first[name] : self.first[name] + prod(shape)].view(len(rows_nP), *shape)
 
     def experts(self, rows_nP: Tensor) -> list[ExpertParts]:
         """Every row as an expert: views, nothing is copied."""
@@ -80,6 +80,11 @@ class ExpertWeights(nn.Module):
     def parts(self) -> list[nn.Parameter]:
         """The stacked parameters, in the order of the flat form."""
         return [self.get_parameter(name) for name in self.names]
+
+    @property
+    def learns(self) -> bool:
+        """Whether any part wants gradients; the same on every rank."""
+        return any(part.requires_grad for part in self.parts())
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,0 +1,91 @@
+"""What all ranks must know to plan: lengths and loads of all sequences. Counts are gathered, routing ids never are.
+
+Symbols: S sequences of all ranks, L layers, E experts. A sequence's number is its place when the ranks' own sequences
+are laid one after another, by rank.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad
+from equilibra.execute.group import ExpertGroup
+from equilibra.trace.count import sequence_loads
+from equilibra.trace.routing import RoutingTrace
+
+__all__ = ["StepCounts", "gather_counts", "recorded_experts"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepCounts:
+    """All ranks' sequences, as counts."""
+
+    sequences: SequenceLoad
+    """loads and lengths"""
+    unrecorded_of_sequence: NDArray[np.int64]
+    """[S] tokens whose routing was not recorded, or cannot be replayed"""
+    first_of_rank: NDArray[np.int64]
+    """[world + 1] number of the first sequence of each rank"""
+
+    @property
+    def rank_of_sequence(self) -> NDArray[np.int64]:
+        """[S] the world rank that has each sequence."""
+        return np.repeat(np.arange(self.first_of_rank.size - 1), np.diff(self.first_of_rank))
+
+
+def recorded_experts(routing: RoutingTrace) -> NDArray[np.int32]:
+    """[T, L, K] experts to replay; -1 for tokens without recorded routing, or with one expert twice in a layer.
+
+    Such a row is a filler: no router chooses an expert twice.
+    """
+    experts = routing.ids.astype(np.int32)
+    ordered = np.sort(experts, axis=2)
+    live = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=(1, 2))
+    if routing.recorded is not None:
+        live |= ~routing.recorded
+    experts[live] = -1
+    return experts
+
+
+def gather_counts(
+    group: ExpertGroup,
+    routing: RoutingTrace | None,
+    experts_TLK: NDArray[np.int32],
+    *,
+    num_layers: int,
+    num_experts: int,
+) -> StepCounts:
+    """Collective: every rank gives its own sequences (None: it has none) and gets the counts of all."""
+    mine = np.zeros((0, 2), np.int64)
+    loads = np.zeros((0, num_layers, num_experts), np.int32)
+    if routing is not None:
+        if (routing.num_layers, routing.num_experts) != (num_layers, num_experts):
+            raise InputError(
+                f"the routing has {routing.num_layers} layers of {routing.num_experts} experts, the model {num_layers} "
+                f"of {num_experts}"
+            )
+        live_T = experts_TLK[:, 0, 0] < 0
+        known = RoutingTrace(
+            ids=routing.ids,
+            offsets=routing.offsets,
+            num_experts=num_experts,
+            recorded=~live_T if live_T.any() else None,
+        )
+        loads = sequence_loads(known).tokens_SLE
+        unrecorded = np.add.reduceat(live_T.astype(np.int64), routing.offsets[:-1])
+        mine = np.stack([routing.length_of_sequence, unrecorded], axis=1)
+    every = group.gather(mine, what="gathering lengths of sequences")
+    lengths = np.concatenate(every)
+    if len(lengths) == 0:
+        raise InputError("no rank has any sequence: there is nothing to plan")
+    narrow = np.uint16 if lengths[:, 0].max() < 2**16 else np.int32
+    gathered = group.gather(loads.astype(narrow), what="gathering counts of routing")
+    sequences = SequenceLoad(
+        tokens_SLE=np.concatenate(gathered).astype(np.int32), length_of_sequence=lengths[:, 0].astype(np.int64)
+    )
+    first = np.concatenate([[0], np.cumsum([len(part) for part in every])])
+    return StepCounts(sequences=sequences, unrecorded_of_sequence=lengths[:, 1].astype(np.int64), first_of_rank=first)

@@ -1,0 +1,540 @@
+"""Checkpoints: any world loads what any other wrote, to the bit; complete or not there; nothing read can run code."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import shutil
+import subprocess
+import zipfile
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from io import BytesIO
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from tests.distributed.ranks import run_ranks
+from tests.distributed.states import HIDDEN, World, make_world, merged, to
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+
+from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
+from equilibra.execute import checkpoint as module
+from equilibra.execute import checkpoint_files, checkpoint_folder
+from equilibra.execute.checkpoint import Checkpoints, latest_checkpoint
+from equilibra.execute.checkpoint_folder import checkpoint_steps
+from equilibra.execute.migrate import migrate, optimizer_tensors
+from equilibra.execute.spec import MoESpec
+
+EXTRA = {"seed": 7, "name": "run", "rate": 1e-3, "list": [1, [2.5, None, True]], "rng": torch.arange(5).to(torch.uint8)}
+
+
+def checkpoints_of(world: World, folder: Path, **setting: Any) -> Checkpoints:
+    return Checkpoints(folder, world.runtime, world.model, world.optimizer, masters=world.masters, **setting)
+
+
+def same(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, other) and one.dtype == other.dtype
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
+    return bool(one == other)
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except EquilibraError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+# --- worlds of several ranks ---
+
+
+def save_world(folder: Path, masters: bool) -> tuple[dict[str, str], dict[str, str]]:
+    """Train, move, save; then train on."""
+    world = make_world(2, 2, placement_seed=3, masters=masters, dtype=torch.float32)
+    world.train(2)
+    migrate(world.runtime, to(world, 4), optimizer_tensors(world.optimizer, world.masters))
+    checkpoints = checkpoints_of(world, folder)
+    # only what world rank 0 says is kept
+    checkpoints.save(12, {**EXTRA, "steps": world.steps} if world.runtime.group.world_rank == 0 else {"other": 1})
+    saved = world.digests()
+    world.train(1)
+    return saved, world.digests()
+
+
+def load_world(folder: Path, nodes: int, per_node: int, masters: bool, used: bool) -> tuple[dict[str, str], bool]:
+    """Load into a model with other weights and homes; `used`: its optimizer has state already."""
+    world = make_world(nodes, per_node, placement_seed=8, seed=99, masters=masters, dtype=torch.float32)
+    if used:
+        world.train(1)
+    with torch.no_grad():
+        world.optimizer.param_groups[0]["lr"] = 5.0
+    before, version = world.digests(), world.runtime.version
+    loaded = checkpoints_of(world, folder).load()
+    assert loaded.step == 12
+    assert same(loaded.extra, {**EXTRA, "steps": 2})
+    assert world.optimizer.param_groups[0]["lr"] == 1e-2
+    assert world.optimizer.param_groups[0]["betas"] == (0.9, 0.999)
+    assert world.runtime.version > version
+    world.runtime.weights[0].check_version(0)
+    after = world.digests()
+    return after, all(
+        before[name] != after[name] for name in before if name.endswith(("gate_up", "down", "embed.weight"))
+    )
+
+
+def go_on(folder: Path, masters: bool) -> dict[str, str]:
+    """The world that wrote it, restarted with plain homes."""
+    world = make_world(2, 2, seed=99, masters=masters, dtype=torch.float32)
+    world.steps = checkpoints_of(world, folder).load(12).extra["steps"]
+    world.train(1)
+    return world.digests()
+
+
+@pytest.mark.parametrize("masters", [False, True])
+def test_any_world_loads_what_another_wrote(tmp_path: Path, masters: bool) -> None:
+    folder = tmp_path / "run"
+    found = run_ranks(4, save_world, folder, masters)
+    saved, later = merged(part[0] for part in found), merged(part[1] for part in found)
+    assert later != saved
+    worlds = [(2, 1, 2)] if masters else [(1, 1, 1), (2, 2, 1), (4, 2, 1)]
+    for used, (world, nodes, per_node) in enumerate(worlds):
+        loaded = run_ranks(world, load_world, folder, nodes, per_node, masters, used % 2 == 1)
+        assert merged(part[0] for part in loaded) == saved
+        assert all(part[1] for part in loaded)
+    if masters:
+        assert merged(run_ranks(4, go_on, folder, masters)) == later
+
+
+def one_bad_byte(folder: Path) -> tuple[list[str], bool]:
+    """What one rank finds damaged is an error on all, and no rank's memory has changed."""
+    world = make_world(1, 2)
+    world.train(1)
+    checkpoints = checkpoints_of(world, folder)
+    checkpoints.save(1)
+    errors, before, rank = [], world.digests(), world.runtime.group.rank
+    for name in ("__0_0.distcp", "__1_0.distcp", "manifest.json"):
+        path = folder / "step-00000001" / name
+        raw = path.read_bytes()
+        checkpoints._ranks.barrier(what="reading")
+        if rank == 0:
+            path.write_bytes(raw[:700] + bytes([raw[700] ^ 1]) + raw[701:])
+        checkpoints._ranks.barrier(what="damage")
+        errors.append(error_of(checkpoints.load))
+        checkpoints._ranks.barrier(what="loading")
+        if rank == 0:
+            path.write_bytes(raw)
+        checkpoints._ranks.barrier(what="repair")
+    unchanged = world.digests() == before
+    checkpoints.load()
+    # an optimizer that keeps other things on one rank
+    if rank == 1:
+        world.optimizer.state[world.runtime.weights[0].parts()[0]].pop("exp_avg")
+    errors.append(error_of(lambda: checkpoints.save(2)))
+    return errors, unchanged and checkpoint_steps(folder) == [1]
+
+
+def test_damage_is_an_error_on_every_rank(tmp_path: Path) -> None:
+    for errors, unchanged in run_ranks(2, one_bad_byte, tmp_path / "run"):
+        assert unchanged
+        for text, name in zip(errors[:3], ("__0_0.distcp", "__1_0.distcp", "manifest.json"), strict=True):
+            assert text.startswith("InputError"), text
+            assert name in text
+            assert "damaged" in text
+        assert errors[3].startswith("MismatchError")
+
+
+def full_disk(folder: Path, asynchronous: bool) -> tuple[str, str, str]:
+    """The first save fits, the second does not."""
+    world = make_world(1, 2)
+    world.train(1)
+    checkpoints = checkpoints_of(world, folder, keep=1)
+    first = error_of(lambda: checkpoints.save(1))
+    if world.runtime.group.rank == 0:
+        with suppress(OSError), (folder.parent / "ballast").open("wb", buffering=0) as ballast:
+            while True:
+                ballast.write(b"x" * 4096)
+    checkpoints._ranks.barrier(what="filling the disk")
+    second = error_of(lambda: checkpoints.save(2, asynchronous=asynchronous).wait())
+    (folder.parent / "ballast").unlink(missing_ok=True)
+    checkpoints._ranks.barrier(what="emptying the disk")
+    saved = world.digests()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoints, "_pending", module.Saving())  # its failure was seen
+        checkpoints.load()
+    assert world.digests() == saved
+    return first, second, ",".join(names(folder))
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(disk)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("cannot mount a small disk here")
+    yield disk
+    subprocess.run(["umount", "-l", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_leaves_the_last_checkpoint(small_disk: Path, asynchronous: bool) -> None:
+    for first, second, there in run_ranks(2, full_disk, small_disk / "run", asynchronous):
+        assert first == "no error"
+        assert second.startswith("InputError")
+        assert "No space left" in second
+        assert there == "step-00000001"
+
+
+# --- one process ---
+
+
+@pytest.fixture
+def world() -> World:
+    torch.manual_seed(0)
+    made = make_world(1, 1)
+    made.train(1)
+    return made
+
+
+def restamp(folder: Path, change: Callable[[dict[str, Any]], None] | None = None) -> None:
+    """What somebody who knows the format can do: change files and make the manifest say so."""
+    body = json.loads((folder / "manifest.json").read_text())
+    for name in body["files"]:
+        raw = (folder / name).read_bytes()
+        body["files"][name] = {"num_bytes": len(raw), "sha256": hashlib.sha256(raw).hexdigest()}
+    if change:
+        change(body)
+    body.pop("sha256")
+    body["sha256"] = hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+    (folder / "manifest.json").write_text(json.dumps(body))
+
+
+def test_checkpoints_come_and_go(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    checkpoints = checkpoints_of(world, folder)
+    assert latest_checkpoint(folder) is None
+    with pytest.raises(InputError, match="no such folder"):
+        checkpoints.load()
+    digests = {}
+    for step in (1, 2, 3):
+        checkpoints.save(step, {"step": step})
+        digests[step] = world.digests()
+        world.train(1)
+    assert checkpoint_steps(folder) == [2, 3]
+    assert names(folder) == ["step-00000002", "step-00000003"]
+    assert checkpoints.load(2).extra == {"step": 2}
+    assert world.digests() == digests[2] != digests[3]
+    with pytest.raises(InputError, match=r"no checkpoint of step 1 in .*: there are 2, 3"):
+        checkpoints.load(1)
+    # from step 2 on another way: what came of the first way is not the last checkpoint any more
+    world.train(1)
+    checkpoints.save(2, {"step": "again"})
+    assert checkpoint_steps(folder) == [2]
+    assert checkpoints.load().extra == {"step": "again"}
+    # another run in the same folder
+    other = make_world(1, 1)
+    with pytest.raises(InputError, match=r"cannot save step 1 in .* has step 2: it is of another run"):
+        checkpoints_of(other, folder).save(1)
+    assert checkpoint_steps(folder) == [2]
+    fresh = checkpoints_of(other, folder, keep=1)
+    fresh.load()
+    fresh.save(3)
+    assert checkpoint_steps(folder) == [3]
+    for step in (-1, 1.5):
+        with pytest.raises(InputError, match="whole number"):
+            fresh.save(step)  # type: ignore[arg-type]
+    with pytest.raises(InputError, match="keep"):
+        checkpoints_of(other, folder, keep=0)
+
+
+def test_what_was_cut_off_is_cleared_away(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "run"
+    checkpoints = checkpoints_of(world, folder)
+    checkpoints.save(1, {"turn": 1})
+    shutil.copytree(folder / "step-00000001", folder / "step-00000009.abcd.part")
+    (folder / "notes.part").touch()  # not ours
+    assert checkpoint_steps(folder) == [1]
+    checkpoints.save(2, {"turn": 2})
+    assert names(folder) == ["notes.part", "step-00000001", "step-00000002"]
+    # killed between the two renames that replace step 2: the old one is still good, and comes back
+    rename = Path.rename
+
+    def dies(path: Path, target: Path) -> Path:
+        if path.suffix == ".part":
+            raise KeyboardInterrupt
+        return rename(path, target)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "rename", dies)
+        with pytest.raises(KeyboardInterrupt):
+            checkpoints.save(2, {"turn": 3})
+    assert "step-00000002.replaced" in names(folder)
+    assert checkpoint_steps(folder) == [1, 2]
+    assert checkpoints.load().extra == {"turn": 2}
+    checkpoints.save(3, {"turn": 4})
+    assert names(folder) == ["notes.part", "step-00000002", "step-00000003"]
+    assert checkpoints.load(2).extra == {"turn": 2}
+
+
+def test_a_checkpoint_of_something_else_is_refused(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(world, folder).save(1)
+    small = MoESpec(hidden=HIDDEN, expert_ffn=6, num_experts=4, top_k=2, expert_bias=True, shared_ffn=4)
+    cases: list[tuple[World, str]] = [
+        (make_world(1, 1, spec=small), "has 24 experts in 3 MoE layers and 16 dense .* model 12 experts in 3"),
+        (make_world(1, 1, num_layers=2), "model 16 experts in 2 MoE layers .* of no use are dense.moe.2"),
+        (make_world(1, 1, dtype=torch.float32), "gate_up is float64 .* must be float32"),
+        (make_world(1, 1, masters=True), "lacks a master of experts.0.gate_up"),
+    ]
+    wide = MoESpec(hidden=HIDDEN, expert_ffn=7, num_experts=8, top_k=2, expert_bias=True, shared_ffn=4,
+                   router=world.runtime.spec.router)  # fmt: skip
+    cases.append((make_world(1, 1, spec=wide), r"experts.0.0.gate_up is float64 \[12, 8\] in it, and must be"))
+    for other, words in cases:
+        before = other.digests()
+        with pytest.raises(InputError, match=words) as caught:
+            checkpoints_of(other, folder).load()
+        assert "step-00000001" in str(caught.value)
+        assert other.digests() == before
+        assert other.runtime.broken is None
+    other = make_world(1, 1)
+    parameters = list(other.model.parameters())
+    for optimizer, words in (
+        (torch.optim.SGD(parameters), "of AdamW, and the optimizer is SGD"),
+        (torch.optim.AdamW([{"params": parameters[:3]}, {"params": parameters[3:]}]), "1 groups of .* optimizer 2 of"),
+        (torch.optim.AdamW(parameters[1:]), "only one of them has dense.embed.weight"),
+    ):
+        with pytest.raises(InputError, match=words):
+            Checkpoints(folder, other.runtime, other.model, optimizer).load()
+    with pytest.raises(InputError, match="neither the module's"):
+        Checkpoints(folder, other.runtime, other.model, torch.optim.AdamW([nn.Parameter(torch.ones(1))]))
+    # weights alone can be had
+    Checkpoints(folder, other.runtime, other.model).load()
+    weights = {name: value for name, value in world.digests().items() if name in other.digests()}
+    assert other.digests() == weights
+    Checkpoints(tmp_path / "weights", other.runtime, other.model).save(1)
+    with pytest.raises(InputError, match="without an optimizer"):
+        checkpoints_of(other, tmp_path / "weights").load()
+    for extra in ({"x": object()}, {1: 2}, {"$tensor": "x"}):
+        with pytest.raises(InputError, match="cannot save extra"):
+            checkpoints_of(world, tmp_path / "odd").save(1, extra)  # type: ignore[arg-type]
+    assert not (tmp_path / "odd").exists()
+
+
+def test_damaged_files_are_named(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    checkpoints = checkpoints_of(world, folder)
+    checkpoints.save(1)
+    before, at = world.digests(), folder / "step-00000001"
+    shard, manifest = at / "__0_0.distcp", at / "manifest.json"
+    whole = {path: path.read_bytes() for path in at.iterdir()}
+
+    def refused(words: str) -> None:
+        with pytest.raises(InputError, match=words):
+            checkpoints.load()
+        assert world.digests() == before
+        for path, raw in whole.items():
+            path.write_bytes(raw)
+
+    shard.write_bytes(whole[shard][:-1])
+    refused(r"__0_0.distcp is damaged: it has \d+ bytes and must have")
+    for place in (0, 1234, len(whole[shard]) - 1):
+        shard.write_bytes(whole[shard][:place] + bytes([whole[shard][place] ^ 8]) + whole[shard][place + 1 :])
+        refused("__0_0.distcp is damaged: its SHA-256")
+    shard.unlink()
+    refused("cannot read .*__0_0.distcp: No such file")
+    manifest.write_bytes(whole[manifest][:-9])
+    refused("manifest.json is damaged, it is no JSON")
+    manifest.write_bytes(b"[" * 100_000)
+    refused("manifest.json is damaged, it is no JSON")
+    manifest.write_text(whole[manifest].decode().replace('"step": 1,', '"step": 2,'))
+    refused("manifest.json is damaged: its SHA-256")
+    restamp(at, lambda body: body.update(version=99))
+    refused("version 1")
+    restamp(at, lambda body: body["tensors"].popitem())
+    refused("is not whole|another model")
+    restamp(at, lambda body: body["values"].update(optimizer={}))
+    refused("no values that can be used")
+    restamp(at, lambda body: next(iter(body["tensors"].values())).update(first=10**9))
+    refused("outside of")
+    restamp(at, lambda body: next(iter(body["tensors"].values())).update(dtype="load"))
+    refused("no type")
+    assert checkpoints.load().step == 1
+
+
+class Evil:
+    """Unpickled, it leaves a mark."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_nothing_that_is_read_can_run_code(world: World, tmp_path: Path) -> None:
+    folder, mark = tmp_path / "run", tmp_path / "mark"
+    checkpoints = checkpoints_of(world, folder)
+    checkpoints.save(1)
+    before, at = world.digests(), folder / "step-00000001"
+    pickle.loads(pickle.dumps(Evil(mark)))
+    assert mark.exists()  # it would work
+    mark.rmdir()
+    # the index of DCP is a pickle: it is written for others, and never opened here
+    index = (at / ".metadata").read_bytes()
+    (at / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+    with pytest.raises(InputError, match=r"\.metadata is damaged"):
+        checkpoints.load()
+    restamp(at)
+    assert checkpoints.load().step == 1
+    with pytest.warns(UserWarning, match="disabled"), suppress(Exception, CheckpointException):
+        dcp.load({"dense.embed.weight": torch.empty(1)}, checkpoint_id=at, no_dist=True)
+    assert mark.exists()  # a plain reader of DCP runs it
+    mark.rmdir()
+    (at / ".metadata").write_bytes(index)
+    # a tensor's own pickle, of the right place and size
+    shard = at / "__0_0.distcp"
+    raw = shard.read_bytes()
+    for evil in (_zip_of(Evil(mark)), pickle.dumps(Evil(mark), protocol=2)):
+
+        def point_there(body: dict[str, Any], size: int = len(evil)) -> None:
+            for tensor in body["tensors"].values():
+                tensor.update(file="__0_0.distcp", first=0, num_bytes=size)
+
+        shard.write_bytes(evil + raw[len(evil) :])
+        restamp(at, point_there)
+        with pytest.raises(InputError, match=r"cannot read .*step-00000001"):
+            checkpoints.load()
+        assert not mark.exists()
+        assert world.runtime.broken  # it was found when some tensors may have been filled
+        with pytest.raises(BrokenStateError, match="load again"):
+            checkpoints.save(2)
+    # names that lead out of the folder
+    shard.write_bytes(raw)
+    outside = tmp_path / "outside.distcp"
+    outside.write_bytes(raw)
+
+    def lead_out(body: dict[str, Any]) -> None:
+        body["files"]["../../outside.distcp"] = body["files"].pop("__0_0.distcp")
+        for tensor in body["tensors"].values():
+            tensor["file"] = "../../outside.distcp"
+
+    restamp(at, lead_out)
+    with pytest.raises(InputError, match="no name of a file"):
+        checkpoints.load()
+    shutil.rmtree(folder)
+    with torch.no_grad():
+        world.runtime.broken = None
+    checkpoints.save(3)
+    checkpoints.load()
+    assert world.runtime.broken is None
+    assert world.digests().keys() == before.keys()
+
+
+def _zip_of(evil: Evil) -> bytes:
+    """What torch.save would write, with another pickle inside."""
+    raw, good = BytesIO(), BytesIO()
+    torch.save(torch.ones(2), good)
+    with zipfile.ZipFile(good) as old, zipfile.ZipFile(raw, "w") as new:
+        for name in old.namelist():
+            new.writestr(name, pickle.dumps(evil, protocol=2) if name.endswith("data.pkl") else old.read(name))
+    return raw.getvalue()
+
+
+def test_others_can_read_it_with_dcp(world: World, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    checkpoints_of(world, folder).save(1)
+    weights = world.runtime.weights[2]
+    state = {"experts.2.5.down": torch.empty(HIDDEN, 6, dtype=torch.float64),
+             "dense.embed.weight": torch.empty(HIDDEN, HIDDEN, dtype=torch.float64)}  # fmt: skip
+    with pytest.warns(UserWarning, match="torch.distributed is disabled"):
+        dcp.load(state, checkpoint_id=folder / "step-00000001", no_dist=True)
+    assert torch.equal(state["experts.2.5.down"], weights.get_parameter("down")[5])
+    assert torch.equal(state["dense.embed.weight"], world.model.embed.weight)
+
+
+def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(
+    world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checkpoints, plain = checkpoints_of(world, tmp_path / "run"), checkpoints_of(world, tmp_path / "plain")
+    plain.save(1, EXTRA)
+    saved, go, write = world.digests(), Event(), checkpoint_files.write_shard
+
+    def later(*arguments: Any) -> None:
+        assert go.wait(30)
+        write(*arguments)
+
+    monkeypatch.setattr(module, "write_shard", later)
+    extra = {**EXTRA, "list": [1, [2.5, None, True]]}
+    saving = checkpoints.save(1, extra, asynchronous=True)
+    extra["list"].append("changed")  # type: ignore[union-attr]
+    world.train(2)  # goes on, and must not show
+    assert not saving.done
+    assert latest_checkpoint(tmp_path / "run") is None
+    go.set()
+    saving.wait()
+    assert saving.done
+    assert world.digests() != saved
+    shards = [folder / "step-00000001" / "__0_0.distcp" for folder in (tmp_path / "run", tmp_path / "plain")]
+    assert shards[0].read_bytes() == shards[1].read_bytes()
+    assert same(checkpoints.load().extra, EXTRA)
+    assert world.digests() == saved
+
+    # a second save waits for the first, and so does load
+    go.clear()
+    checkpoints.save(2, asynchronous=True)
+    go.set()
+    checkpoints.save(3, asynchronous=True)
+    assert checkpoints.load().step == 3
+    checkpoints.close()
+
+    # what goes wrong shows in wait, and in the next call if nobody waits
+    def fails(*arguments: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    failing = checkpoints_of(world, tmp_path / "run")
+    failing.load()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint_files, "_write_tensors", fails)
+        saving = failing.save(4, asynchronous=True)
+        with pytest.raises(InputError, match="No space left"):
+            saving.wait()
+        with pytest.raises(InputError, match="No space left"):
+            failing.save(5)
+    assert checkpoint_steps(tmp_path / "run") == [2, 3]
+    assert not list((tmp_path / "run").glob("*.part"))
+    failing.save(5)
+    assert checkpoint_steps(tmp_path / "run") == [3, 5]
+
+
+def test_a_broken_state_is_not_saved_and_a_load_mends_it(world: World, tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(world, tmp_path)
+    checkpoints.save(1)
+    saved = world.digests()
+    with torch.no_grad():
+        world.runtime.weights[0].parts()[0].zero_()
+    world.runtime.broken = "a migration was cut off"
+    with pytest.raises(BrokenStateError, match="cannot save a checkpoint: a migration was cut off"):
+        checkpoints.save(2)
+    with pytest.raises(BrokenStateError):
+        world.model(torch.zeros(1, HIDDEN, dtype=torch.float64))
+    checkpoints.load()
+    assert world.digests() == saved
+    assert world.runtime.broken is None
+    world.train(1)
+    assert checkpoint_folder.latest_checkpoint(tmp_path) == 1

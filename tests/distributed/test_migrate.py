@@ -1,0 +1,222 @@
+"""Moving homes: to the bit, in bounded memory, and never half."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from tests.distributed.ranks import run_ranks
+from tests.distributed.states import EXPERTS, World, make_world, merged, to
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import EquilibraError
+from equilibra.core.placement import Migration, Placement
+from equilibra.execute import migrate as module
+from equilibra.execute.group import Channel
+from equilibra.execute.migrate import Carried, Migrated, migrate, optimizer_tensors
+from equilibra.measure.events import Kind, Resource
+
+WORLD = 4
+
+
+def carried_of(world: World) -> Carried:
+    return optimizer_tensors(world.optimizer, world.masters)
+
+
+def stacked(world: World) -> dict[str, torch.Tensor]:
+    """Everything [H, ...] on this rank."""
+    return {
+        f"{layer}.{part}{name}": tensor
+        for layer, weights in enumerate(world.runtime.weights)
+        for part in weights.names
+        for name, tensor in world.named_state(weights.get_parameter(part))
+        if tensor.ndim
+    }
+
+
+def gathered(world: World) -> dict[str, torch.Tensor]:
+    """The slow way, first half: everything [E, ...] in logical order, on every rank."""
+    group, found = world.runtime.group, {}
+    for key, tensor in stacked(world).items():
+        layer = int(key.split(".")[0])
+        every: list[Any] = [None] * group.num_ranks
+        mine = (world.runtime.weights[layer].experts.tolist(), tensor.detach().clone())
+        dist.all_gather_object(every, mine, group=group.channels[Channel.STANDING])
+        full = torch.empty(EXPERTS, *tensor.shape[1:], dtype=tensor.dtype)
+        for experts, rows in every:
+            full[experts] = rows
+        found[key] = full
+    return found
+
+
+def equals_slow_way(world: World, full: dict[str, torch.Tensor], placement: Placement) -> bool:
+    """The second half: what this rank must have now."""
+    same = True
+    for key, tensor in stacked(world).items():
+        homes = np.flatnonzero(placement.home_of_expert[int(key.split(".")[0])] == world.runtime.group.rank)
+        same &= torch.equal(tensor.detach(), full[key][torch.from_numpy(homes)])
+    return same
+
+
+def there_and_back(nodes: int, ranks_per_node: int, foreach: bool) -> dict[str, Any]:
+    world = make_world(nodes, ranks_per_node, masters=True, dtype=torch.float32, foreach=foreach)
+    runtime, rank = world.runtime, world.runtime.group.rank
+    world.train(2)
+    full, first = gathered(world), world.digests()
+    pointers = {key: (id(tensor), tensor.data_ptr()) for key, tensor in stacked(world).items()}
+    expert_bytes = sum(t[0].nbytes for key, t in stacked(world).items() if key.startswith("0."))
+    version, found, results = runtime.version, {}, []
+    for seed in (1, 2, 3, None):
+        migration = to(world, seed, still=1)
+        runtime.recorder.begin_step()
+        result = migrate(runtime, migration, carried_of(world), max_bytes=1024)
+        results.append(result)
+        assert equals_slow_way(world, full, migration.after)
+        assert runtime.placement == migration.after
+        for layer, weights in enumerate(runtime.weights):
+            homes = np.flatnonzero(migration.after.home_of_expert[layer] == rank)
+            assert weights.experts.tolist() == homes.tolist()
+            assert weights.experts.dtype == np.int32
+        moves = migration.moves()
+        assert not (moves[:, 0] == 1).any()  # the layer that stays
+        assert result.num_moves == len(moves) > 0
+        assert result.num_bytes == expert_bytes * int((moves[:, 2] == rank).sum())
+        assert result.staging_bytes <= 1024
+        assert result.num_exchanges > 2 * len(runtime.weights[0].names) * 4  # two layers, four tensors each, in pieces
+        events = runtime.recorder.taken()
+        assert (events["kind"] == Kind.MIGRATION).all()
+        arrived = moves[moves[:, 3] == rank]
+        assert sorted(zip(events["layer"], events["expert"], events["peer"], strict=True)) == sorted(
+            (layer, expert, source) for layer, expert, source, _ in arrived.tolist()
+        )
+        assert (events["bytes"] == expert_bytes).all()
+        across = events["peer"] // ranks_per_node != rank // ranks_per_node
+        assert (events["resource"] == np.where(across, Resource.NIC, Resource.NVLINK)).all()
+    assert runtime.version == version + 4
+    assert {key: (id(tensor), tensor.data_ptr()) for key, tensor in stacked(world).items()} == pointers
+    assert world.digests() == first  # the identity
+    # the same in one piece, and with nothing to do
+    once = migrate(runtime, to(world, 1, still=1), carried_of(world))
+    assert once.num_exchanges < results[0].num_exchanges
+    assert equals_slow_way(world, full, runtime.placement)
+    nothing = migrate(runtime, to(world, 1, still=1), carried_of(world))
+    assert nothing == Migrated(num_moves=0, num_bytes=0, num_exchanges=0, staging_bytes=0)
+    # a comparison that could not fail would be worth nothing
+    parameter = runtime.weights[0].parts()[0]
+    with torch.no_grad():
+        parameter.copy_(parameter.flip(0).clone())
+    assert not equals_slow_way(world, full, runtime.placement)
+    found["staging"] = [result.staging_bytes for result in results]
+    return found
+
+
+@pytest.mark.parametrize(("nodes", "per_node", "foreach"), [(2, 2, False), (1, 2, True)])
+def test_homes_move_to_the_bit_and_back(nodes: int, per_node: int, foreach: bool) -> None:
+    found = run_ranks(nodes * per_node, there_and_back, nodes, per_node, foreach)
+    assert all(part == found[0] for part in found)
+
+
+def train_with_moves(seeds: list[int | None], masters: bool) -> dict[str, str]:
+    world = make_world(2, 1, masters=masters, dtype=torch.float32)
+    for seed in seeds:
+        world.train(2)
+        migrate(world.runtime, to(world, seed), carried_of(world), max_bytes=2048)
+    world.train(1)
+    return world.digests()
+
+
+def test_training_does_not_notice_moves() -> None:
+    """Also under two expert-parallel groups: both move."""
+    still = merged(run_ranks(4, train_with_moves, [None, None], False))
+    moved = merged(run_ranks(4, train_with_moves, [5, 6], False))
+    assert moved == still
+    # a run in which moments were left behind is another run
+    assert merged(run_ranks(4, _weights_only, [5, 6])) != still
+
+
+def _weights_only(seeds: list[int | None]) -> dict[str, str]:
+    world = make_world(2, 1, dtype=torch.float32)
+    for seed in seeds:
+        world.train(2)
+        migrate(world.runtime, to(world, seed))
+    world.train(1)
+    return world.digests()
+
+
+def error_of(call: Callable[[], Any]) -> str:
+    try:
+        call()
+    except torch.OutOfMemoryError as error:
+        return f"RankLostError, on the rank itself: {error}"
+    except EquilibraError as error:
+        return f"{type(error).__name__}: {error}"
+    return "no error"
+
+
+def refusals() -> list[str]:
+    world = make_world(1, WORLD)
+    runtime, rank = world.runtime, world.runtime.group.rank
+    world.train(1)
+    before, errors = world.digests(), []
+    cluster = Cluster(num_nodes=1, ranks_per_node=WORLD)
+
+    def attempt(change: Callable[[], Any] | None = None, **setting: Any) -> None:
+        migration = setting.pop("migration", to(world, 1))
+        errors.append(error_of(lambda: migrate(runtime, migration, carried_of(world), **setting)))
+        if change:
+            change()
+        assert world.digests() == before
+        assert runtime.broken is None
+
+    uneven = runtime.placement.home_of_expert.copy()
+    uneven[2, 0] = 3
+    after = Placement(home_of_expert=uneven, cluster=cluster)
+    attempt(migration=Migration(before=runtime.placement, after=after))
+    attempt(migration=Migration(before=to(world, 2).after, after=to(world, 3).after))
+    attempt(max_bytes=32)
+    # what only one rank sees is an error on all of them
+    parameter = runtime.weights[1].parts()[0]
+    if rank == 2:
+        parameter.grad = torch.ones_like(parameter)
+    attempt(world.zero_grad)
+    kept = world.optimizer.state[parameter]["exp_avg"]
+    if rank == 1:
+        world.optimizer.state[parameter]["exp_avg"] = kept.flatten()[:5]  # in blocks, say
+    attempt(lambda: world.optimizer.state[parameter].update(exp_avg=kept))
+    if rank == 3:
+        world.optimizer.state[parameter].pop("exp_avg")
+    attempt(lambda: world.optimizer.state[parameter].update(exp_avg=kept))
+    staging = module._staging
+    if rank == 2:
+
+        def full(num_bytes: int, device: torch.device) -> torch.Tensor:
+            raise torch.OutOfMemoryError(f"tried to allocate {num_bytes} on {device}")
+
+        module._staging = full
+    attempt()
+    module._staging = staging
+    # a zero gradient does not matter, and after all that homes can move
+    for part in runtime.weights[1].parts():
+        part.grad = torch.zeros_like(part)
+    assert migrate(runtime, to(world, 1), carried_of(world)).num_moves
+    runtime.broken = "a migration was cut off; load the last checkpoint"
+    errors.append(error_of(lambda: migrate(runtime, to(world, None))))
+    return errors
+
+
+def test_what_cannot_move_changes_nothing_anywhere() -> None:
+    found = list(zip(*run_ranks(WORLD, refusals), strict=True))
+    for said, kind, words in zip(
+        found,
+        ["InputError", "InputError", "BudgetError", "InputError", "InputError", "MismatchError", "Rank", "BrokenState"],
+        ["equally many", "another placement", "max_bytes", "zero_grad", "with a row", "tensors", "allocate", "cut off"],
+        strict=True,
+    ):
+        for text in said:
+            assert text.startswith(kind), text
+            assert words in text, text
+    assert all("on rank 2" in found[3][r] for r in (0, 1, 3))

@@ -1,0 +1,62 @@
+"""Training under random plans equals training in one process: outputs, every gradient, norms, weights after steps."""
+
+import pytest
+from tests.distributed.ranks import run_ranks
+from tests.distributed.training import train_cases
+
+from equilibra.core.cluster import Cluster
+
+ROUNDING = 1e-9
+"""relative, in float64, after three steps of Adam"""
+
+WORLDS = {
+    "2 ranks": (Cluster(num_nodes=1, ranks_per_node=2), 2),
+    "2 nodes of 1": (Cluster(num_nodes=2, ranks_per_node=1), 2),
+    "4 ranks": (Cluster(num_nodes=1, ranks_per_node=4), 4),
+    "2 nodes of 2": (Cluster(num_nodes=2, ranks_per_node=2), 4),
+    "2 groups of 2": (Cluster(num_nodes=1, ranks_per_node=2), 4),
+    "2 nodes of 4": (Cluster(num_nodes=2, ranks_per_node=4), 8),
+    "2 groups of 2 nodes of 2": (Cluster(num_nodes=2, ranks_per_node=2), 8),
+    "one process": (Cluster(num_nodes=1, ranks_per_node=1), 1),
+}
+
+
+def seen(results, name):
+    return sum(case.seen.get(name, 0) for case in results[0])
+
+
+@pytest.mark.parametrize("world", WORLDS)
+def test_equals_the_reference(world):
+    cluster, processes = WORLDS[world]
+    results = run_ranks(processes, train_cases, list(range(100, 106)), cluster)
+    for rank, cases in enumerate(results):
+        for seed, case in zip(range(100, 106), cases, strict=True):
+            assert case.worst() < ROUNDING, f"rank {rank}, seed {seed}: {case}"
+    if processes > 1:
+        assert seen(results, "flash") + seen(results, "standing") > 0
+        assert seen(results, "moves") > 0
+
+
+@pytest.mark.parametrize("world", ["2 nodes of 2", "2 groups of 2"])
+def test_tokens_without_routing_are_routed_live(world):
+    cluster, processes = WORLDS[world]
+    results = run_ranks(processes, train_cases, list(range(200, 205)), cluster, 0.2)
+    assert max(case.worst() for cases in results for case in cases) < ROUNDING
+    assert seen(results, "live") > 0
+    assert seen(results, "tolerant") > 0
+
+
+@pytest.mark.parametrize("sabotage", ["drop gradients of copies", "swap two experts"])
+def test_the_comparison_notices(sabotage):
+    cluster, processes = WORLDS["2 nodes of 2"]
+    results = run_ranks(processes, train_cases, [100, 101, 102], cluster, 0.0, sabotage)
+    assert max(case.worst() for cases in results for case in cases) > 1e-4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("world", WORLDS)
+def test_many_more(world):
+    cluster, processes = WORLDS[world]
+    for first in range(1000, 1080, 20):
+        results = run_ranks(processes, train_cases, list(range(first, first + 20)), cluster, 0.1 * (first % 40 == 0))
+        assert max(case.worst() for cases in results for case in cases) < ROUNDING

@@ -1,0 +1,50 @@
+"""The written-out backward pass against autograd."""
+
+import pytest
+import torch
+
+from equilibra.execute import expert_math
+from equilibra.execute.expert_math import ExpertParts
+from equilibra.execute.reference import ReferenceMoE
+from equilibra.execute.spec import Activation, MoESpec
+
+
+@pytest.mark.parametrize("activation", list(Activation))
+@pytest.mark.parametrize("bias", [True, False])
+def test_forward_and_backward_equal_autograd(activation, bias):
+    torch.manual_seed(1)
+    spec = MoESpec(hidden=5, expert_ffn=4, num_experts=3, top_k=1, activation=activation, expert_bias=bias)
+    layer = ReferenceMoE(spec, dtype=torch.float64)
+    layer.experts["gate_up"].data.mul_(5)  # clamps must matter
+    sizes = [4, 0, 7]
+    rows = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
+    wanted = torch.cat([layer.expert(0, rows[:4]), layer.expert(2, rows[4:])])
+    dy = torch.randn_like(wanted)
+    wanted.backward(dy)
+    instances = [ExpertParts.named({n: p.data[e] for n, p in layer.experts.items()}) for e in range(3)]
+    gradients = [
+        ExpertParts.named({n: torch.zeros_like(p.data[e]) for n, p in layer.experts.items()}) for e in range(3)
+    ]
+    y, h = expert_math.forward(activation, rows.detach(), sizes, instances)
+    dx = torch.empty_like(rows)
+    expert_math.backward(activation, (rows.detach(), h, dy), sizes, instances, gradients, dx)
+    assert torch.allclose(y, wanted, atol=1e-13)
+    assert torch.allclose(dx, rows.grad, atol=1e-12)
+    for name, parameter in layer.experts.items():
+        for expert in range(3):
+            assert torch.allclose(getattr(gradients[expert], name), parameter.grad[expert], atol=1e-12), name
+
+
+def test_gradients_are_kept_in_more_digits_than_rows():
+    torch.manual_seed(2)
+    parts = ExpertParts(gate_up=torch.randn(4, 3).bfloat16(), down=torch.randn(3, 2).bfloat16())
+    total = ExpertParts(gate_up=torch.zeros(4, 3), down=torch.zeros(3, 2))
+    rows = torch.randn(6, 3).bfloat16()
+    y, h = expert_math.forward(Activation.SWIGLU, rows, [6], [parts])
+    for _ in range(3):
+        dx = torch.empty_like(rows)
+        expert_math.backward(Activation.SWIGLU, (rows, h, torch.ones_like(y)), [6], [parts], [total], dx)
+    assert total.gate_up.dtype == torch.float32
+    once = ExpertParts(gate_up=torch.zeros(4, 3), down=torch.zeros(3, 2))
+    expert_math.backward(Activation.SWIGLU, (rows, h, torch.ones_like(y)), [6], [parts], [once], dx)
+    assert torch.equal(total.gate_up, once.gate_up + once.gate_up + once.gate_up)
