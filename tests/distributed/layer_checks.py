@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -32,7 +32,7 @@ class World:
 
     group: ExpertGroup
     dtype: torch.dtype = torch.float64
-    setting: CopySetting = CopySetting(spare_slots=2)
+    setting: CopySetting = field(default_factory=CopySetting)
     planner: object = RandomPlanner(5)
     seed: int = 3
 
@@ -273,7 +273,7 @@ def live(group: ExpertGroup) -> dict[str, object]:
     again = x.detach().requires_grad_()
     wanted = world.reference(again, torch.full((len(x), LAYERS, SPEC.top_k), -1))
     wanted.sum().backward()
-    return {"out": float((out - wanted).abs().max()), "dx": float((x.grad - again.grad).abs().max())}
+    return {"out": float((out - wanted).detach().abs().max()), "dx": float((x.grad - again.grad).abs().max())}
 
 
 CHECKS = (autocast, low_precision, stale, outside, same_twice, prefetch, switched_off, too_few_slots, frozen, live)

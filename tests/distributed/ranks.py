@@ -43,6 +43,7 @@ def _main(
     import torch.distributed as dist
 
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # AMX tiles are not allowed in every forked process
     faulthandler.enable()
     torch.set_num_threads(1)
     start = monotonic()

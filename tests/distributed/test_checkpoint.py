@@ -6,8 +6,11 @@ import hashlib
 import json
 import os
 import pickle
+import random
 import shutil
+import signal
 import subprocess
+import time
 import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -19,7 +22,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import collect, run_ranks, start_ranks
 from tests.distributed.states import HIDDEN, World, make_world, merged, to
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
@@ -201,6 +204,110 @@ def test_a_full_disk_leaves_the_last_checkpoint(small_disk: Path, asynchronous: 
         assert there == "step-00000001"
 
 
+# --- kill -9 ---
+
+
+def save_until_killed(folder: Path, seed: int) -> str:
+    """Save again and again; every state is written down before it is saved."""
+    world = make_world(1, 2, placement_seed=seed, timeout_s=10)
+    checkpoints, rank = checkpoints_of(world, folder / "run", timeout_s=10), world.runtime.group.rank
+    world.train(1)
+    for step in range(1, 1000):
+        with torch.no_grad():
+            for parameter in world.model.parameters():
+                parameter.add_(1)
+        (folder / f"digests-{step}-{rank}.json").write_text(json.dumps(world.digests()))
+        saving = checkpoints.save(step, {"step": step}, asynchronous=step % 3 == 0)
+        if step % 2:
+            saving.wait()
+    return "never killed"
+
+
+def loads_the_last(folder: Path, *, least: int) -> int:
+    """The last checkpoint is good, and the next save clears away what is not; returns its step."""
+    found = latest_checkpoint(folder / "run")
+    assert found is not None
+    assert found >= least
+    world = make_world(1, 1, seed=5)
+    checkpoints = checkpoints_of(world, folder / "run")
+    assert checkpoints.load().extra == {"step": found}
+    written = [json.loads(path.read_text()) for path in folder.glob(f"digests-{found}-*.json")]
+    assert world.digests() == merged(written)
+    checkpoints.save(found + 1)
+    assert names(folder / "run")[-1] == f"step-{found + 1:08d}"
+    assert not [name for name in names(folder / "run") if "." in name]
+    return found
+
+
+def kill_while_saving(folder: Path, seed: int) -> None:
+    rng = random.Random(seed)
+    processes, pipes, _ = start_ranks(2, save_until_killed, folder, seed)
+    while not checkpoint_steps(folder / "run"):
+        time.sleep(0.01)
+        assert all(process.is_alive() for process in processes)
+    time.sleep(rng.random() * 0.4)
+    victim = rng.randrange(3)
+    for rank, process in enumerate(processes):
+        if victim in (rank, 2):
+            process.kill()
+    outcomes = collect(processes, pipes, timeout_s=40)
+    for rank, outcome in enumerate(outcomes):
+        if victim in (rank, 2):
+            assert outcome.died == -signal.SIGKILL
+        else:
+            assert outcome.error is not None
+            assert outcome.error.startswith("RankLostError"), outcome.error
+    loads_the_last(folder, least=1)
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_killed_while_saving(tmp_path: Path, seed: int) -> None:
+    kill_while_saving(tmp_path, seed)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100, 140))
+def test_killed_while_saving_many_times(tmp_path: Path, seed: int) -> None:
+    kill_while_saving(tmp_path, seed)
+
+
+def die_at(folder: Path, name: str, after: bool) -> str:
+    """Save step 1, then step 2 again over step 2 with a rank that ends at a certain call."""
+    world = make_world(1, 2, timeout_s=10)
+    checkpoints, rank = checkpoints_of(world, folder / "run", timeout_s=10), world.runtime.group.rank
+    (folder / f"digests-2-{rank}.json").write_text(json.dumps(world.digests()))
+    checkpoints.save(1, {"step": 1})
+    checkpoints.save(2, {"step": 2})
+    owner = module if hasattr(module, name) else Path
+    real = getattr(owner, name)
+
+    def dies(*arguments: Any, **named: Any) -> Any:
+        if name != "rename" or arguments[0].suffix == ".part":
+            result = real(*arguments, **named) if after else None
+            os.kill(os.getpid(), signal.SIGKILL)
+            return result
+        return real(*arguments, **named)
+
+    if rank == (1 if name == "write_shard" else 0):
+        setattr(owner, name, dies)
+    return error_of(lambda: checkpoints.save(2, {"step": 2}))
+
+
+@pytest.mark.parametrize(
+    ("name", "after"),
+    [("begin_part", True), ("write_shard", False), ("write_shard", True), ("finish", True), ("rename", False)],
+)
+def test_killed_at_a_certain_call(tmp_path: Path, name: str, after: bool) -> None:
+    processes, pipes, _ = start_ranks(2, die_at, tmp_path, name, after)
+    outcomes = collect(processes, pipes, timeout_s=40)
+    died = 1 if name == "write_shard" else 0
+    assert outcomes[died].died == -signal.SIGKILL
+    assert outcomes[1 - died].value.startswith("RankLostError")
+    if died == 0:
+        assert any("." in found for found in names(tmp_path / "run"))  # something was left
+    assert loads_the_last(tmp_path, least=2) == 2
+
+
 # --- one process ---
 
 
@@ -297,7 +404,7 @@ def test_a_checkpoint_of_something_else_is_refused(world: World, tmp_path: Path)
     checkpoints_of(world, folder).save(1)
     small = MoESpec(hidden=HIDDEN, expert_ffn=6, num_experts=4, top_k=2, expert_bias=True, shared_ffn=4)
     cases: list[tuple[World, str]] = [
-        (make_world(1, 1, spec=small), "has 24 experts in 3 MoE layers and 16 dense .* model 12 experts in 3"),
+        (make_world(1, 1, spec=small), "has 24 experts in 3 MoE layers and 15 dense .* model 12 experts in 3"),
         (make_world(1, 1, num_layers=2), "model 16 experts in 2 MoE layers .* of no use are dense.moe.2"),
         (make_world(1, 1, dtype=torch.float32), "gate_up is float64 .* must be float32"),
         (make_world(1, 1, masters=True), "lacks a master of experts.0.gate_up"),

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+import json
+import os
+import signal
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.distributed.ranks import run_ranks
+from tests.distributed.ranks import collect, run_ranks, start_ranks
 from tests.distributed.states import EXPERTS, World, make_world, merged, to
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
 from equilibra.core.placement import Migration, Placement
 from equilibra.execute import migrate as module
-from equilibra.execute.group import Channel
+from equilibra.execute.checkpoint import Checkpoints, latest_checkpoint
+from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.migrate import Carried, Migrated, migrate, optimizer_tensors
 from equilibra.measure.events import Kind, Resource
 
@@ -220,3 +225,72 @@ def test_what_cannot_move_changes_nothing_anywhere() -> None:
             assert text.startswith(kind), text
             assert words in text, text
     assert all("on rank 2" in found[3][r] for r in (0, 1, 3))
+
+
+def cut_off(folder: Path, when: str) -> tuple[str, str | None, bool, str, str, int]:
+    """Save, then move homes with a rank that ends before, while, or after they move."""
+    world = make_world(2, 2, timeout_s=10)
+    runtime, rank = world.runtime, world.runtime.group.rank
+    world.train(1)
+    checkpoints = Checkpoints(folder / "run", runtime, world.model, world.optimizer, timeout_s=10)
+    checkpoints.save(1)
+    before = world.digests()
+    (folder / f"digests-{rank}.json").write_text(json.dumps(before))
+    move, vote = module.move_columns, ExpertGroup.all_succeed
+    calls: list[int] = []
+
+    def dies_while(*arguments: Any) -> None:
+        calls.append(1)
+        if len(calls) == 5:
+            os.kill(os.getpid(), signal.SIGKILL)
+        move(*arguments)
+
+    def dies_at_last(group: ExpertGroup, attempt: Callable[[], None], *, what: str) -> None:
+        if what.startswith("hearing"):
+            os.kill(os.getpid(), signal.SIGKILL)
+        vote(group, attempt, what=what)
+
+    if rank == 2:
+        if when == "before":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif when == "while":
+            module.move_columns = dies_while
+        elif when == "last":
+            ExpertGroup.all_succeed = dies_at_last  # type: ignore[method-assign, assignment]
+    moved = error_of(lambda: migrate(runtime, to(world, 1), carried_of(world), max_bytes=1024))
+    if rank == 2:
+        os.kill(os.getpid(), signal.SIGKILL)
+    broken, same = runtime.broken, world.digests() == before
+    homes = error_of(lambda: world.train(1))
+    saved = error_of(lambda: checkpoints.save(2))
+    return moved, broken, same, homes, saved, latest_checkpoint(folder / "run") or 0
+
+
+@pytest.mark.parametrize("when", ["before", "while", "last", "after"])
+def test_a_rank_that_dies_never_leaves_a_mixed_state(tmp_path: Path, when: str) -> None:
+    processes, pipes, _ = start_ranks(4, cut_off, tmp_path, when)
+    outcomes = collect(processes, pipes, timeout_s=60)
+    assert outcomes[2].died == -signal.SIGKILL
+    for outcome in outcomes[:2] + outcomes[3:]:
+        assert outcome.error is None
+        moved, broken, same, trained, saved, latest = outcome.value
+        assert latest == 1
+        if when == "after":
+            assert (moved, broken) == ("no error", None)
+            assert trained.startswith("RankLostError")
+            assert saved.startswith("RankLostError")
+        elif when == "before":
+            assert moved.startswith("RankLostError")
+            assert broken is None
+            assert same  # nothing had moved
+        else:
+            assert moved.startswith("RankLostError")
+            assert broken is not None
+            assert "load the last checkpoint" in broken
+            assert not same
+            assert trained == f"BrokenStateError: {broken}"
+            assert saved == f"BrokenStateError: cannot save a checkpoint: {broken}"
+    written = merged(json.loads(path.read_text()) for path in tmp_path.glob("digests-*.json"))
+    world = make_world(1, 1, seed=9)
+    Checkpoints(tmp_path / "run", world.runtime, world.model, world.optimizer).load()
+    assert world.digests() == written

@@ -2,12 +2,11 @@
 
 Symbols: T tokens of this rank, K experts per token, E experts, R ranks, H = E / R homes per rank, N rows, D width.
 
-    router -> sort pairs by expert -> all-to-all of counts -> all-to-all of rows -> experts one by one -> all-to-all back
-    -> weigh and add up
+    router -> sort pairs by expert -> all-to-all of counts -> all-to-all of rows -> experts one by one
+    -> all-to-all back -> weigh and add up
 
-The ordinary way, and no slower than need be: homes are contiguous, every expert has parameters of its own, gradients are
-autograd's. Weights, gradients and router may be those of a `BalancedMoE`, so that both compute the same with the same
-memory.
+The ordinary way, and no slower than need be: homes are contiguous, every expert has parameters of its own, gradients
+are autograd's. Weights, gradients and router are those of a `BalancedMoE`, so both compute the same in the same memory.
 """
 
 from __future__ import annotations
@@ -38,6 +37,11 @@ class _AllToAll(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:  # noqa: ANN401
         sent, received = ctx.sizes
         return _exchange(gradients[0].contiguous(), received, sent), None, None
+
+
+def _all_to_all(rows_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
+    result: Tensor = _AllToAll.apply(rows_ND, sent, received)  # type: ignore[no-untyped-call]
+    return result
 
 
 def _exchange(rows_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:
@@ -74,19 +78,19 @@ class PlainMoE(nn.Module):
         heard = torch.empty_like(told)
         dist.all_to_all_single(heard, told)
         sent, received = (counts.view(self.num_ranks, -1).sum(dim=1).tolist() for counts in (told, heard))
-        rows = _AllToAll.apply(tokens_TD.index_select(0, token_of_row), sent, received)
+        rows = _all_to_all(tokens_TD.index_select(0, token_of_row), sent, received)
         heard_RH = heard.view(self.num_ranks, -1)
         home_of_row = torch.arange(heard_RH.shape[1]).repeat(self.num_ranks).repeat_interleave(heard)
         grouped = home_of_row.argsort(stable=True)
         results = self._experts(rows.index_select(0, grouped), heard_RH.sum(dim=0).tolist())
-        returned = _AllToAll.apply(results.index_select(0, grouped.argsort()), received, sent)
+        returned = _all_to_all(results.index_select(0, grouped.argsort()), received, sent)
         weighed = returned * weights_TK.flatten().index_select(0, pair_of_row)[:, None]
         return torch.zeros_like(tokens_TD).index_add(0, token_of_row, weighed)
 
     def _experts(self, rows_ND: Tensor, sizes: list[int]) -> Tensor:
         """One expert after another."""
         results = []
-        for home, rows in enumerate(rows_ND.split(sizes)):
+        for home, rows in enumerate(torch.split(rows_ND, sizes)):
             if len(rows):
                 biases = [self._part(name, home) for name in ("gate_up_bias", "down_bias")]
                 h = linear(rows, self.gate_up_of_home[home], biases[0])  # type: ignore[index]

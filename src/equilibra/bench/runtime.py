@@ -51,7 +51,7 @@ class RuntimeSetting:
     """of a micro-batch, both ranks together"""
     micro_batches: int = 2
     """of a step"""
-    layers: int = 2
+    layers: int | None = None
     """MoE layers"""
     hidden: int | None = None
     """width of a token"""
@@ -130,10 +130,10 @@ def _case(setting: RuntimeSetting, recording: Recording, name: str, select: Sele
     """The wanted number of micro-batches, as large as asked for or as the recording allows."""
     known = recording.num_tokens - recording.tokens_without_routing
     tokens = setting.tokens or max(min(256 if setting.quick else 4096, known // setting.micro_batches), 2)
+    layers = setting.layers or (min(2, recording.num_layers) if select is Select.EVEN else 1)
     return case_of(
-        recording, name, tokens=tokens, num_micro_batches=setting.micro_batches,
-        num_layers=min(setting.layers, recording.num_layers) if select is Select.EVEN else 1, select=select,
-    )  # fmt: skip
+        recording, name, tokens=tokens, num_micro_batches=setting.micro_batches, num_layers=layers, select=select
+    )
 
 
 def measured(
@@ -262,15 +262,15 @@ TITLES = {
     "times": "A step of every contender (measured)",
 }
 NOTES = {
-    "figures": "A step: every micro-batch forward (recompute), then forward and backward (update); float32; copies fetched "
-    "anew in every step. Medians over repeats of ratios inside one repeat, contenders in turn; spreads are the least and "
-    "the largest. `share_of_balanced`: against the same number of rows spread evenly over all experts. `runtime_overhead`: "
-    "the runtime with the static plan against a plain all-to-all layer without a plan; below 0 the runtime is faster. "
-    "`static_imbalance`: rows of the slowest ranks over mean ranks. `token_counts`: the rows that each rank's experts "
-    "executed, per stage, pass, layer and micro-batch of every timed step, compared with the simulated ones: the bench "
-    "ends with an error unless they are equal.",
-    "times": "`flash_copies`: in the recompute + update stage of a step. `experts_share`: part of the step that experts "
-    "compute, on the rank where it is most. eplb-oracle runs from its own homes: moving there is not charged.",
+    "figures": "A step: every micro-batch forward (recompute), then forward and backward (update); float32; copies "
+    "fetched anew in every step. Medians over repeats of ratios inside one repeat, contenders in turn; spreads are the "
+    "least and the largest. `share_of_balanced`: against the same number of rows spread evenly over all experts. "
+    "`runtime_overhead`: the runtime with the static plan against a plain all-to-all layer without a plan; below 0 the "
+    "runtime is faster. `static_imbalance`: rows of the slowest ranks over mean ranks. `token_counts`: the rows that "
+    "each rank's experts executed, per stage, pass, layer and micro-batch of every timed step, compared with the "
+    "simulated ones: the bench ends with an error unless they are equal.",
+    "times": "`flash_copies`: in the recompute + update stage of a step. `experts_share`: part of the step that "
+    "experts compute, on the rank where it is most. eplb-oracle runs from its own homes: moving there is not charged.",
 }
 RUNTIME = Suite(
     name="runtime",

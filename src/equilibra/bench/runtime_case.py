@@ -211,6 +211,7 @@ def _routing(part: RoutingTrace, schedule: Schedule) -> Routing:
 
     def tokens_of(m: int, rank: int) -> NDArray[np.int64]:
         mine = (schedule.micro_batch_of_sequence == m) & (schedule.rank_of_sequence == rank)
-        return part.ids[np.repeat(mine, part.length_of_sequence)].astype(np.int64)
+        experts_TLK: NDArray[np.int64] = part.ids[np.repeat(mine, part.length_of_sequence)].astype(np.int64)
+        return experts_TLK
 
     return [[tokens_of(m, rank) for rank in range(CLUSTER.num_ranks)] for m in range(schedule.num_micro_batches)]

@@ -1,4 +1,4 @@
-"""What must hold before and while the runtime bench measures: right results, and exactly the rows that were simulated."""
+"""What must hold while the runtime bench measures: right results, and exactly the rows that were simulated."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _difference(found: Tensor, wanted: Tensor) -> float:
 
 
 def check_rows(contender: Contender, rank: int, events: Events) -> int:
-    """Rows that this rank's experts executed must be those that are simulated; returns how many counts were compared."""
+    """Rows that this rank's experts executed must be those simulated; returns how many counts were compared."""
     compared = 0
     for stage in Stage:
         simulated_LM = contender.plan.rank_load(contender.load, stage)[:, :, rank]

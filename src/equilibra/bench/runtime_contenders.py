@@ -4,10 +4,10 @@ Symbols: M micro-batches, L layers, R ranks, E experts, T tokens, K experts per 
 
 static, equilibra     the recorded routing under the plan of that planner; homes are contiguous and stay.
 eplb-oracle           the recorded routing under EPLB's plan, from EPLB's own homes: see `on_even_homes`.
-forced-balanced       other routing under the static plan: as many tokens and rows, but every expert has the same number of
-                      rows (to one), so every rank has. No plan can have a slower rank less loaded than this. Rows are even
-                      over experts and not only over ranks because that is what a load-balanced router would do; products
-                      of many rows and of few do not take the same time per row, so this choice is part of the figure.
+forced-balanced       other routing under the static plan: as many tokens and rows, but every expert, and so every rank,
+                      has the same number of rows, to one. No plan can leave the slowest rank less. Rows are even over
+                      experts and not only over ranks, because that is what a perfectly balanced router would do; a row
+                      takes longer in a product of few rows than of many, so this choice is part of the figure.
 """
 
 from __future__ import annotations
@@ -112,10 +112,10 @@ def on_even_homes(case: Case, plan: StepPlan) -> Contender:
     """EPLB's instances, each with its rows, executed from contiguous homes: experts are numbered anew.
 
     EPLB places all instances itself, and which of an expert's instances is called its home is our choice. Each layer's
-    homes are chosen so that every rank has E / R of them; then experts are numbered in the order of their homes. So every
-    instance is where EPLB wants it before the step begins: moving there is not charged to EPLB, only that weights of its
-    redundant experts are fetched and their gradients returned once per step. Where no even choice exists (EPLB doubled
-    experts on a rank), a home that has no rows makes up the number.
+    homes are chosen so that every rank has E / R of them; then experts are numbered in the order of their homes. So
+    every instance is where EPLB wants it before the step begins: moving there is not charged to EPLB, only that weights
+    of its redundant experts are fetched, and their gradients returned, once per step. Where no even choice exists (EPLB
+    doubled experts on a rank), a home that has no rows makes up the number.
     """
     load, before = case.load, plan.rank_load(case.load)
     has_LER = np.zeros((plan.num_layers, load.num_experts, CLUSTER.num_ranks), np.bool_)

@@ -2,8 +2,8 @@
 
 A step is what training does with a rollout: arm the plan; a forward pass of every micro-batch (recompute); forward and
 backward of every micro-batch (update); gradients of copies home. It starts with all ranks together; its time is that of
-the slower rank. Weights count as changed before every step, so copies are fetched anew. Gradients are set to zero outside
-of the measured time, in place, for all contenders alike.
+the slower rank. Weights count as changed before every step, so copies are fetched anew. Gradients are set to zero
+outside of the measured time, in place, for all contenders alike.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class RankLayers:
                     experts_TLK=contender.experts_MR[m][self.group.rank], planned=True,
                 )  # fmt: skip
                 with micro_batch, torch.set_grad_enabled(stage is Stage.UPDATE):
-                    hidden = self.hidden_M[m]
+                    hidden = _input(self.hidden_M[m], stage)
                     for layer in self.balanced:
                         hidden = hidden + layer(hidden)
                     _finish(hidden, stage, outputs)
@@ -76,7 +76,7 @@ class RankLayers:
             for m, hidden_TD in enumerate(self.hidden_M):
                 experts_TLK = torch.from_numpy(experts_MR[m][self.group.rank])
                 with torch.set_grad_enabled(stage is Stage.UPDATE):
-                    hidden = hidden_TD
+                    hidden = _input(hidden_TD, stage)
                     for layer, plain in enumerate(self.plain):
                         hidden = hidden + plain(hidden, experts_TLK[:, layer])
                     _finish(hidden, stage, outputs)
@@ -110,8 +110,13 @@ class RankLayers:
         return float(tensor)
 
 
+def _input(hidden_TD: Tensor, stage: Stage) -> Tensor:
+    """In the update a gradient is wanted of it, as below other layers: without, plain autograd leaves work out."""
+    return hidden_TD.detach().requires_grad_(stage is Stage.UPDATE)
+
+
 def _finish(hidden: Tensor, stage: Stage, outputs: list[Tensor] | None) -> None:
     if outputs is not None:
         outputs.append(hidden.detach())
     if stage is Stage.UPDATE:
-        hidden.square().mean().backward()
+        hidden.square().mean().backward()  # type: ignore[no-untyped-call]

@@ -1,9 +1,9 @@
 """The two processes of the runtime bench: started, listened to, and never left behind.
 
-Each rank has a core of its own where there are two (rank 1 is never on the second thread of rank 0's core) and computes
-with one thread. Ranks end with this process, however it ends. A rank that fails, dies or falls silent ends the bench with
-an error. Ranks keep the memory that they free (glibc's MALLOC_ variables), as the allocators of accelerators do: otherwise
-a third of the measured time is the kernel handing out pages.
+Each rank has a core of its own where there are two (rank 1 is never on the second thread of rank 0's core) and
+computes with one thread. Ranks end with this process, however it ends. A rank that fails, dies or falls silent ends the
+bench with an error. Ranks keep the memory that they free (glibc's MALLOC_ variables), as the allocators of accelerators
+do: otherwise a third of the measured time is the kernel handing out pages.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def run_on_ranks(case: Case, shape: Shape, tell: Callable[[str], None]) -> dict[
                 for rank in range(CLUSTER.num_ranks):
                     mine, theirs = context.Pipe(duplex=False)
                     core = None if cores is None else cores[rank]
-                    process = context.Process(
+                    process: BaseProcess = context.Process(
                         target=_rank, args=(rank, core, f"{folder}/store", theirs, case, shape), daemon=True
                     )
                     process.start()

@@ -7,6 +7,7 @@ machine disturbs all of them. The checks before have run all of them once, so no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from statistics import median
 from time import process_time
 from typing import Any
@@ -43,10 +44,10 @@ def measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], 
     for repeat, names in enumerate(_orders(list(seconds), shape.repeats)):
         for name in names:
             if name == PLAIN:
-                seconds[name].append(layers.seconds_of(lambda: layers.plain_step(case.experts_MR)))
+                seconds[name].append(layers.seconds_of(partial(layers.plain_step, case.experts_MR)))
                 continue
             contender = every[name]
-            seconds[name].append(layers.seconds_of(lambda contender=contender: layers.balanced_step(contender)))
+            seconds[name].append(layers.seconds_of(partial(layers.balanced_step, contender)))
             events = Events.of(layers.runtime.recorder.taken())
             compared += check_rows(contender, group.rank, events)
             spent = events.where(kind=Kind.EXPERTS)

@@ -9,6 +9,8 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from equilibra.cli.arguments import positive
+
 if TYPE_CHECKING:
     from equilibra.bench.suite import Suite
 
@@ -17,7 +19,7 @@ __all__ = ["add_parser"]
 
 def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
-    parser = commands.add_parser("bench", help="measure the planner; replay the papers' tables")
+    parser = commands.add_parser("bench", help="measure the planner and the runtime; replay the papers' tables")
     benches = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
     for name, text, details in (
         (
@@ -38,6 +40,36 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
         bench.add_argument("--output", metavar="DIR", help=f"write {name}.json, {name}.md and pictures there")
         bench.add_argument("--json", action="store_true", help="print one JSON object")
         bench.set_defaults(run=run, suite=name)
+    _add_runtime(benches)
+
+
+def _add_runtime(benches: Any) -> None:  # noqa: ANN401
+    """The executed bench has options of its own: what to run is part of what it measures."""
+    bench = benches.add_parser(
+        "runtime",
+        help="plans executed on two ranks of one core each, beside what they must reach",
+        description="Static, EPLB, Equilibra and forced-balanced routing in turn, and a plain layer without a plan. "
+        "Routing: --trace, or dsv2-lite-law and gpt-oss-20b in --traces (or $EQUILIBRA_TRACES), or synthetic.",
+    )
+    bench.add_argument("--trace", metavar="FILE", help="a recording: NAME.npz or NAME.eqtrace")
+    bench.add_argument(
+        "--select", choices=("even", "skewed"), default="even",
+        help="of --trace: layers and micro-batches evenly spread (even), or the layers and sequences with most "
+        "imbalance (skewed)",
+    )  # fmt: skip
+    bench.add_argument("--traces", metavar="DIR", help="folder with gpt-oss-20b.npz and dsv2-lite-law.npz")
+    bench.add_argument("--layers", type=positive, metavar="N", help="MoE layers (2; 1 of skewed routing)")
+    bench.add_argument("--micro-batches", type=positive, default=2, metavar="N", help="of a step (2)")
+    bench.add_argument("--tokens", type=positive, metavar="N", help="of a micro-batch, on both ranks together (4096)")
+    bench.add_argument("--hidden", type=positive, metavar="N", help="width of a token (512)")
+    bench.add_argument("--ffn", type=positive, metavar="N", help="inner width of an expert (512)")
+    bench.add_argument("--repeats", type=positive, metavar="N", help="timed rounds of all contenders (5)")
+    bench.add_argument("--spare-slots", type=positive, default=2, metavar="N", help="flash copies a rank can hold (2)")
+    bench.add_argument("--path", choices=("collective", "host"), help="how flash copies travel (host)")
+    bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
+    bench.add_argument("--output", metavar="DIR", help="write runtime.json and runtime.md there")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(run=run_runtime)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -77,6 +109,59 @@ def run(arguments: argparse.Namespace) -> int:
         write_results(suite, result, Path(arguments.output))
     print(json.dumps(result) if arguments.json else markdown(suite, result))
     return 0
+
+
+def run_runtime(arguments: argparse.Namespace) -> int:
+    """Run the cases of the runtime bench."""
+    from equilibra.bench.problems import traces_folder
+    from equilibra.bench.render import earlier_results, markdown, plain, write_results
+    from equilibra.bench.runtime import RUNTIME, RuntimeSetting, cases_for, measured
+    from equilibra.bench.runtime_case import Select
+    from equilibra.core.errors import InputError
+
+    asked = {
+        name: getattr(arguments, name)
+        for name in ("tokens", "micro_batches", "layers", "hidden", "ffn", "repeats", "spare_slots", "path")
+        if getattr(arguments, name) is not None
+    }
+    setting = RuntimeSetting(quick=arguments.quick, **{"repeats": 2, **asked} if arguments.quick else asked)
+    folder = Path(arguments.output) if arguments.output else None
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"there is no folder {folder}; create it first")
+    if folder is not None:
+        earlier_results(RUNTIME, folder)
+    if arguments.trace and arguments.traces:
+        raise InputError("give either --trace FILE or --traces DIR")
+    cases, left_out = cases_for(
+        setting,
+        trace=Path(arguments.trace) if arguments.trace else None,
+        select=Select(arguments.select),
+        traces=None if arguments.trace else traces_folder(arguments.traces),
+    )
+    if left_out and not arguments.trace:
+        print(f"left out, not in --traces: {', '.join(left_out)}", file=sys.stderr)
+    result = measured(
+        setting, cases, command=_runtime_command(arguments, asked), left_out=left_out,
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    for section in result["sections"].values():
+        section["rows"] = plain(section["rows"])
+    if folder is not None:
+        write_results(RUNTIME, result, folder)
+    print(json.dumps(result) if arguments.json else markdown(RUNTIME, result))
+    return 0
+
+
+def _runtime_command(arguments: argparse.Namespace, asked: dict[str, Any]) -> str:
+    """As it was asked for, without names of folders."""
+    words = ["equilibra bench runtime"]
+    if arguments.trace:
+        words.append(f"--trace {Path(arguments.trace).name} --select {arguments.select}")
+    elif arguments.traces:
+        words.append("--traces DIR")
+    defaults = {"micro_batches": 2, "spare_slots": 2}
+    words += [f"--{key.replace('_', '-')} {value}" for key, value in asked.items() if defaults.get(key) != value]
+    return " ".join(words + ["--quick"] * arguments.quick)
 
 
 def _suite(name: str) -> Suite:

@@ -1,1 +1,30 @@
-"""The doing half: expert parallelism in PyTorch that executes a plan and changes nothing else."""
+"""The doing half: expert parallelism in PyTorch that executes a plan and changes nothing else. Needs torch."""
+
+from equilibra.execute.balancer import Balancer, BalancerSetting
+from equilibra.execute.group import ExpertGroup, join_expert_group
+from equilibra.execute.layer import BalancedMoE
+from equilibra.execute.micro_batch import MicroBatch
+from equilibra.execute.reference import ReferenceMoE
+from equilibra.execute.runtime import CopySetting, Runtime
+from equilibra.execute.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
+from equilibra.execute.step import Step
+from equilibra.execute.transfer import Path
+
+__all__ = [
+    "Activation",
+    "BalancedMoE",
+    "Balancer",
+    "BalancerSetting",
+    "CopySetting",
+    "ExpertGroup",
+    "GroupScore",
+    "MicroBatch",
+    "MoESpec",
+    "Path",
+    "ReferenceMoE",
+    "RouterSpec",
+    "Runtime",
+    "Score",
+    "Step",
+    "join_expert_group",
+]

@@ -93,6 +93,7 @@ class Balancer:
         self.runtime, self.setting, self.optimizer = runtime, setting, optimizer
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._ahead: _Ahead | None = None
+        self._optimizer_began = 0.0
         self._rates = setting.rates or rates_for(_model_of(runtime), num_nodes=runtime.group.cluster.num_nodes)
         if optimizer is not None:
             optimizer.register_step_pre_hook(self._before_optimizer)
@@ -197,12 +198,17 @@ class Balancer:
         self.runtime.weights_changed()
 
     def _before_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
+        self._optimizer_began = perf_counter()
         if self.runtime.gradients_under_way:
             raise ExecuteError(
                 "gradients of copies have not returned: call balancer.finish_gradients() before the optimizer"
             )
 
     def _after_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
+        self.runtime.recorder.add(
+            Kind.OPTIMIZER, Resource.COMPUTE, Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1),
+            Direction.BACKWARD, self._optimizer_began, perf_counter(),
+        )  # fmt: skip
         self.runtime.weights_changed()
 
     def close(self) -> None:

@@ -55,6 +55,16 @@ class Recorder:
                 tokens, num_bytes, max(start - begin, 0.0) * 1e6, max(end - begin, 0.0) * 1e6,
             ))  # fmt: skip
 
+    def moved(
+        self, kind: Kind, resource: Resource, where: Where, start: float, experts: NDArray[np.int32],
+        peers: NDArray[np.int32], *, num_bytes: int,
+    ) -> None:  # fmt: skip
+        """Record experts that were seen to have arrived now, one event each; where a rank has none, nothing."""
+        end = perf_counter()
+        direction = Direction.BACKWARD if kind in (Kind.FLASH_GRADIENT, Kind.STANDING_GRADIENT) else Direction.FORWARD
+        for expert, peer in zip(experts.tolist(), peers.tolist(), strict=True):
+            self.add(kind, resource, where, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
+
     def taken(self) -> NDArray[np.void]:
         """The rows so far; none are kept."""
         rows = np.array(self._rows, EVENT)

@@ -102,6 +102,8 @@ class Runtime:
         self._sources: Sources | None = None
         self._lists: dict[tuple[int, int, int], CopyList] = {}
         self._returning: Pending | None = None
+        self._returned_from: tuple[Where, CopyList, float]
+        """visit, copies and time of the gradients on their way"""
 
     # --- set up ---
 
@@ -263,7 +265,11 @@ class Runtime:
         if visit.micro_batch is None or self._sources is None:
             return found
         start = perf_counter()
-        self._sources.standing.wait(layer)
+        arrived = self._sources.standing.wait(layer)
+        if arrived is not None:
+            _, experts, homes = arrived
+            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, _of_step(layer), self._sources.standing.asked[layer],
+                                experts, homes, num_bytes=self._row_bytes(gradient=False))  # fmt: skip
         found += self._sources.standing.parts(layer)[0]
         found += weights.layout.experts(self._flash_rows(visit.micro_batch.stage, visit.micro_batch.number, layer))
         if len(found) > weights.experts.size:
@@ -274,7 +280,18 @@ class Runtime:
     def _flash_rows(self, stage: Stage, micro_batch: int, layer: int) -> Tensor:
         assert self._slots is not None
         key = (NUMBER[stage], micro_batch, layer)
-        return self._slots.take(key, self._copies(key), self._engines[self.setting.path[stage]], self.version)
+        copies, path = self._copies(key), self.setting.path[stage]
+        taken = self._slots.take(key, copies, self._engines[path], self.version)
+        if taken.started is not None:
+            link = Resource.HOST_LINK if path is Path.HOST else Resource.COPY_ENGINE
+            where = Where(stage=NUMBER[stage], micro_batch=micro_batch, layer=layer)
+            self.recorder.moved(Kind.FLASH_COPY, link, where, taken.started, copies.held_expert, copies.held_origin,
+                                num_bytes=self._row_bytes(gradient=False))  # fmt: skip
+        return taken.rows_nP
+
+    def _row_bytes(self, *, gradient: bool) -> int:
+        like = self.weights[0]
+        return like.layout.size * (like.gradient_dtype if gradient else like.dtype).itemsize
 
     def _copies(self, key: tuple[int, int, int]) -> CopyList:
         if key not in self._lists:
@@ -358,6 +375,7 @@ class Runtime:
         )  # fmt: skip
         if learns:
             self._returning = engine.give_back(copies)
+            self._returned_from = (visit.where, copies, perf_counter())
 
     def _home_gradients(self, weights: ExpertWeights) -> list[ExpertParts]:
         """Views of the gradients of the experts at home: sums go straight into them."""
@@ -374,15 +392,25 @@ class Runtime:
         if self._returning is not None:
             returning, self._returning = self._returning, None
             returning.wait()
+            where, copies, started = self._returned_from
+            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, where, started, copies.held_expert,
+                                copies.held_origin, num_bytes=self._row_bytes(gradient=True))  # fmt: skip
 
     def finish_gradients(self) -> None:
         """Gradients of all copies home, and summed over data-parallel groups: what the optimizer must see."""
         self.finish_returns()
+        start = perf_counter()
         if self._sources is not None:
-            self._sources.standing.give_back()
+            standing = self._sources.standing
+            standing.give_back()
+            for layer, experts, homes in standing.held():
+                self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, _of_step(layer), start, experts, homes,
+                                    num_bytes=self._row_bytes(gradient=True))  # fmt: skip
         self.gradients_under_way = False
         if self.group.num_groups > 1:
+            start = perf_counter()
             self._sum_over_replicas()
+            self.recorder.add(Kind.REDUCE, Resource.NIC, _of_step(-1), Direction.BACKWARD, start, perf_counter())
 
     def _sum_over_replicas(self) -> None:
         """All groups take part, also those that had no micro-batch."""
@@ -413,6 +441,11 @@ class Runtime:
 def _part(saved: Saved, rows: slice) -> Saved:
     rows_ND, h, dy_ND = saved
     return rows_ND[rows], h[rows], dy_ND[rows]
+
+
+def _of_step(layer: int) -> Where:
+    """What happens once a step."""
+    return Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=layer)
 
 
 def homes_of(placement: Placement, layer: int, rank: int) -> Sequence[int]:

@@ -8,15 +8,16 @@ in a row fetches once. Which bank is taken depends only on the order of calls, w
 from __future__ import annotations
 
 from dataclasses import dataclass
+from time import perf_counter
 
 import torch
 from torch import Tensor
 
 from equilibra.core.errors import BudgetError
-from equilibra.execute.group import Pending, Ready
+from equilibra.execute.group import Pending
 from equilibra.execute.transfer import CopyList, TransferEngine
 
-__all__ = ["SpareSlots"]
+__all__ = ["SpareSlots", "Taken"]
 
 Key = tuple[int, int, int]
 
@@ -26,6 +27,17 @@ class _Bank:
     rows_SP: Tensor
     key: Key | None = None
     arriving: Pending | None = None
+    started: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Taken:
+    """Copies that have arrived."""
+
+    rows_nP: Tensor
+    """[n, P]"""
+    started: float | None
+    """when they were asked for (perf_counter), None if they were taken before"""
 
 
 class SpareSlots:
@@ -53,26 +65,27 @@ class SpareSlots:
         bank = self._banks.pop(0)
         if bank.arriving is not None:
             bank.arriving.wait()  # a prefetch nobody needed
-        bank.key = key
+        bank.key, bank.started = key, perf_counter()
         bank.arriving = engine.fetch(copies, version, bank.rows_SP[:count])
         self._banks.append(bank)
 
-    def take(self, key: Key, copies: CopyList, engine: TransferEngine, version: int) -> Tensor:
-        """[n, P] the copies, when they have arrived."""
+    def take(self, key: Key, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
+        """The copies, when they have arrived."""
         if copies.num_in_node == 0:
-            return self._banks[0].rows_SP[:0]
+            return Taken(rows_nP=self._banks[0].rows_SP[:0], started=None)
         self.start(key, copies, engine, version)
         at = next(i for i, bank in enumerate(self._banks) if bank.key == key)
         bank = self._banks.pop(at)
         self._banks.append(bank)  # now the last to be overwritten
+        started, bank.started = bank.started, None
         if bank.arriving is not None:
             bank.arriving.wait()
-            bank.arriving = Ready()
-        return bank.rows_SP[: copies.held_expert.size]
+            bank.arriving = None
+        return Taken(rows_nP=bank.rows_SP[: copies.held_expert.size], started=started)
 
     def forget(self) -> None:
         """The weights have changed: no copy is good any more."""
         for bank in self._banks:
             if bank.arriving is not None:
                 bank.arriving.wait()
-            bank.key, bank.arriving = None, None
+            bank.key, bank.arriving, bank.started = None, None, None

@@ -8,8 +8,9 @@ every rank knows from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -21,7 +22,10 @@ from equilibra.execute.expert_math import ExpertParts
 from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.execute.weights import ExpertWeights
 
-__all__ = ["Sources", "StandingStore"]
+__all__ = ["Held", "Sources", "StandingStore"]
+
+Held = tuple[int, NDArray[np.int32], NDArray[np.int32]]
+"""layer, experts and homes of the standing copies on a rank"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -56,6 +60,8 @@ class StandingStore:
         self.gradients_CP = torch.zeros(held, layout.size, dtype=like.gradient_dtype, device=like.device)
         self._arriving: dict[int, Pending] = {}
         self._arrived: set[int] = set()
+        self.asked: dict[int, float] = {}
+        """when each layer's copies were asked for (perf_counter)"""
 
     @property
     def num_bytes(self) -> int:
@@ -75,6 +81,7 @@ class StandingStore:
         if entry is None or layer in self._arriving or layer in self._arrived:
             return
         sent = self.rows_CP.new_empty(entry.served_expert.size, self.rows_CP.shape[1])
+        self.asked[layer] = perf_counter()
         self.weights[layer].check_version(layer)
         for row, expert in enumerate(entry.served_expert.tolist()):
             self.weights[layer].write_flat(expert, sent[row])
@@ -83,13 +90,24 @@ class StandingStore:
             what=f"fetching standing copies of MoE layer {layer}",
         )  # fmt: skip
 
-    def wait(self, layer: int) -> None:
-        """Until a layer's copies are here."""
+    def wait(self, layer: int) -> Held | None:
+        """Until a layer's copies are here; what this rank holds of them, if they came just now."""
         self.start(layer)
         moving = self._arriving.pop(layer, None)
-        if moving is not None:
-            moving.wait()
-            self._arrived.add(layer)
+        if moving is None:
+            return None
+        moving.wait()
+        self._arrived.add(layer)
+        return next(held for held in self.held() if held[0] == layer)
+
+    def held(self) -> Iterator[Held]:
+        """Layer by layer, the copies on this rank: experts and their homes."""
+        for layer, entry in self._lists.items():
+            yield (
+                layer,
+                entry.held_expert,
+                np.repeat(np.arange(len(entry.held_sizes)), entry.held_sizes).astype(np.int32),
+            )
 
     def row_of(self, layer: int, expert: int) -> int:
         """Where a copy is."""

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import step_load
 from equilibra.execute.counts import StepCounts
@@ -43,10 +43,15 @@ class Step:
     """[T, L, K] recorded experts of every sequence that runs here, -1 where there are none"""
     as_planned_M: NDArray[np.bool_]
     """[M] whether all ranks have exactly the routing that was planned for; other micro-batches exchange counts"""
-    num_tokens: int
-    """of all ranks"""
+    sequence_loads: SequenceLoad
+    """loads and lengths of all ranks' sequences"""
     tokens_without_routing: int
     """of all ranks: routed live"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks."""
+        return int(self.sequence_loads.length_of_sequence.sum())
 
     @property
     def plan(self) -> StepPlan:
@@ -127,7 +132,7 @@ def begin_step(
         sequences_of_micro_batch=of_micro_batch,
         experts_of_sequence=experts_of_sequence,
         as_planned_M=np.concatenate(said).all(axis=0) & (unrecorded_M == 0),
-        num_tokens=int(counts.sequences.length_of_sequence.sum()),
+        sequence_loads=counts.sequences,
         tokens_without_routing=int(counts.unrecorded_of_sequence.sum()),
     )
 

@@ -17,6 +17,7 @@ LABELS = {
     "llep": "LLEP's rule",
     "equilibra": "Equilibra",
     "balanced": "perfectly balanced (ideal)",
+    "predicted": "the same plan, predicted",
 }
 
 

@@ -20,7 +20,7 @@ from equilibra.simulate.record import balanced_record, planner_record
 from equilibra.simulate.step import StepResult, simulate_step
 from equilibra.simulate.times import Pricing
 
-__all__ = ["BALANCED", "DEFAULT_PLANNERS", "STATIC", "Comparison", "compare"]
+__all__ = ["BALANCED", "DEFAULT_PLANNERS", "STATIC", "Comparison", "compare", "step_metrics"]
 
 STATIC, BALANCED = "static", "balanced"
 DEFAULT_PLANNERS = (STATIC, "eplb-history", "eplb-oracle", "lplb", "ultraep", "equilibra", BALANCED)
@@ -66,7 +66,7 @@ def compare(
     for number, planner in enumerate(plans):
         tell(planner.name, number, len(plans))
         result = simulate_step(problems, planner, pricing)
-        metrics[planner.name] = _metrics(result)
+        metrics[planner.name] = step_metrics(result)
         if keep_records:
             records[planner.name] = planner_record(result.groups[0], pricing, metrics[planner.name])
         if result.ideal_s < best.seconds:
@@ -81,7 +81,8 @@ def compare(
     return Comparison(metrics=metrics, records=records)
 
 
-def _metrics(result: StepResult) -> dict[str, float]:
+def step_metrics(result: StepResult) -> dict[str, float]:
+    """Figures of one planner's step by name; those that compare it with others are 1."""
     groups = result.groups
     problems = sum(group.plan.num_layers * group.plan.num_micro_batches for group in groups)
     layers = sum(group.plan.num_layers for group in groups)
@@ -113,7 +114,7 @@ def _balanced_metrics(result: StepResult) -> dict[str, float]:
     nothing = ("copies_per_layer", "flash_copies_per_layer", "standing_copies_per_layer", "copy_bytes",
                "migration_bytes", "exposed_overhead_s")  # fmt: skip
     return {
-        **_metrics(result),
+        **step_metrics(result),
         **dict.fromkeys(nothing, 0.0),
         "step_time_s": result.ideal_s,
         "throughput_tokens_per_s": result.num_tokens / result.ideal_s,
