@@ -190,7 +190,7 @@ def prefetch(group: ExpertGroup) -> dict[str, object]:
     world = World(group)
     world.begin()
     order: list[str] = []
-    engine = world.runtime._engines[Path.COLLECTIVE]
+    engine = world.runtime._copies._engines[Path.COLLECTIVE]
     fetch, entered = engine.fetch, world.runtime.instances
 
     def noted_fetch(copies, version, slots):
@@ -207,13 +207,8 @@ def prefetch(group: ExpertGroup) -> dict[str, object]:
     world.balancer.finish_gradients()
     rows = world.runtime.recorder.taken()
     slots = world.runtime.memory_bytes()["spare_slots"]
-    return {
-        "order": order, "counts": int((rows["kind"] == Kind.COUNTS).sum()), "slots": slots,
-        "row": world.runtime.weights[0].layout.size * 8, "in_node": [
-            world.runtime._copies((1, m, layer)).num_in_node for m in world.step.armed.micro_batches
-            for layer in range(LAYERS)
-        ],
-    }  # fmt: skip
+    return {"order": order, "counts": int((rows["kind"] == Kind.COUNTS).sum()), "slots": slots,
+            "row": world.runtime.weights[0].layout.size * 8}  # fmt: skip
 
 
 def switched_off(group: ExpertGroup) -> dict[str, object]:

@@ -148,7 +148,8 @@ def make_world(
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3)
     copies: dict[nn.Parameter, Tensor] = {}
     if masters:
-        copies = {parameter: parameter.detach().double().clone().requires_grad_() for parameter in model.parameters()}
+        wide = torch.float32 if dtype == torch.bfloat16 else torch.float64
+        copies = {parameter: parameter.detach().to(wide).clone().requires_grad_() for parameter in model.parameters()}
     optimized = list(copies.values()) or list(model.parameters())
     optimizer = torch.optim.AdamW(optimized, lr=1e-2, foreach=foreach)
     return World(runtime, model, optimizer, copies)

@@ -68,7 +68,8 @@ def equals_slow_way(world: World, full: dict[str, torch.Tensor], placement: Plac
 
 
 def there_and_back(nodes: int, ranks_per_node: int, foreach: bool) -> dict[str, Any]:
-    world = make_world(nodes, ranks_per_node, masters=True, dtype=torch.float32, foreach=foreach)
+    dtype = torch.bfloat16 if foreach else torch.float32
+    world = make_world(nodes, ranks_per_node, masters=True, dtype=dtype, foreach=foreach)
     runtime, rank = world.runtime, world.runtime.group.rank
     world.train(2)
     full, first = gathered(world), world.digests()

@@ -10,7 +10,7 @@ from equilibra.bench.runtime_contenders import Contender
 from equilibra.bench.runtime_layers import RankLayers
 from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
-from equilibra.execute.micro_batch import NUMBER
+from equilibra.execute.visit import NUMBER
 from equilibra.measure.events import Direction, Events, Kind
 
 __all__ = ["check_results", "check_rows"]

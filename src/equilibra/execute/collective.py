@@ -31,13 +31,15 @@ class _Returned:
 class CollectiveEngine:
     """Weights are read when they are fetched, so they are always of the current version."""
 
-    def __init__(
-        self, group: ExpertGroup, source: ExpertSource, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype
-    ) -> None:
-        self.group, self.source = group, source
+    def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
+        self.group = group
         self.row = row
         """an empty row of the right width, dtype and device"""
         self.gradients = torch.zeros(num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
+
+    def serve(self, source: ExpertSource) -> None:
+        """Copies are made of these instances from now on."""
+        self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:
         """Nothing to do."""

@@ -41,7 +41,7 @@ def sum_dense_gradients(parameters: Iterable[nn.Parameter], group: ExpertGroup) 
 
 def _sum_bucket(gradients: list[Tensor], group: ExpertGroup) -> None:
     flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-    group.sum(Channel.CONTROL, flat, what="summing dense gradients").wait()
+    group.sum(Channel.DENSE, flat, what="summing dense gradients").wait()
     for gradient, part in zip(gradients, torch.split(flat, [g.numel() for g in gradients]), strict=True):
         gradient.copy_(part.view_as(gradient))
 

@@ -46,7 +46,9 @@ class Channel(StrEnum):
     GRADIENTS = "gradients"
     """gradients of flash copies, inside a node"""
     CONTROL = "control"
-    """counts, hashes and votes, over all ranks"""
+    """counts, hashes, votes and sequences' data, over all ranks, always from host memory (gloo)"""
+    DENSE = "dense"
+    """gradients of dense parameters, over all ranks"""
     REPLICAS = "replicas"
     """gradients, between the ranks of the same number in all expert-parallel groups"""
 
@@ -244,7 +246,7 @@ def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGr
     replicas = [list(range(first, world, size)) for first in range(size)]
     members = {
         Channel.DISPATCH: groups, Channel.STANDING: groups, Channel.COPIES: nodes, Channel.GRADIENTS: nodes,
-        Channel.CONTROL: [list(range(world))],
+        Channel.CONTROL: [list(range(world))], Channel.DENSE: [list(range(world))],
     }  # fmt: skip
     if world > size:
         members[Channel.REPLICAS] = replicas
@@ -252,7 +254,8 @@ def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGr
     with lost_rank_is_an_error("joining the expert-parallel group"):
         for channel, parts in members.items():
             for part in parts:
-                made = dist.new_group(part, timeout=timedelta(seconds=timeout_s))
+                backend = "gloo" if channel is Channel.CONTROL else None
+                made = dist.new_group(part, timeout=timedelta(seconds=timeout_s), backend=backend)
                 if me in part:
                     channels[channel] = made
     return ExpertGroup(

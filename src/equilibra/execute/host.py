@@ -41,16 +41,18 @@ NAME_BYTES = 256
 class HostEngine:
     """One segment per node."""
 
-    def __init__(
-        self, group: ExpertGroup, source: ExpertSource, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype
-    ) -> None:
-        self.group, self.source, self.row = group, source, row
+    def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
+        self.group, self.row = group, row
         self.num_slots, self.gradient_dtype = num_slots, gradient_dtype
         self._reader = ThreadPoolExecutor(1, thread_name_prefix="equilibra-host-path")
         self._segment: _Segment | None = None
         self._copied: Copied | None = None
         self._list = 0
         """lists of gradients returned so far"""
+
+    def serve(self, source: ExpertSource) -> None:
+        """Copies are made of these instances from now on."""
+        self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:
         """Write this rank's instances, in a segment that is large enough."""

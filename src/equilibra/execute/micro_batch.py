@@ -16,15 +16,12 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
-from equilibra.execute.visit import Tables, Where
-from equilibra.measure.events import StageNumber
+from equilibra.execute.visit import NUMBER, Tables, Where
 
 if TYPE_CHECKING:
     from equilibra.execute.runtime import Runtime
 
 __all__ = ["MicroBatch"]
-
-NUMBER = {Stage.RECOMPUTE: StageNumber.RECOMPUTE, Stage.UPDATE: StageNumber.UPDATE}
 
 
 class MicroBatch:

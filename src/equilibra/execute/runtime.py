@@ -1,82 +1,39 @@
 """Runtime: what the layers of one model share on this rank while a plan is executed.
 
-It knows the plan that is armed, the micro-batch that runs, and the version of the weights; it fetches copies ahead of
-the layers that need them and sees gradients home. Layers ask it for tables and instances; the Balancer arms it.
-
-Order. Every rank runs the same program, so calls that involve others are made in the same order everywhere. What is
-fetched ahead follows from the order of visits alone: in the forward pass the layers that come next, in the backward
-pass those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer.
+It knows the plan that is armed, the micro-batch that runs, and the version of the weights. Layers ask it for tables and
+instances; the Balancer arms it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 from time import perf_counter
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from equilibra.core.errors import BrokenStateError, InputError
-from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
-from equilibra.core.plan import Stage, StepPlan
 from equilibra.execute import expert_math
-from equilibra.execute.collective import CollectiveEngine
+from equilibra.execute.armed import Armed
+from equilibra.execute.copies import Copies, CopySetting
 from equilibra.execute.expert_math import ExpertParts
 from equilibra.execute.functions import Pass, direction_now
-from equilibra.execute.group import Channel, ExpertGroup, Pending
-from equilibra.execute.host import HostEngine
-from equilibra.execute.micro_batch import NUMBER, MicroBatch
+from equilibra.execute.group import Channel, ExpertGroup
+from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.record import Recorder
-from equilibra.execute.slots import SpareSlots
 from equilibra.execute.spec import Activation, MoESpec
-from equilibra.execute.standing import Sources, StandingStore
-from equilibra.execute.tables import Instances, instances_of, only_homes, planned_counts, receive_table, send_table
-from equilibra.execute.transfer import CopyList, Path, TransferEngine, copied_of, copy_list
+from equilibra.execute.tables import Instances, only_homes, planned_counts, receive_table, send_table
 from equilibra.execute.visit import Tables, Where, on_device
 from equilibra.execute.weights import ExpertWeights
 from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 
-__all__ = ["Armed", "CopySetting", "Runtime"]
+__all__ = ["Armed", "CopySetting", "Runtime", "homes_of"]
 
 Saved = tuple[Tensor, Tensor, Tensor]
 """rows [N, D], the first product [N, 2F] and the gradient of the results [N, D]"""
-STAGE = {number: stage for stage, number in NUMBER.items()}
-ENGINES: dict[Path, type[CollectiveEngine | HostEngine]] = {Path.COLLECTIVE: CollectiveEngine, Path.HOST: HostEngine}
-
-
-@dataclass(frozen=True, kw_only=True)
-class CopySetting:
-    """How copies are kept and moved."""
-
-    spare_slots: int = 2
-    """flash copies a rank can hold for one layer"""
-    prefetch_depth: int = 1
-    """layers ahead that copies are fetched; memory is spare_slots x (prefetch_depth + 1) experts per rank"""
-    path: dict[Stage, Path] = field(default_factory=lambda: dict.fromkeys(Stage, Path.COLLECTIVE))
-    """path of flash copies in each stage"""
-
-    def __post_init__(self) -> None:
-        for name in ("spare_slots", "prefetch_depth"):
-            if not 0 <= getattr(self, name) <= 4096:
-                raise InputError(f"{name} must be a whole number from 0 to 4096, not {getattr(self, name)!r}")
-        if set(self.path) != set(Stage):
-            raise InputError(f"path needs the stages {', '.join(Stage)}")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Armed:
-    """A plan to be executed, with the load it was made for."""
-
-    plan: StepPlan
-    """the same on every rank"""
-    load: StepLoad
-    """counts of all ranks, which give all sizes"""
-    micro_batches: list[int]
-    """numbers of those that this expert-parallel group runs, in order"""
 
 
 class Runtime:
@@ -97,13 +54,7 @@ class Runtime:
         self.broken: str | None = None
         """why the state in memory must not be used"""
         self._armed: Armed | None = None
-        self._slots: SpareSlots | None = None
-        self._engines: dict[Path, TransferEngine] = {}
-        self._sources: Sources | None = None
-        self._lists: dict[tuple[int, int, int], CopyList] = {}
-        self._returning: Pending | None = None
-        self._returned_from: tuple[Where, CopyList, float]
-        """visit, copies and time of the gradients on their way"""
+        self._copies: Copies | None = None
 
     # --- set up ---
 
@@ -128,64 +79,33 @@ class Runtime:
 
     def arm(self, armed: Armed) -> None:
         """Execute this plan from now on. Homes must have moved already."""
-        plan, setting = armed.plan, self.setting
-        if plan.placement != self.placement:
+        if armed.plan.placement != self.placement:
             raise InputError("a plan was armed before its homes had moved")
-        plan.check(armed.load, spare_slots=setting.spare_slots)
-        self.finish_returns()
-        if self._slots is not None:
-            self._slots.forget()
-        self._armed, self._lists = armed, {}
-        standing = StandingStore(self.group, self.weights, plan)
-        self._sources = Sources(weights=self.weights, standing=standing)
-        self._prepare_copies()
+        armed.plan.check(armed.load, spare_slots=self.setting.spare_slots)
+        if self._copies is None:
+            self._copies = Copies(self.group, self.weights, self.setting, self.recorder)
+        self._copies.arm(armed)
+        self._armed = armed
         self._offer_weights()
 
     def disarm(self) -> None:
         """No plan: tokens are routed live to homes."""
-        self.finish_returns()
-        if self._slots is not None:
-            self._slots.forget()
-        self._armed, self._sources, self._lists = None, None, {}
-
-    def _prepare_copies(self) -> None:
-        """Buffers and engines, when a plan first needs them."""
-        assert self._sources is not None
-        like = self.weights[0]
-        row = torch.zeros(like.layout.size, dtype=like.dtype, device=like.device)
-        if self._slots is None:
-            self._slots = SpareSlots(num_slots=self.setting.spare_slots, depth=self.setting.prefetch_depth, row=row)
-        for path in dict.fromkeys(self.setting.path.values()):  # in the same order on every rank
-            if path not in self._engines:
-                self._engines[path] = ENGINES[path](
-                    self.group, self._sources, num_slots=self.setting.spare_slots, row=row,
-                    gradient_dtype=like.gradient_dtype,
-                )  # fmt: skip
-            self._engines[path].source = self._sources  # type: ignore[attr-defined]
+        if self._copies is not None:
+            self._copies.forget()
+        self._armed = None
 
     def weights_changed(self) -> None:
         """Weights are new on every rank: what was copied is forgotten, and copies are fetched anew."""
-        self.finish_returns()
-        if self._slots is not None:
-            self._slots.forget()
-        if self._sources is not None:
-            self._sources.standing.forget()
+        if self._copies is not None:
+            self._copies.forget()
         self.version += 1
         self._offer_weights()
 
     def _offer_weights(self) -> None:
         for weights in self.weights:
             weights.note_version()
-        if self._armed is None or self._sources is None:
-            return
-        for layer in range(min(self.setting.prefetch_depth + 1, len(self.weights))):
-            self._sources.standing.start(layer)
-        for path, engine in self._engines.items():
-            stages = [stage for stage in Stage if self.setting.path[stage] is path]
-            if path is not Path.COLLECTIVE:
-                for layer in range(len(self.weights)):  # published copies may be made of standing ones
-                    self._sources.standing.start(layer)
-            engine.publish(self.version, copied_of(self._armed.plan, stages, self.group))
+        if self._armed is not None and self._copies is not None:
+            self._copies.offer(self.version)
 
     # --- visits ---
 
@@ -220,7 +140,7 @@ class Runtime:
     def _instances_of(self, micro_batch: MicroBatch, layer: int) -> Instances:
         if self._armed is None:
             return only_homes(self.placement, layer)
-        return instances_of(self._armed.plan, micro_batch.stage, layer, micro_batch.number)
+        return self._armed.instances(micro_batch.stage, micro_batch.number, layer)
 
     def _planned_tables(self, micro_batch: MicroBatch, layer: int) -> Tables:
         assert self._armed is not None
@@ -259,123 +179,43 @@ class Runtime:
             return self._instances(visit, direction)
 
     def _instances(self, visit: Pass, direction: Direction) -> list[ExpertParts]:
-        layer, weights = visit.where.layer, self.weights[visit.where.layer]
-        weights.check_version(layer)
-        found = weights.homes()
-        if visit.micro_batch is None or self._sources is None:
-            return found
-        start = perf_counter()
-        arrived = self._sources.standing.wait(layer)
-        if arrived is not None:
-            _, experts, homes = arrived
-            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, _of_step(layer), self._sources.standing.asked[layer],
-                                experts, homes, num_bytes=self._row_bytes(gradient=False))  # fmt: skip
-        found += self._sources.standing.parts(layer)[0]
-        found += weights.layout.experts(self._flash_rows(visit.micro_batch.stage, visit.micro_batch.number, layer))
-        if len(found) > weights.experts.size:
-            self.recorder.add(Kind.WAIT, Resource.COMPUTE, visit.where, direction, start, perf_counter())
-        self._look_ahead(visit.micro_batch, layer, direction)
-        return found
+        weights, copies = self.weights[visit.where.layer], self._copies_of(visit)
+        weights.check_version(visit.where.layer)
+        return weights.homes() + (copies.take(visit.where, direction) if copies is not None else [])
 
-    def _flash_rows(self, stage: Stage, micro_batch: int, layer: int) -> Tensor:
-        assert self._slots is not None
-        key = (NUMBER[stage], micro_batch, layer)
-        copies, path = self._copies(key), self.setting.path[stage]
-        taken = self._slots.take(key, copies, self._engines[path], self.version)
-        if taken.started is not None:
-            link = Resource.HOST_LINK if path is Path.HOST else Resource.COPY_ENGINE
-            where = Where(stage=NUMBER[stage], micro_batch=micro_batch, layer=layer)
-            self.recorder.moved(Kind.FLASH_COPY, link, where, taken.started, copies.held_expert, copies.held_origin,
-                                num_bytes=self._row_bytes(gradient=False))  # fmt: skip
-        return taken.rows_nP
-
-    def _row_bytes(self, *, gradient: bool) -> int:
-        like = self.weights[0]
-        return like.layout.size * (like.gradient_dtype if gradient else like.dtype).itemsize
-
-    def _copies(self, key: tuple[int, int, int]) -> CopyList:
-        if key not in self._lists:
-            assert self._armed is not None
-            stage, micro_batch, layer = STAGE[StageNumber(key[0])], key[1], key[2]
-            self._lists[key] = copy_list(instances_of(self._armed.plan, stage, layer, micro_batch), layer, self.group)
-        return self._lists[key]
-
-    def _look_ahead(self, micro_batch: MicroBatch, layer: int, direction: Direction) -> None:
-        """Start to fetch what the next visits need."""
-        assert self._armed is not None
-        assert self._sources is not None
-        assert self._slots is not None
-        backward = direction is not Direction.FORWARD
-        number = micro_batch.number
-        turns = torch.is_grad_enabled() or micro_batch.stage is Stage.UPDATE
-        for _ in range(self.setting.prefetch_depth):
-            if not backward and layer == len(self.weights) - 1 and turns:
-                backward = True  # the same layer comes again, backward
-                continue
-            layer += -1 if backward else 1
-            if not 0 <= layer < len(self.weights):
-                at = self._armed.micro_batches.index(number) + 1
-                if at >= len(self._armed.micro_batches):
-                    return
-                number, layer, backward = self._armed.micro_batches[at], 0, False
-            self._sources.standing.start(layer)
-            key = (NUMBER[micro_batch.stage], number, layer)
-            self._slots.start(key, self._copies(key), self._engines[self.setting.path[micro_batch.stage]], self.version)
+    def _copies_of(self, visit: Pass) -> Copies | None:
+        """Where copies are, if the visit is of a plan's micro-batch."""
+        return self._copies if self._armed is not None and visit.micro_batch is not None else None
 
     # --- backward ---
 
     def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor) -> None:
-        """Gradients of one visit's rows and of all instances that computed them."""
-        tables, weights = visit.tables, self.weights[visit.where.layer]
+        """Gradients of one visit's rows and of all instances that computed them; flash copies first."""
+        tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
         instances = self.instances(visit, Direction.BACKWARD)
-        first_flash = tables.num_homes + tables.num_standing
-        flash_row = sum(tables.instance_sizes[:first_flash])
-        learns = weights.learns
+        num_kept = tables.num_homes + tables.num_standing
+        kept_rows = sum(tables.instance_sizes[:num_kept])
         start = perf_counter()
-        if len(instances) > first_flash or (learns and self._sources is not None and visit.micro_batch is not None):
-            self._flash_backward(visit, saved, dx_ND, instances, first_flash, flash_row, learns=learns)
-        wanted: list[ExpertParts | None] = [None] * first_flash
-        if learns:
-            self.gradients_under_way |= self._sources is not None
-            wanted = [*self._home_gradients(weights)]
-            if self._sources is not None and visit.micro_batch is not None:
-                wanted += self._sources.standing.parts(visit.where.layer)[1]
-        of_others = slice(0, flash_row)
-        expert_math.backward(
-            self.activation, _part(saved, of_others), tables.instance_sizes[:first_flash],
-            instances[:first_flash], wanted, dx_ND[of_others],
-        )  # fmt: skip
+        wanted: list[ExpertParts | None] = [None] * len(instances)
+        if copies is not None and weights.learns:
+            self.gradients_under_way = True
+            wanted[num_kept:] = copies.flash_gradients(visit.where)
+            wanted[tables.num_homes : num_kept] = copies.standing.parts(visit.where.layer)[1]
+        for first, last, rows in (
+            (num_kept, len(instances), slice(kept_rows, None)), (0, num_kept, slice(0, kept_rows))
+        ):  # fmt: skip
+            if first == 0 and weights.learns:
+                wanted[: tables.num_homes] = self._home_gradients(weights)
+            expert_math.backward(
+                self.activation, _part(saved, rows), tables.instance_sizes[first:last], instances[first:last],
+                wanted[first:last], dx_ND[rows],
+            )  # fmt: skip
+            if first == num_kept and copies is not None and weights.learns:
+                copies.send_gradients(visit.where)
         self.recorder.add(
-            Kind.EXPERTS,
-            Resource.COMPUTE,
-            visit.where,
-            Direction.BACKWARD,
-            start,
-            perf_counter(),
+            Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, perf_counter(),
             tokens=tables.num_rows,
-        )
-
-    def _flash_backward(
-        self, visit: Pass, saved: Saved, dx_ND: Tensor, instances: list[ExpertParts],
-        first_flash: int, flash_row: int, *, learns: bool,
-    ) -> None:  # fmt: skip
-        """Gradients of flash copies, sent on their way home."""
-        assert visit.micro_batch is not None
-        stage = visit.micro_batch.stage
-        copies = self._copies((NUMBER[stage], visit.micro_batch.number, visit.where.layer))
-        engine = self._engines[self.setting.path[stage]]
-        wanted: list[ExpertParts | None] = [None] * (len(instances) - first_flash)
-        if learns:
-            self.finish_returns()
-            wanted = [*self.weights[visit.where.layer].layout.experts(engine.gradient_slots(copies))]
-        of_flash = slice(flash_row, None)
-        expert_math.backward(
-            self.activation, _part(saved, of_flash), visit.tables.instance_sizes[first_flash:],
-            instances[first_flash:], wanted, dx_ND[of_flash],
         )  # fmt: skip
-        if learns:
-            self._returning = engine.give_back(copies)
-            self._returned_from = (visit.where, copies, perf_counter())
 
     def _home_gradients(self, weights: ExpertWeights) -> list[ExpertParts]:
         """Views of the gradients of the experts at home: sums go straight into them."""
@@ -387,30 +227,17 @@ class Runtime:
             every[name] = parameter.grad.unbind(0)
         return [ExpertParts.named({name: every[name][i] for name in every}) for i in range(weights.experts.size)]
 
-    def finish_returns(self) -> None:
-        """Until the gradients of flash copies that are on their way have been added."""
-        if self._returning is not None:
-            returning, self._returning = self._returning, None
-            returning.wait()
-            where, copies, started = self._returned_from
-            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, where, started, copies.held_expert,
-                                copies.held_origin, num_bytes=self._row_bytes(gradient=True))  # fmt: skip
-
     def finish_gradients(self) -> None:
         """Gradients of all copies home, and summed over data-parallel groups: what the optimizer must see."""
-        self.finish_returns()
-        start = perf_counter()
-        if self._sources is not None:
-            standing = self._sources.standing
-            standing.give_back()
-            for layer, experts, homes in standing.held():
-                self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, _of_step(layer), start, experts, homes,
-                                    num_bytes=self._row_bytes(gradient=True))  # fmt: skip
+        if self._copies is not None and self._armed is not None:
+            self._copies.finish_returns()
+            self._copies.return_standing()
         self.gradients_under_way = False
         if self.group.num_groups > 1:
             start = perf_counter()
             self._sum_over_replicas()
-            self.recorder.add(Kind.REDUCE, Resource.NIC, _of_step(-1), Direction.BACKWARD, start, perf_counter())
+            once = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
+            self.recorder.add(Kind.REDUCE, Resource.NIC, once, Direction.BACKWARD, start, perf_counter())
 
     def _sum_over_replicas(self) -> None:
         """All groups take part, also those that had no micro-batch."""
@@ -427,15 +254,13 @@ class Runtime:
 
     def memory_bytes(self) -> dict[str, int]:
         """What copies take on this rank."""
-        slots = self._slots.num_bytes if self._slots is not None else 0
-        standing = self._sources.standing.num_bytes if self._sources is not None else 0
-        return {"spare_slots": slots, "standing_copies": standing}
+        return self._copies.memory_bytes() if self._copies is not None else {"spare_slots": 0, "standing_copies": 0}
 
     def close(self) -> None:
         """Give back threads and shared memory."""
-        for engine in self._engines.values():
-            engine.close()
-        self._engines = {}
+        if self._copies is not None:
+            self._copies.close()
+            self._copies = self._armed = None
 
 
 def _part(saved: Saved, rows: slice) -> Saved:
@@ -443,11 +268,6 @@ def _part(saved: Saved, rows: slice) -> Saved:
     return rows_ND[rows], h[rows], dy_ND[rows]
 
 
-def _of_step(layer: int) -> Where:
-    """What happens once a step."""
-    return Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=layer)
-
-
-def homes_of(placement: Placement, layer: int, rank: int) -> Sequence[int]:
+def homes_of(placement: Placement, layer: int, rank: int) -> NDArray[np.int32]:
     """Experts at home on a rank, by number."""
-    return np.flatnonzero(placement.home_of_expert[layer] == rank).tolist()
+    return np.flatnonzero(placement.home_of_expert[layer] == rank).astype(np.int32)

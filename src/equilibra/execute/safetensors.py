@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
@@ -32,7 +35,6 @@ from torch import Tensor
 
 from equilibra.core.atomic import atomic_folder, flush_to_disk
 from equilibra.core.errors import BrokenStateError, InputError
-from equilibra.execute.expert_math import ExpertParts
 from equilibra.execute.group import Channel
 from equilibra.execute.runtime import Runtime, homes_of
 from equilibra.execute.safetensors_names import Entry, Naming
@@ -63,12 +65,14 @@ def export_safetensors(
     group, target, what = runtime.group, Path(folder), f"exporting weights to {folder}"
     files: list[_File] = []
     room: list[Tensor] = []
-    name = [""]
+    name, values = [""], dict(dense)
 
     def prepare() -> None:
         files.extend(_files(runtime, naming, dense, max_file_bytes))
-        if naming.stacked and group.index == 0:
+        if naming.stacked:
             room.extend(_room(runtime))
+        else:
+            values.update(_own_experts(runtime, naming))
 
     group.all_succeed(prepare, what=what)
     every = json.dumps([(file.rank, file.names) for file in files])
@@ -90,7 +94,9 @@ def export_safetensors(
         group.all_succeed(begin, what=what)
         said = group.gather(np.frombuffer(name[0].encode(), np.uint8), what=what)
         part = target.parent / said[0].tobytes().decode()
-        group.all_succeed(lambda: _write(part, runtime, naming, dense, files, room), what=what)
+        for numbers in _rounds(files):
+            write = partial(_write, part, runtime, naming, values, files, numbers, room)
+            group.all_succeed(write, what=what)
         group.all_succeed(end, what=what)
 
 
@@ -177,23 +183,33 @@ def _check_replaceable(target: Path) -> None:
 # --- writing ---
 
 
-def _write(
-    part: Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], files: list[_File], room: list[Tensor]
-) -> None:
-    """The files of this rank."""
-    group = runtime.group
-    if group.index != 0:
-        return
-    if not part.is_dir():
-        raise InputError(f"rank {group.rank} cannot see {part}, which rank 0 made: ranks must share the file system")
-    values = dict(dense)
-    if not naming.stacked:
-        values |= _own_experts(runtime, naming)
+def _rounds(files: list[_File]) -> list[list[int]]:
+    """Numbers of files that are written at the same time: at most one per rank, so ranks hear of each other often."""
+    rounds: list[list[int]] = []
+    of_rank: Counter[int] = Counter()
     for number, file in enumerate(files):
-        if file.rank == group.rank and values.keys() >= file.names.keys():
-            _save(part / _file_name(number, files), {name: values[name] for name in file.names})
-    if naming.stacked:
-        _write_layers(part, runtime, naming, files, room)
+        if of_rank[file.rank] == len(rounds):
+            rounds.append([])
+        rounds[of_rank[file.rank]].append(number)
+        of_rank[file.rank] += 1
+    return rounds
+
+
+def _write(
+    part: Path, runtime: Runtime, naming: Naming, values: Mapping[str, Tensor], files: list[_File], numbers: list[int],
+    room: list[Tensor],
+) -> None:  # fmt: skip
+    """One round: gather layers, where experts are stacked, then write this rank's file."""
+    if runtime.group.index != 0:
+        return
+    layer_of = {number: number - len(files) + len(runtime.weights) for number in numbers if naming.stacked}
+    for number in numbers:  # nothing that can fail on one rank comes before the last of these
+        if layer_of.get(number, -1) >= 0:
+            _gather(runtime, layer_of[number], files[number].rank, room)
+    for number in numbers:
+        if files[number].rank == runtime.group.rank:
+            gathered = _stacked(runtime, naming, layer_of[number], room[1]) if layer_of.get(number, -1) >= 0 else values
+            _save(part / _file_name(number, files), {name: gathered[name] for name in files[number].names})
 
 
 def _own_experts(runtime: Runtime, naming: Naming) -> dict[str, Tensor]:
@@ -213,51 +229,29 @@ def _room(runtime: Runtime) -> list[Tensor]:
     return [torch.empty(number, like.layout.size, dtype=like.dtype, device=like.device) for number in rows]
 
 
-def _write_layers(part: Path, runtime: Runtime, naming: Naming, files: list[_File], room: list[Tensor]) -> None:
-    """Layer by layer, all experts to one rank, which writes them.
-
-    A rank that cannot write still takes part until the end, so that no other waits for it.
-    """
-    group, failure = runtime.group, None
-    first = len(files) - len(runtime.weights)
-    for layer in range(len(runtime.weights)):
-        every = _gathered(runtime, layer, layer % group.num_ranks, room)
-        try:
-            if every:
-                named = _stacked(runtime, naming, layer, every)
-                _save(part / _file_name(first + layer, files), named)
-        except Exception as error:  # noqa: BLE001 - raised below
-            failure = failure or error
-    if failure is not None:
-        raise failure
-
-
-def _gathered(runtime: Runtime, layer: int, target: int, room: list[Tensor]) -> list[ExpertParts]:
-    """All experts of a layer by number, on the target; nothing elsewhere."""
+def _gather(runtime: Runtime, layer: int, target: int, room: list[Tensor]) -> None:
+    """All experts of a layer into the target's room, by home and number."""
     group, weights, home = runtime.group, runtime.weights[layer], runtime.placement.home_of_expert[layer]
     rows = room[0][: weights.experts.size]
     for row, expert in enumerate(weights.experts.tolist()):
         weights.write_flat(expert, rows[row])
     here = group.rank == target
-    counts = np.bincount(home, minlength=group.num_ranks) if here else np.zeros(group.num_ranks, np.int64)
-    every = room[1][: int(counts.sum())]
+    received = np.bincount(home, minlength=group.num_ranks).tolist() if here else [0] * group.num_ranks
     sent = [len(rows) if rank == target else 0 for rank in range(group.num_ranks)]
-    group.all_to_all(
-        Channel.STANDING, rows, sent, every, counts.tolist(), what=f"gathering the experts of MoE layer {layer}"
-    ).wait()
-    if not here:
-        return []
-    found = weights.layout.experts(every)
-    return [found[i] for i in np.argsort(np.argsort(home, kind="stable"), kind="stable").tolist()]
+    what = f"gathering the experts of MoE layer {layer}"
+    group.all_to_all(Channel.STANDING, rows, sent, room[1][: sum(received)], received, what=what).wait()
 
 
-def _stacked(runtime: Runtime, naming: Naming, layer: int, every: list[ExpertParts]) -> dict[str, Tensor]:
-    """The layer's tensors [E, ...]."""
-    rows: dict[str, list[Tensor]] = {}
-    for expert, parts in enumerate(every):
+def _stacked(runtime: Runtime, naming: Naming, layer: int, rows_EP: Tensor) -> dict[str, Tensor]:
+    """The tensors [E, ...] of a layer that was gathered."""
+    experts = np.argsort(runtime.placement.home_of_expert[layer], kind="stable").tolist()
+    found: dict[str, list[Tensor]] = {}
+    for expert, parts in sorted(
+        zip(experts, runtime.weights[layer].layout.experts(rows_EP), strict=True), key=itemgetter(0)
+    ):
         for entry in naming.entries(runtime.spec, layer, expert, parts):
-            rows.setdefault(entry.name, []).append(entry.value.reshape(entry.shape).cpu())
-    return {name: torch.stack(values) for name, values in rows.items()}
+            found.setdefault(entry.name, []).append(entry.value.reshape(entry.shape))
+    return {name: torch.stack(values) for name, values in found.items()}
 
 
 def _save(path: Path, values: Mapping[str, Tensor]) -> None:

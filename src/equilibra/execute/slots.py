@@ -16,16 +16,15 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError
 from equilibra.execute.group import Pending
 from equilibra.execute.transfer import CopyList, TransferEngine
+from equilibra.execute.visit import Where
 
 __all__ = ["SpareSlots", "Taken"]
-
-Key = tuple[int, int, int]
 
 
 @dataclass(kw_only=True)
 class _Bank:
     rows_SP: Tensor
-    key: Key | None = None
+    key: Where | None = None
     arriving: Pending | None = None
     started: float | None = None
 
@@ -55,7 +54,7 @@ class SpareSlots:
         """Memory of all banks."""
         return sum(bank.rows_SP.nbytes for bank in self._banks)
 
-    def start(self, key: Key, copies: CopyList, engine: TransferEngine, version: int) -> None:
+    def start(self, key: Where, copies: CopyList, engine: TransferEngine, version: int) -> None:
         """Fetch copies into the bank that was not used for longest, unless one has them."""
         if copies.num_in_node == 0 or any(bank.key == key for bank in self._banks):
             return
@@ -69,7 +68,7 @@ class SpareSlots:
         bank.arriving = engine.fetch(copies, version, bank.rows_SP[:count])
         self._banks.append(bank)
 
-    def take(self, key: Key, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
+    def take(self, key: Where, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
         """The copies, when they have arrived."""
         if copies.num_in_node == 0:
             return Taken(rows_nP=self._banks[0].rows_SP[:0], started=None)

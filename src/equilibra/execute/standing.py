@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +25,14 @@ from equilibra.execute.weights import ExpertWeights
 
 __all__ = ["Held", "Sources", "StandingStore"]
 
-Held = tuple[int, NDArray[np.int32], NDArray[np.int32]]
-"""layer, experts and homes of the standing copies on a rank"""
+
+class Held(NamedTuple):
+    """Standing copies of a layer on a rank."""
+
+    experts: NDArray[np.int32]
+    """[C]"""
+    homes: NDArray[np.int32]
+    """[C] the rank each comes from"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -98,16 +105,13 @@ class StandingStore:
             return None
         moving.wait()
         self._arrived.add(layer)
-        return next(held for held in self.held() if held[0] == layer)
+        return next(held for number, held in self.held() if number == layer)
 
-    def held(self) -> Iterator[Held]:
-        """Layer by layer, the copies on this rank: experts and their homes."""
+    def held(self) -> Iterator[tuple[int, Held]]:
+        """Layer by layer, the copies on this rank."""
         for layer, entry in self._lists.items():
-            yield (
-                layer,
-                entry.held_expert,
-                np.repeat(np.arange(len(entry.held_sizes)), entry.held_sizes).astype(np.int32),
-            )
+            homes = np.repeat(np.arange(len(entry.held_sizes)), entry.held_sizes)
+            yield layer, Held(entry.held_expert, homes.astype(np.int32))
 
     def row_of(self, layer: int, expert: int) -> int:
         """Where a copy is."""

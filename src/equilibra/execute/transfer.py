@@ -131,6 +131,10 @@ class ExpertSource(Protocol):
 class TransferEngine(Protocol):
     """One path. Versions count changes of the weights; an engine never hands out a version other than the asked one."""
 
+    def serve(self, source: ExpertSource) -> None:
+        """Copies are made of these instances from now on."""
+        ...
+
     def publish(self, version: int, copied: Copied) -> None:
         """Make the weights of this version available for the copies of a plan. All ranks of all nodes call."""
         ...

@@ -7,10 +7,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equilibra.core.plan import Stage
 from equilibra.execute.tables import Instances, ReceiveTable, SendTable
 from equilibra.measure.events import StageNumber
 
-__all__ = ["Tables", "Where", "on_device"]
+__all__ = ["NUMBER", "STAGE", "Tables", "Where", "on_device"]
+
+NUMBER = {Stage.RECOMPUTE: StageNumber.RECOMPUTE, Stage.UPDATE: StageNumber.UPDATE}
+STAGE = {number: stage for stage, number in NUMBER.items()}
 
 
 @dataclass(frozen=True, kw_only=True)
