@@ -161,6 +161,7 @@ def measured(
     section = {"command": command, "measured_on": about}
     return {
         **{name: headline[name] for name in ("case", *FIGURES)},
+        "command": command,
         "cases": results,
         "environment": about,
         "warnings": warnings,
@@ -195,7 +196,9 @@ def _result(case: Case, shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
             "rows": int(case.load.tokens_MLER.sum()),
             "notes": case.notes,
         },
-        **{name: found[name] for name in ("experts_share", "rates", "largest_difference", "contenders")},
+        **{
+            name: found[name] for name in ("experts_share", "others_share", "rates", "largest_difference", "contenders")
+        },
         "seconds": found["seconds"],
     }
 
@@ -233,6 +236,7 @@ def _figures_row(result: dict[str, Any]) -> Row:
         row[f"{name}_spread"] = f"{spread['low']:.3f} to {spread['high']:.3f}"
         if name != "speedup_of_eplb":
             row[f"{name}_reach"] = reach
+    row["others_share"] = result["others_share"]["high"]
     row["token_counts"] = f"equal ({result['counts_compared']})"
     return row
 
@@ -268,7 +272,8 @@ NOTES = {
     "`runtime_overhead`: the runtime with the static plan against a plain all-to-all layer without a plan; below 0 the "
     "runtime is faster. `static_imbalance`: rows of the slowest ranks over mean ranks. `token_counts`: the rows that "
     "each rank's experts executed, per stage, pass, layer and micro-batch of every timed step, compared with the "
-    "simulated ones: the bench ends with an error unless they are equal.",
+    "simulated ones: the bench ends with an error unless they are equal. `others_share`: the most that other programs "
+    "had of a core in a step that counts.",
     "times": "`flash_copies`: in the recompute + update stage of a step. `experts_share`: part of the step that "
     "experts compute, on the rank where it is most. eplb-oracle runs from its own homes: moving there is not charged.",
 }

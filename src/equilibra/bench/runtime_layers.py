@@ -9,8 +9,6 @@ outside of the measured time, in place, for all contenders alike.
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -94,14 +92,7 @@ class RankLayers:
             gradient.zero_()
         gc.collect()
         self.runtime.recorder.begin_step()
-
-    def seconds_of(self, step: Callable[[], None]) -> float:
-        """Time of a step on the slower rank."""
-        self.prepare()
-        self.group.barrier(what="starting a timed step")
-        start = perf_counter()
-        step()
-        return self.largest(perf_counter() - start)
+        self.group.barrier(what="starting a step")
 
     def largest(self, value: float) -> float:
         """The largest value of all ranks."""

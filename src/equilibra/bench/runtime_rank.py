@@ -1,7 +1,8 @@
 """One rank of the runtime bench: prices, plans, checks, then timed steps.
 
 Contenders and the plain layer run one after another in every repeat, each time in another order: what disturbs the
-machine disturbs all of them. The checks before have run all of them once, so nothing runs for the first time.
+machine disturbs all of them (and see `runtime_clock`). The checks before have run all of them once, so nothing runs for
+the first time.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from equilibra.bench.runtime_case import Case, Shape
 from equilibra.bench.runtime_checks import check_results, check_rows
+from equilibra.bench.runtime_clock import Timed, least_disturbed
 from equilibra.bench.runtime_contenders import PLAIN, Contender, contenders
 from equilibra.bench.runtime_layers import RankLayers
 from equilibra.core.plan import Stage
@@ -38,30 +40,54 @@ def measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], 
         group.agree(contender.plan.digest, what=f"the plan of {contender.name}")
     difference = max(check_results(layers, contender) for contender in every.values())
     tell(f"outputs and gradients of all contenders equal the plain layer's to {difference:.0e}")
-    seconds: dict[str, list[float]] = {name: [] for name in (*every, PLAIN)}
-    in_experts: dict[str, list[float]] = {name: [] for name in every}
-    compared = 0
-    for repeat, names in enumerate(_orders(list(seconds), shape.repeats)):
+    times = _Times(layers, case, every)
+    for repeat, names in enumerate(_orders([*every, PLAIN], shape.repeats)):
         for name in names:
-            if name == PLAIN:
-                seconds[name].append(layers.seconds_of(partial(layers.plain_step, case.experts_MR)))
-                continue
-            contender = every[name]
-            seconds[name].append(layers.seconds_of(partial(layers.balanced_step, contender)))
-            events = Events.of(layers.runtime.recorder.taken())
-            compared += check_rows(contender, group.rank, events)
-            spent = events.where(kind=Kind.EXPERTS)
-            in_experts[name].append(layers.largest(float((spent["end_us"] - spent["start_us"]).sum()) / 1e6))
-        last = ", ".join(f"{name} {times[-1]:.2f} s" for name, times in seconds.items())
+            times.add(name)
+        last = ", ".join(f"{name} {steps[-1].seconds:.2f} s" for name, steps in times.steps.items())
         tell(f"repeat {repeat + 1} of {shape.repeats}: {last}")
     return {
-        "seconds": seconds,
-        "experts_share": {name: median(in_experts[name]) / median(seconds[name]) for name in every},
+        **times.about(),
         "rates": _about(rates),
-        "counts_compared": compared * group.num_ranks,
         "largest_difference": difference,
         "contenders": [_plan_about(contender) for contender in every.values()],
     }
+
+
+class _Times:
+    """Timed steps by contender; rows are compared after every step of the runtime."""
+
+    def __init__(self, layers: RankLayers, case: Case, every: dict[str, Contender]) -> None:
+        self.layers, self.case, self.every = layers, case, every
+        self.steps: dict[str, list[Timed]] = {name: [] for name in (*every, PLAIN)}
+        self.experts_s: dict[str, list[float]] = {name: [] for name in every}
+        self.counts_compared = self.run_again = 0
+
+    def add(self, name: str) -> None:
+        """One more step of a contender or of the plain layer."""
+        layers, contender = self.layers, self.every.get(name)
+        step = partial(layers.plain_step, self.case.experts_MR)
+        if contender is not None:
+            step = partial(layers.balanced_step, contender)
+        timed, again = least_disturbed(step, prepare=layers.prepare, largest=layers.largest)
+        self.steps[name].append(timed)
+        self.run_again += again
+        if contender is not None:
+            events = Events.of(layers.runtime.recorder.taken())
+            self.counts_compared += check_rows(contender, layers.group.rank, events) * layers.group.num_ranks
+            spent = events.where(kind=Kind.EXPERTS)
+            self.experts_s[name].append(layers.largest(float((spent["end_us"] - spent["start_us"]).sum()) / 1e6))
+
+    def about(self) -> dict[str, Any]:
+        """All of it."""
+        seconds = {name: [timed.seconds for timed in steps] for name, steps in self.steps.items()}
+        others = [timed.others_share for steps in self.steps.values() for timed in steps]
+        return {
+            "seconds": seconds,
+            "experts_share": {name: median(spent) / median(seconds[name]) for name, spent in self.experts_s.items()},
+            "others_share": {"median": median(others), "high": max(others), "steps_run_again": self.run_again},
+            "counts_compared": self.counts_compared,
+        }
 
 
 def _orders(names: list[str], count: int) -> Iterator[list[str]]:

@@ -92,7 +92,7 @@ class HostEngine:
             return Ready()
         bank, self._list = self._segment.gradients_2RSP[self._list % 2], self._list + 1
         said = self.group.sum(
-            Channel.GRADIENTS, torch.zeros(1), what=f"returning gradients of flash copies of MoE layer {copies.layer}"
+            Channel.GRADIENTS, torch.zeros(1, device=self.row.device), what=f"returning gradients of flash copies of MoE layer {copies.layer}"
         )
         return _Returned(said, partial(self._add, copies, bank))
 

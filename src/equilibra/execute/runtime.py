@@ -159,13 +159,14 @@ class Runtime:
         experts_of_rank = [instances.on_rank(r) for r in range(group.num_ranks)]
         mine = experts_of_rank[rank]
         told = torch.from_numpy(np.concatenate([sent.counts_RE[r, of] for r, of in enumerate(experts_of_rank)]))
-        heard = torch.empty(mine.size * group.num_ranks, dtype=told.dtype)
+        told = told.to(experts_TK.device)  # NCCL knows no other memory
+        heard = told.new_empty(mine.size * group.num_ranks)
         with self.recorder.span(Kind.COUNTS, Resource.NVLINK, where, direction_now()):
             group.all_to_all(
                 Channel.DISPATCH, told, [of.size for of in experts_of_rank], heard, [mine.size] * group.num_ranks,
                 what=f"exchanging counts of MoE layer {where.layer}",
             ).wait()  # fmt: skip
-        counts_IR = heard.view(group.num_ranks, mine.size).numpy().T.astype(np.int64)
+        counts_IR = heard.cpu().view(group.num_ranks, mine.size).numpy().T.astype(np.int64)
         return on_device(instances, sent, receive_table(mine, counts_IR), rank, self.weights[where.layer].device)
 
     # --- instances ---

@@ -202,14 +202,14 @@ def _write(
     """One round: gather layers, where experts are stacked, then write this rank's file."""
     if runtime.group.index != 0:
         return
-    layer_of = {number: number - len(files) + len(runtime.weights) for number in numbers if naming.stacked}
-    for number in numbers:  # nothing that can fail on one rank comes before the last of these
-        if layer_of.get(number, -1) >= 0:
-            _gather(runtime, layer_of[number], files[number].rank, room)
+    first = len(files) - len(runtime.weights)
+    layer_of = {number: number - first for number in numbers if naming.stacked and number >= first}
+    for number, layer in layer_of.items():  # nothing that can fail on one rank comes before the last of these
+        _gather(runtime, layer, files[number].rank, room)
     for number in numbers:
         if files[number].rank == runtime.group.rank:
-            gathered = _stacked(runtime, naming, layer_of[number], room[1]) if layer_of.get(number, -1) >= 0 else values
-            _save(part / _file_name(number, files), {name: gathered[name] for name in files[number].names})
+            found = _stacked(runtime, naming, layer_of[number], room[1]) if number in layer_of else values
+            _save(part / _file_name(number, files), {name: found[name] for name in files[number].names})
 
 
 def _own_experts(runtime: Runtime, naming: Naming) -> dict[str, Tensor]:
