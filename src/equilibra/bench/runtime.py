@@ -19,6 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import disk_usage
 from statistics import median
 from typing import Any
 
@@ -39,6 +40,7 @@ __all__ = ["FIGURES", "RUNTIME", "RuntimeSetting", "cases_for", "measured"]
 
 FIGURES = ("share_of_balanced", "speedup_over_static", "static_imbalance", "runtime_overhead")
 SHARE_REACH, SPEEDUP_REACH, OVERHEAD_REACH, SKEWED_FROM = 0.95, 1.3, 0.03, 1.5
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - not a temporary file
 MOST_BYTES = 4 << 30
 """of weights and gradients, for shapes that nobody asked for"""
 
@@ -61,8 +63,10 @@ class RuntimeSetting:
     """timed rounds"""
     spare_slots: int = 2
     """flash copies a rank can hold"""
-    path: str = "collective"
-    """of flash copies"""
+    path: str | None = None
+    """of flash copies; None: the host path where shared memory has room for it"""
+    patience: int = 60
+    """seconds per case for waiting until other programs are quiet and running disturbed steps again"""
     seed: int = 0
     """of weights and hidden states"""
     quick: bool = False
@@ -81,9 +85,19 @@ class RuntimeSetting:
                 f"{experts} experts of {hidden} x {ffn} need {num_bytes / 2**30:.1f} GiB on both ranks, "
                 f"{free / 2**30:.1f} GiB are free: use smaller --hidden, --ffn or --layers"
             )
+        path = self.path or _path_for(case, self.spare_slots, expert_bytes=3 * hidden * ffn * 4)
         return Shape(
-            hidden=hidden, ffn=ffn, spare_slots=self.spare_slots, path=self.path, repeats=self.repeats, seed=self.seed
-        )
+            hidden=hidden, ffn=ffn, spare_slots=self.spare_slots, path=path, repeats=self.repeats,
+            patience_s=self.patience, seed=self.seed,
+        )  # fmt: skip
+
+
+def _path_for(case: Case, spare_slots: int, *, expert_bytes: int) -> str:
+    """The host path, unless /dev/shm is too small for the most that it may hold (docker gives it 64 MiB)."""
+    copies = CLUSTER.num_ranks * spare_slots
+    published = case.load.num_layers * min(case.load.num_experts, case.load.num_micro_batches * copies)
+    room = disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
+    return "host" if (published + 2 * copies) * expert_bytes < room else "collective"
 
 
 def _free_bytes() -> int | None:

@@ -83,6 +83,8 @@ class Shape:
     """of flash copies"""
     repeats: int
     """timed rounds of all contenders"""
+    patience_s: float = 0.0
+    """for waiting until other programs are quiet and running disturbed steps again"""
     seed: int = 0
     """of weights and hidden states"""
     timeout_s: float = 300.0

@@ -1,10 +1,10 @@
 """The time of a step on two cores, and how much of it other programs had.
 
 A step that others disturbed says little, and on a shared machine many are. So the clock looks at its core while a step
-runs: what the core was busy with, less what this process spent, was others'. A step in which others had more than
-`DISTURBED` of a core is run again, at most `TRIES` times, and the least disturbed of them counts. The times themselves
-play no part in the choice. Where the system does not tell, or a step is too short for its counters, none counts as
-disturbed.
+runs: what the core was busy with, less what this process spent, was others'. After a step in which others had more than
+`DISTURBED` of a core, the clock waits until they are quiet and runs the step again, as long as its patience lasts; the
+least disturbed step counts. The times themselves play no part in the choice. Where the system does not tell, or a step
+is too short for its counters, none counts as disturbed.
 """
 
 from __future__ import annotations
@@ -12,16 +12,15 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from pathlib import Path
-from time import perf_counter, process_time
+from time import perf_counter, process_time, sleep
 from typing import NamedTuple
 
-__all__ = ["DISTURBED", "Timed", "busy_seconds", "least_disturbed"]
+__all__ = ["Clock", "Timed", "busy_seconds"]
 
 DISTURBED = 0.03
-"""share of a core that others may have had"""
-TRIES = 3
+"""share of a core that others may have"""
 SHORT_S = 0.3
-"""the counters have steps of 10 ms: below this they say nothing"""
+"""the system counts in steps of 10 ms: below this it says nothing"""
 STAT = Path("/proc/stat")
 
 
@@ -32,6 +31,49 @@ class Timed(NamedTuple):
     """on the slower rank"""
     others_share: float
     """what others had of the core where they had most, as a share of the step's time"""
+
+
+class Clock:
+    """All ranks have one and call it together: what it does next follows from the largest share of all ranks."""
+
+    def __init__(self, *, prepare: Callable[[], None], largest: Callable[[float], float], patience_s: float) -> None:
+        self.prepare, self.largest = prepare, largest
+        self.patience_s = patience_s
+        """what is left for waiting and for running steps again"""
+        self.run_again = 0
+        """steps so far"""
+
+    def time(self, step: Callable[[], None]) -> Timed:
+        """A step, all ranks starting together after `prepare`."""
+        tries = [self._time_once(step)]
+        while tries[-1].others_share > DISTURBED and self.patience_s > 0:
+            self._wait_for_quiet()
+            tries.append(self._time_once(step))
+            self.patience_s -= tries[-1].seconds
+            self.run_again += 1
+        return min(tries, key=lambda found: found.others_share)
+
+    def _time_once(self, step: Callable[[], None]) -> Timed:
+        self.prepare()
+        seconds, others_share = _watched(step)
+        return Timed(self.largest(seconds), self.largest(others_share))
+
+    def _wait_for_quiet(self) -> None:
+        while self.patience_s > 0:
+            seconds, others_share = _watched(lambda: sleep(1))
+            self.patience_s -= self.largest(seconds)
+            if self.largest(others_share) <= DISTURBED:
+                return
+
+
+def _watched(work: Callable[[], None]) -> Timed:
+    """Run something on this rank."""
+    before, spent, start = busy_seconds(), process_time(), perf_counter()
+    work()
+    seconds, spent, after = perf_counter() - start, process_time() - spent, busy_seconds()
+    if before is None or after is None or seconds < SHORT_S:
+        return Timed(seconds, 0.0)
+    return Timed(seconds, max(after - before - spent, 0.0) / seconds)
 
 
 def busy_seconds(stat: Path = STAT) -> float | None:
@@ -46,25 +88,3 @@ def busy_seconds(stat: Path = STAT) -> float | None:
             user, nice, system, _idle, _iowait, irq, softirq, steal = (int(word) for word in words[1:9])
             return (user + nice + system + irq + softirq + steal) / os.sysconf("SC_CLK_TCK")
     return None
-
-
-def least_disturbed(
-    step: Callable[[], None], *, prepare: Callable[[], None], largest: Callable[[float], float]
-) -> tuple[Timed, int]:
-    """Run a step until others let it; the step that counts, and how many were run again.
-
-    prepare: before every try; all ranks leave it together. largest: of all ranks. So all ranks decide alike.
-    """
-    tries: list[Timed] = []
-    while len(tries) < TRIES:
-        prepare()
-        before, spent, start = busy_seconds(), process_time(), perf_counter()
-        step()
-        seconds, spent, after = perf_counter() - start, process_time() - spent, busy_seconds()
-        others = 0.0
-        if before is not None and after is not None and seconds >= SHORT_S:
-            others = max(after - before - spent, 0.0) / seconds
-        tries.append(Timed(largest(seconds), largest(others)))
-        if tries[-1].others_share <= DISTURBED:
-            break
-    return min(tries, key=lambda found: found.others_share), len(tries) - 1

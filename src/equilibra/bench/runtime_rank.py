@@ -18,7 +18,7 @@ import torch.distributed as dist
 
 from equilibra.bench.runtime_case import Case, Shape
 from equilibra.bench.runtime_checks import check_results, check_rows
-from equilibra.bench.runtime_clock import Timed, least_disturbed
+from equilibra.bench.runtime_clock import Clock, Timed
 from equilibra.bench.runtime_contenders import PLAIN, Contender, contenders
 from equilibra.bench.runtime_layers import RankLayers
 from equilibra.core.plan import Stage
@@ -40,7 +40,8 @@ def measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], 
         group.agree(contender.plan.digest, what=f"the plan of {contender.name}")
     difference = max(check_results(layers, contender) for contender in every.values())
     tell(f"outputs and gradients of all contenders equal the plain layer's to {difference:.0e}")
-    times = _Times(layers, case, every)
+    clock = Clock(prepare=layers.prepare, largest=layers.largest, patience_s=shape.patience_s)
+    times = _Times(clock, layers, case, every)
     for repeat, names in enumerate(_orders([*every, PLAIN], shape.repeats)):
         for name in names:
             times.add(name)
@@ -57,11 +58,11 @@ def measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], 
 class _Times:
     """Timed steps by contender; rows are compared after every step of the runtime."""
 
-    def __init__(self, layers: RankLayers, case: Case, every: dict[str, Contender]) -> None:
-        self.layers, self.case, self.every = layers, case, every
+    def __init__(self, clock: Clock, layers: RankLayers, case: Case, every: dict[str, Contender]) -> None:
+        self.clock, self.layers, self.case, self.every = clock, layers, case, every
         self.steps: dict[str, list[Timed]] = {name: [] for name in (*every, PLAIN)}
         self.experts_s: dict[str, list[float]] = {name: [] for name in every}
-        self.counts_compared = self.run_again = 0
+        self.counts_compared = 0
 
     def add(self, name: str) -> None:
         """One more step of a contender or of the plain layer."""
@@ -69,9 +70,7 @@ class _Times:
         step = partial(layers.plain_step, self.case.experts_MR)
         if contender is not None:
             step = partial(layers.balanced_step, contender)
-        timed, again = least_disturbed(step, prepare=layers.prepare, largest=layers.largest)
-        self.steps[name].append(timed)
-        self.run_again += again
+        self.steps[name].append(self.clock.time(step))
         if contender is not None:
             events = Events.of(layers.runtime.recorder.taken())
             self.counts_compared += check_rows(contender, layers.group.rank, events) * layers.group.num_ranks
@@ -85,7 +84,7 @@ class _Times:
         return {
             "seconds": seconds,
             "experts_share": {name: median(spent) / median(seconds[name]) for name, spent in self.experts_s.items()},
-            "others_share": {"median": median(others), "high": max(others), "steps_run_again": self.run_again},
+            "others_share": {"median": median(others), "high": max(others), "steps_run_again": self.clock.run_again},
             "counts_compared": self.counts_compared,
         }
 

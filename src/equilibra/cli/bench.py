@@ -65,7 +65,13 @@ def _add_runtime(benches: Any) -> None:  # noqa: ANN401
     bench.add_argument("--ffn", type=positive, metavar="N", help="inner width of an expert (512)")
     bench.add_argument("--repeats", type=positive, metavar="N", help="timed rounds of all contenders (5)")
     bench.add_argument("--spare-slots", type=positive, default=2, metavar="N", help="flash copies a rank can hold (2)")
-    bench.add_argument("--path", choices=("collective", "host"), help="how flash copies travel (host)")
+    bench.add_argument(
+        "--path", choices=("collective", "host"), help="how flash copies travel (host, if shared memory allows)"
+    )
+    bench.add_argument(
+        "--patience", type=positive, metavar="S",
+        help="seconds per case to wait until other programs are quiet and to run disturbed steps again (60)",
+    )  # fmt: skip
     bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
     bench.add_argument("--output", metavar="DIR", help="write runtime.json and runtime.md there")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
@@ -121,7 +127,7 @@ def run_runtime(arguments: argparse.Namespace) -> int:
 
     asked = {
         name: getattr(arguments, name)
-        for name in ("tokens", "micro_batches", "layers", "hidden", "ffn", "repeats", "spare_slots", "path")
+        for name in ("tokens", "micro_batches", "layers", "hidden", "ffn", "repeats", "spare_slots", "path", "patience")
         if getattr(arguments, name) is not None
     }
     setting = RuntimeSetting(quick=arguments.quick, **{"repeats": 2, **asked} if arguments.quick else asked)

@@ -1,4 +1,4 @@
-"""Cases, contenders, clock and processes of the runtime bench; the whole of it: tests/unit/cli/test_bench_runtime.py."""
+"""Cases, contenders, clock, processes and checks of the runtime bench; all of it: cli/test_bench_runtime.py."""
 
 import multiprocessing
 import os
@@ -10,7 +10,7 @@ import pytest
 from equilibra.bench import runtime_clock, runtime_processes
 from equilibra.bench.runtime import RuntimeSetting, cases_for
 from equilibra.bench.runtime_case import CLUSTER, Select, Shape, case_of
-from equilibra.bench.runtime_clock import busy_seconds, least_disturbed
+from equilibra.bench.runtime_clock import Clock, busy_seconds
 from equilibra.bench.runtime_contenders import (
     BALANCED,
     EPLB,
@@ -213,18 +213,36 @@ def test_contenders_are_complete_and_the_recorded_routing_is_not_even():
 # --- clock ---
 
 
-def test_the_least_disturbed_step_counts_and_undisturbed_ones_are_not_run_again(monkeypatch):
-    monkeypatch.setattr(runtime_clock, "SHORT_S", 0.0)
+def clock_where_others_have(shares, monkeypatch, *, patience_s):
+    """A clock for which every step and every wait takes a second."""
+    busy = iter([value for share in shares for value in (0.0, share)])
     monkeypatch.setattr(runtime_clock, "perf_counter", iter(np.arange(0.0, 100.0)).__next__)
     monkeypatch.setattr(runtime_clock, "process_time", lambda: 0.0)
-    for others, chosen, again in (([0.5, 0.1, 0.3], 0.1, 2), ([0.2, 0.01, 0.5], 0.01, 1), ([0.0], 0.0, 0)):
-        busy = iter([value for share in others for value in (0.0, share)])
-        monkeypatch.setattr(runtime_clock, "busy_seconds", busy.__next__)
-        prepared = []
-        timed, repeated = least_disturbed(lambda: None, prepare=lambda p=prepared: p.append(1), largest=lambda x: x)
-        assert (timed.others_share, repeated) == (chosen, again)
-        assert timed.seconds == 1.0
-        assert len(prepared) == again + 1
+    monkeypatch.setattr(runtime_clock, "sleep", lambda _seconds: None)
+    monkeypatch.setattr(runtime_clock, "busy_seconds", busy.__next__)
+    return Clock(prepare=lambda: None, largest=lambda value: value, patience_s=patience_s)
+
+
+@pytest.mark.parametrize(
+    ("shares", "patience_s", "chosen", "again"),
+    [
+        ([0.0], 9, 0.0, 0),  # undisturbed: not run again
+        ([0.5], 0, 0.5, 0),  # no patience
+        ([0.5, 0.0, 0.01], 9, 0.01, 1),  # disturbed, quiet, run again
+        ([0.5, 0.4, 0.3, 0.0, 0.2, 0.0, 0.0], 9, 0.0, 2),  # wait as long as it takes
+        ([0.1, 0.4, 0.4, 0.3], 2, 0.1, 1),  # patience ends while waiting: once more, and the least disturbed counts
+    ],
+)
+def test_a_disturbed_step_is_run_again_while_patience_lasts(shares, patience_s, chosen, again, monkeypatch):
+    clock = clock_where_others_have(shares, monkeypatch, patience_s=patience_s)
+    assert clock.time(lambda: None) == (1.0, chosen)
+    assert clock.run_again == again
+
+
+def test_short_steps_are_never_disturbed(monkeypatch):
+    clock = clock_where_others_have([0.5], monkeypatch, patience_s=9)
+    monkeypatch.setattr(runtime_clock, "SHORT_S", 1.5)
+    assert clock.time(lambda: None) == (1.0, 0.0)
 
 
 def test_what_a_core_was_busy_with(tmp_path, monkeypatch):
@@ -294,3 +312,65 @@ def test_a_rank_that_cannot_start_its_work_says_why():
     with pytest.raises(ExecuteError, match="nowhere"):
         runtime_processes.run_on_ranks(case(), shape, print)
     assert "MALLOC_MMAP_MAX_" not in os.environ
+
+
+# --- checks ---
+
+
+def events_of(contender, rank, *, lost=0):
+    """What the runtime records when it executes a plan; `lost` rows of the last event are missing."""
+    from equilibra.execute.visit import NUMBER
+    from equilibra.measure.events import Direction, Events, Kind, event_table
+
+    parts = []
+    for stage in Stage:
+        load_LM = contender.plan.rank_load(contender.load, stage)[:, :, rank]
+        layer, micro_batch = (index.ravel() for index in np.indices(load_LM.shape))
+        parts += [
+            event_table(
+                layer.size, kind=Kind.EXPERTS, stage=NUMBER[stage], direction=direction, layer=layer,
+                micro_batch=micro_batch, rank=rank, tokens=load_LM.ravel(),
+            )
+            for direction in (Direction.FORWARD, Direction.BACKWARD)[: 1 + (stage is Stage.UPDATE)]
+        ]  # fmt: skip
+    parts[-1]["tokens"][-1] -= lost
+    return Events.of(*parts)
+
+
+def test_executed_rows_are_compared_with_simulated_ones():
+    pytest.importorskip("torch")
+    from equilibra.bench.runtime_checks import check_rows
+
+    for contender in contenders(case(skew=2.0), rates=Rates.free(), spare_slots=2):
+        for rank in range(2):
+            assert check_rows(contender, rank, events_of(contender, rank)) == 3 * 2 * 3  # passes, layers, micro-batches
+            with pytest.raises(ExecuteError, match=f"update, backward: rank {rank} executed"):
+                check_rows(contender, rank, events_of(contender, rank, lost=1))
+
+
+def _differences(changed: bool) -> list[float]:
+    """On a rank: differences of all contenders from the plain layer, whose weights may be others than the runtime's."""
+    import torch
+
+    from equilibra.bench.runtime_checks import check_results
+    from equilibra.bench.runtime_layers import RankLayers
+    from equilibra.execute.group import join_expert_group
+
+    made = case(skew=2.0)
+    layers = RankLayers(made, Shape(hidden=8, ffn=4, spare_slots=2, path="collective", repeats=1),
+                        join_expert_group(CLUSTER, timeout_s=60))  # fmt: skip
+    if changed and layers.group.rank == 1:
+        with torch.no_grad():
+            other = layers.plain[0].down_of_home[2]
+            layers.plain[0].down_of_home[2] = torch.nn.Parameter(other * 1.01)
+    return [check_results(layers, made) for made in contenders(made, rates=Rates.free(), spare_slots=2)]
+
+
+def test_outputs_and_gradients_are_compared_with_the_plain_layer():
+    pytest.importorskip("torch")
+    from tests.distributed.ranks import run_ranks
+
+    for differences in run_ranks(2, _differences, False):
+        assert max(differences) < 1e-5
+    with pytest.raises(AssertionError, match="differ from the plain layer's"):
+        run_ranks(2, _differences, True)
