@@ -1,10 +1,12 @@
 """Train two MoE layers on four processes, static and balanced: the loss is the same, the slowest rank is not.
 
-Started by hand it makes its four processes; under torchrun it uses those it is given:
-    torchrun --nproc-per-node 4 examples/balanced_training.py
+Started by hand it makes its four processes; under torchrun it uses those it is given. With a folder it writes the last
+step there, measured and predicted side by side:
+    torchrun --nproc-per-node 4 examples/balanced_training.py step.run && equilibra report step.run
 """
 
 import os
+import sys
 import tempfile
 from time import perf_counter
 
@@ -13,13 +15,27 @@ import torch
 import torch.distributed as dist
 from torch import multiprocessing
 
-from equilibra import Cluster, RoutingTrace
+from equilibra import Cluster, MoEModel, RoutingTrace
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
+from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
-from equilibra.execute import BalancedMoE, Balancer, BalancerSetting, MoESpec, ReferenceMoE, Runtime, join_expert_group
+from equilibra.execute import (
+    BalancedMoE,
+    Balancer,
+    BalancerSetting,
+    MoESpec,
+    ReferenceMoE,
+    Runtime,
+    Step,
+    join_expert_group,
+)
 from equilibra.execute.gradients import clip_gradients
 from equilibra.measure.imbalance import imbalance
+from equilibra.measure.run import PlannerRecord, Run, save_run
+from equilibra.simulate.predict import beside
+from equilibra.simulate.setting import RunSetting
+from equilibra.simulate.times import Pricing
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
 SPEC = MoESpec(hidden=64, expert_ffn=96, num_experts=16, top_k=2)
@@ -42,7 +58,20 @@ def own_sequences(step: int, rank: int, world: int) -> tuple[RoutingTrace, list[
     return routing, [torch.from_numpy(random.normal(size=(n, SPEC.hidden))).float() for n in routing.length_of_sequence]
 
 
-def train(planner: str) -> None:
+def write_run(record: PlannerRecord, step: Step, folder: str) -> None:
+    """The measured step, and beside it what the cost model says of the same plan."""
+    model = MoEModel(
+        name="example", num_layers=LAYERS, hidden=SPEC.hidden, expert_ffn=SPEC.expert_ffn,
+        num_experts=SPEC.num_experts, top_k=SPEC.top_k,
+    )  # fmt: skip
+    setting = RunSetting(recompute_stage=False, activation_recompute=False)
+    pricing = Pricing(model=model, hardware=hardware_named("h200"), cluster=step.plan.cluster, setting=setting)
+    records = beside(record, step.plan, step.sequence_loads, pricing)
+    about = {"kind": "measured", "command": " ".join(sys.argv), "model": {"name": model.name}}
+    save_run(Run(about=about, planners=records), folder, overwrite=True)
+
+
+def train(planner: str, folder: str | None) -> None:
     """A few steps of training on this rank."""
     cluster = Cluster(num_nodes=1, ranks_per_node=dist.get_world_size())
     group = join_expert_group(cluster, timeout_s=60)
@@ -74,22 +103,25 @@ def train(planner: str) -> None:
         record = step.record(seconds=perf_counter() - start)
         if record is not None:
             ratio = imbalance(record.rank_tokens_LMR).mean()
+            if folder is not None and number == STEPS - 1 and planner == "equilibra":
+                write_run(record, step, folder)
             print(f"{planner:9} step {number}: loss {total.item():.5f}, slowest rank over mean {ratio:.3f}", flush=True)
     balancer.close()
 
 
-def main(rank: int, world: int, store: str) -> None:
+def main(rank: int, world: int, store: str, folder: str | None = None) -> None:
     """One process."""
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world)
     for planner in ("static", "equilibra"):
-        train(planner)
+        train(planner, folder)
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
+    run = sys.argv[1] if len(sys.argv) > 1 else None
     if "RANK" in os.environ:
-        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://")
+        main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", run)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(main, args=(4, f"file://{folder}/store"), nprocs=4)
+            multiprocessing.spawn(main, args=(4, f"file://{folder}/store", run), nprocs=4)

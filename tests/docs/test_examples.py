@@ -7,6 +7,9 @@ import sys
 import pytest
 from tests.conftest import REPOSITORY
 
+from equilibra.measure.run import load_run
+from equilibra.report.page import render
+
 TRAINING = REPOSITORY / "examples" / "balanced_training.py"
 EXAMPLES = sorted(set((REPOSITORY / "examples").glob("*.py")) - {TRAINING})
 
@@ -18,8 +21,14 @@ def test_examples_run(file):
     assert done.stdout
 
 
-def test_balancing_changes_no_number_of_the_example():
-    done = subprocess.run([sys.executable, str(TRAINING)], capture_output=True, text=True, check=True, timeout=300)
+def test_balancing_changes_no_number_of_the_example(tmp_path):
+    done = subprocess.run(
+        [sys.executable, str(TRAINING), str(tmp_path / "step.run")],
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=300,
+    )
     found = re.findall(r"(\w+) +step (\d): loss ([\d.]+), slowest rank over mean ([\d.]+)", done.stdout)
     losses = {(planner, step): float(loss) for planner, step, loss, _ in found}
     ratios = {(planner, step): float(ratio) for planner, step, _, ratio in found}
@@ -27,6 +36,10 @@ def test_balancing_changes_no_number_of_the_example():
     for step in "012":
         assert losses["static", step] == pytest.approx(losses["equilibra", step], rel=1e-4)
         assert ratios["equilibra", step] < 1.05 < ratios["static", step]
+    run = load_run(tmp_path / "step.run")
+    measured, predicted = run.planners["equilibra"], run.planners["predicted"]
+    assert (measured.rank_tokens_LMR == predicted.rank_tokens_LMR).all()
+    assert "took" in render(run)
 
 
 def readme_blocks(language: str) -> list[str]:

@@ -24,7 +24,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.cost.compute import ExpertLaw
 from equilibra.cost.hardware import Hardware
-from equilibra.measure.events import Direction, Events, Kind
+from equilibra.measure.events import Direction, Events, Kind, Resource
 
 __all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run"]
 
@@ -147,6 +147,7 @@ def measurements_of_run(model: MoEModel, events: Events, *, experts_per_rank: in
         for row in events.where(kind=Kind.EXPERTS)
         if row["tokens"] > 0 and row["end_us"] > row["start_us"]
     ]  # fmt: skip
+    found += _links_of_run(events)
     for kind, name in ((Kind.FLASH_COPY, "copy_engine"), (Kind.COUNTS, "counts")):
         found += [
             {"kind": name, "bytes": int(row["bytes"]), "us": float(row["end_us"] - row["start_us"])}
@@ -154,6 +155,22 @@ def measurements_of_run(model: MoEModel, events: Events, *, experts_per_rank: in
             if row["end_us"] > row["start_us"] and (name == "counts" or row["bytes"] > 0)
         ]
     return found
+
+
+def _links_of_run(events: Events) -> list[Measurement]:
+    """All-to-alls, each as the rank saw it that came last: the others waited for it."""
+    rows = np.concatenate([events.where(kind=Kind.DISPATCH), events.where(kind=Kind.COMBINE)])
+    found: list[Measurement] = []
+    for resource, name in ((Resource.NVLINK, "nvlink"), (Resource.NIC, "nic")):
+        chosen = rows[(rows["resource"] == resource) & (rows["bytes"] > 0) & (rows["end_us"] > rows["start_us"])]
+        keys = chosen[["kind", "stage", "direction", "layer", "micro_batch"]]
+        took = chosen["end_us"] - chosen["start_us"]
+        for key in np.unique(keys):
+            same = np.flatnonzero(keys == key)
+            last = same[int(took[same].argmin())]
+            found.append({"kind": name, "bytes": int(chosen["bytes"][last]), "us": float(took[last])})
+    sizes = {m["bytes"] for m in found}
+    return found if len(sizes) > 1 else []
 
 
 def _shape(m: Measurement) -> MoEModel:

@@ -1,12 +1,22 @@
-"""Predict: what the cost model says of a plan that a runtime executes, to stand beside what was measured."""
+"""Predict: what the cost model says of a plan that a runtime executes, to stand beside what was measured.
+
+    records = beside(measured, plan, sequences, pricing)       # {"equilibra": measured, "predicted": ...}
+    save_run(Run(about={"kind": "measured"}, planners=records), "step.run")        # then: equilibra report step.run
+
+The constants that the measured step says something about (experts, links, copies, counts) are fitted to it, so the
+prediction says whether times follow from rows and bytes as the model has it, not how fast the machine is.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
 from equilibra.core.plan import StepPlan
+from equilibra.cost.calibrate import calibrate, measurements_of_run
 from equilibra.cost.rates import Rates
 from equilibra.measure.run import PlannerRecord
 from equilibra.plan.planner import StepProblem, Timing
@@ -15,7 +25,9 @@ from equilibra.simulate.record import planner_record
 from equilibra.simulate.step import simulate_step
 from equilibra.simulate.times import Pricing
 
-__all__ = ["predict"]
+__all__ = ["beside", "predict"]
+
+PREDICTED = "predicted"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,4 +61,22 @@ def predict(
     )  # fmt: skip
     result = simulate_step([problem], _Given(given=plan), pricing, window=window)
     metrics = step_metrics(result)
+    for compared in ("speedup_over_static", "share_of_balanced"):  # nothing is compared here
+        del metrics[compared]
     return planner_record(result.groups[0], pricing, metrics)
+
+
+def beside(
+    measured: PlannerRecord, plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int = 2
+) -> dict[str, PlannerRecord]:
+    """A measured step and, beside it, what the cost model fitted to it predicts for the same plan."""
+    experts_per_rank = plan.placement.num_experts // plan.cluster.num_ranks
+    cases = measurements_of_run(pricing.model, measured.events, experts_per_rank=experts_per_rank)
+    hardware = pricing.hardware
+    for kind in dict.fromkeys(case["kind"] for case in cases):
+        about_kind = [case for case in cases if case["kind"] == kind]
+        with suppress(InputError):  # too few or too noisy to fix the constants: they stay as they were
+            hardware = calibrate(about_kind, hardware, name="measured", source="fitted to the step beside it").hardware
+    window = int(measured.events.rows["micro_batch"].max(initial=0))
+    predicted = predict(plan, sequences, replace(pricing, hardware=hardware), spare_slots=spare_slots, window=window)
+    return {plan.planner: measured, PREDICTED: predicted}
