@@ -69,7 +69,7 @@ def _place(point: str, hit, runtime: Runtime, balancer: Balancer) -> None:
     """Make one function of this rank hit first."""
     owners = {
         "gather": (runtime.group, "gather"), "dispatch": (runtime, "tables"), "copies": (runtime, "instances"),
-        "gradients": (runtime, "_home_gradients"), "standing": (runtime, "finish_gradients"), "arm": (runtime, "arm"),
+        "gradients": (runtime, "backward"), "standing": (runtime, "finish_gradients"), "arm": (runtime, "arm"),
         "plan": (balancer, "_plan"), "migration": (runtime, "disarm"), "optimizer": (runtime, "weights_changed"),
     }  # fmt: skip
     if point not in owners:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -11,11 +12,13 @@ from torch.utils.checkpoint import checkpoint
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.balancer import Balancer, BalancerSetting
+from equilibra.execute.gradients import clip_gradients
 from equilibra.execute.group import ExpertGroup, join_expert_group
+from equilibra.execute.masters import float32_masters, masters_or_parameters
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.spec import MoESpec, RouterSpec
 from equilibra.execute.transfer import Path
@@ -41,10 +44,14 @@ class World:
         self.runtime = Runtime(self.group, placement, self.setting)
         self.reference = reference_stack(SPEC, LAYERS, self.dtype, self.seed)
         self.model = balanced_stack(self.reference, self.runtime, self.dtype)
+        low = self.dtype in (torch.bfloat16, torch.float16)
+        masters = float32_masters(self.model)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
+        if low:
+            self.optimizer = torch.optim.AdamW(masters_or_parameters(self.model, masters), lr=1e-2)
         self.balancer = Balancer(
             self.runtime, BalancerSetting(tokens_per_rank=40, planner=self.planner, rates=Rates.free()),
-            optimizer=self.optimizer,
+            optimizer=self.optimizer, masters=masters,
         )  # fmt: skip
         self.batch = random_batch(
             np.random.default_rng(self.seed), SPEC, LAYERS, self.group.world_size, dtype=self.dtype
@@ -123,13 +130,10 @@ def stale(group: ExpertGroup) -> dict[str, object]:
     world.begin()
     world.update()
     found = {"optimizer before gradients": error_of(world.optimizer.step)}
+    found["clip before gradients"] = error_of(lambda: clip_gradients(world.model, world.runtime, 1.0))
     world.balancer.finish_gradients(world.model)
+    found["finish twice"] = error_of(lambda: world.balancer.finish_gradients(world.model))
     (first, *_) = world.step.micro_batches(Stage.UPDATE)
-    with first:
-        loss = loss_of(world.model(world.tokens(first)), 1.0)
-    with first:
-        loss.backward()
-    world.balancer.finish_gradients(world.model)
     with first:
         late = loss_of(world.model(world.tokens(first)), 1.0)
     world.optimizer.step()
@@ -145,6 +149,103 @@ def stale(group: ExpertGroup) -> dict[str, object]:
     found["unnoticed change"] = error_of(forward)
     world.balancer.weights_changed()
     found["after notice"] = error_of(forward)
+    world.model.moe[0].experts.down.data.mul_(1.5)  # torch does not count this
+    found["change of data"] = error_of(forward)
+    world.balancer.weights_changed()
+    with first:
+        late = loss_of(world.model(world.tokens(first)), 1.0)
+    world.balancer.discard_gradients(world.model)
+    world.begin()
+    found["enter an old micro-batch"] = error_of(forward)
+    found["copy the model"] = error_of(lambda: deepcopy(world.model))
+    return found
+
+
+def accumulated(group: ExpertGroup) -> dict[str, object]:
+    """Several begins before one optimizer step, and gradients that are thrown away in between."""
+    world = World(group, planner="equilibra")
+    world.begin()
+    world.update()
+    world.balancer.discard_gradients(world.model)
+    world.update()
+    world.begin()  # what copies hold returns first
+    world.update()
+    world.balancer.finish_gradients(world.model)
+    world.wanted()
+    world.wanted()
+    return {"gap": world.worst_gap(), "copies": world.step.plan.stages[Stage.UPDATE].num_copies}
+
+
+def masters(group: ExpertGroup) -> dict[str, object]:
+    """bfloat16 weights, float32 masters in the optimizer, homes that move."""
+    world = World(group, dtype=torch.bfloat16)
+    world.balancer.close()
+    world.runtime = Runtime(group, world.runtime.placement, world.setting)
+    world.model = balanced_stack(world.reference, world.runtime, world.dtype)
+    plain = torch.optim.AdamW(world.model.parameters())
+    refused = error_of(lambda: Balancer(world.runtime, world.balancer.setting, optimizer=plain))
+    copies = float32_masters(world.model)
+    optimizer = torch.optim.AdamW(masters_or_parameters(world.model, copies), lr=1e-2)
+    world.balancer = Balancer(world.runtime, world.balancer.setting, optimizer=optimizer, masters=copies)
+    moved, changed = 0, False
+    before = world.model.moe[0].router.weight.detach().clone()
+    for _ in range(3):
+        world.begin()
+        moved += world.step.plan.migration.num_moves
+        same = all(torch.equal(weight, master.bfloat16()) for weight, master in copies.items())
+        world.update()
+        world.balancer.finish_gradients(world.model)
+        optimizer.step()
+        optimizer.zero_grad()
+        changed = not torch.equal(before, world.model.moe[0].router.weight)
+    every = all(torch.equal(weight, master.bfloat16()) for weight, master in copies.items())
+    return {"refused": refused, "moved": moved, "same": same and every, "changed": changed}
+
+
+def partly_frozen(group: ExpertGroup) -> dict[str, object]:
+    """One part of the experts does not learn: it keeps its values and has no gradient."""
+    world = World(group)
+    for weights in world.runtime.weights:
+        weights.down.requires_grad_(False)
+    world.begin()
+    world.update()
+    world.balancer.finish_gradients(world.model)
+    world.wanted()
+    homes = torch.from_numpy(world.model.moe[0].experts.experts.astype(np.int64))
+    found, wanted = world.model.moe[0].experts.gate_up.grad, world.reference.moe[0].experts["gate_up"].grad[homes]
+    return {"gap": float((found - wanted).abs().max()), "none": world.model.moe[0].experts.down.grad is None}
+
+
+def moved_state_dict(group: ExpertGroup) -> dict[str, object]:
+    """torch's own state_dict knows slots, not experts: it must not be loaded once homes have moved."""
+    world = World(group)
+    kept = {name: value.clone() for name, value in world.model.state_dict().items()}
+    same = error_of(lambda: world.model.load_state_dict(kept))
+    world.begin()
+    moved = not np.array_equal(world.model.moe[0].experts.experts, kept["moe.0.experts._extra_state"].numpy())
+    weights = world.model.moe[0].experts.gate_up.detach().clone()
+    error = error_of(lambda: world.model.load_state_dict(kept))
+    return {
+        "same": same, "moved": moved, "error": error,
+        "kept": torch.equal(weights, world.model.moe[0].experts.gate_up) or not moved,
+    }  # fmt: skip
+
+
+def refusals(group: ExpertGroup) -> dict[str, str]:
+    """Wrong arguments, on one rank or on all."""
+    world = World(group)
+    wrong = random_batch(np.random.default_rng(0), replace(SPEC, top_k=3), LAYERS, 4).routing_of(0)
+    mine = world.batch.routing_of(group.world_rank)
+    found = {"routing of one rank": error_of(lambda: world.balancer.begin(wrong if group.rank == 2 else mine))}
+    uneven = contiguous(group.cluster, num_layers=LAYERS, num_experts=SPEC.num_experts).home_of_expert.copy()
+    uneven[0, -1] = 0
+    found["uneven"] = error_of(lambda: Runtime(group, Placement(home_of_expert=uneven, cluster=group.cluster)))
+    other = World(group, setting=CopySetting(prefetch_depth=2 if group.rank == 1 else 1))
+    found["settings of one rank"] = error_of(other.begin)
+    alone = Balancer(world.runtime, BalancerSetting(tokens_per_rank=40, planner=RandomPlanner(5), rates=Rates.free()))
+    found["moves without optimizer"] = error_of(lambda: alone.begin(mine))
+    alone.close()
+    found["closed"] = error_of(lambda: alone.begin(mine))
     return found
 
 
@@ -271,7 +372,10 @@ def live(group: ExpertGroup) -> dict[str, object]:
     return {"out": float((out - wanted).detach().abs().max()), "dx": float((x.grad - again.grad).abs().max())}
 
 
-CHECKS = (autocast, low_precision, stale, outside, same_twice, prefetch, switched_off, too_few_slots, frozen, live)
+CHECKS = (
+    autocast, low_precision, stale, outside, same_twice, prefetch, switched_off, too_few_slots, frozen, live,
+    accumulated, masters, partly_frozen, moved_state_dict, refusals,
+)  # fmt: skip
 
 
 def all_checks() -> dict[str, dict[str, object]]:

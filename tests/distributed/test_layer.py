@@ -35,6 +35,50 @@ def test_a_copy_of_stale_weights_is_impossible(seen):
         )
         assert found["unnoticed change"].startswith("StaleError: the experts of MoE layer 0 have changed")
         assert found["after notice"] == "nothing"
+        assert found["change of data"].startswith("StaleError: the experts of MoE layer 0 have changed")
+        assert found["enter an old micro-batch"].startswith("StaleError: micro-batch 0 is of a step that is over")
+        assert found["clip before gradients"].startswith("ExecuteError: gradients of copies have not returned")
+        assert found["finish twice"].startswith("ExecuteError: gradients are summed over ranks already")
+        assert found["copy the model"].startswith("InputError: a model with BalancedMoE layers cannot be copied")
+
+
+def test_gradients_add_up_over_several_begins(seen):
+    assert max(of(seen, "accumulated", "gap")) < 1e-9
+    assert min(of(seen, "accumulated", "copies")) > 0
+
+
+def test_masters_move_with_homes_and_give_the_weights(seen):
+    for rank in seen:
+        found = rank["masters"]
+        assert "give the optimizer float32 masters" in found["refused"]
+        assert found["moved"] > 0
+        assert found["same"]
+        assert found["changed"]
+
+
+def test_a_part_that_does_not_learn_keeps_out(seen):
+    assert max(of(seen, "partly_frozen", "gap")) < 1e-9
+    assert all(of(seen, "partly_frozen", "none"))
+
+
+def test_a_state_dict_of_other_homes_is_refused(seen):
+    assert set(of(seen, "moved_state_dict", "same")) == {"nothing"}
+    assert any(of(seen, "moved_state_dict", "moved"))
+    for rank in seen:
+        found = rank["moved_state_dict"]
+        assert found["kept"]
+        assert ("homes have moved since" in found["error"]) == (found["error"] != "nothing")
+        assert found["error"] != "nothing" or not found["moved"]
+
+
+def test_wrong_arguments_are_errors_on_every_rank(seen):
+    for rank in seen:
+        found = rank["refusals"]
+        assert "3 of 8 experts per token, the model 3 with 2 of 8" in found["routing of one rank"]
+        assert found["uneven"].startswith("InputError: homes must be as many on every rank")
+        assert found["settings of one rank"].startswith("MismatchError: ranks disagree about how copies are kept")
+        assert found["moves without optimizer"].startswith("InputError: the plan moves homes, but no optimizer")
+        assert found["closed"] == "InputError: this balancer is closed"
 
 
 def test_a_backward_pass_outside_of_its_micro_batch_says_so(seen):

@@ -15,6 +15,7 @@ copies.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from time import perf_counter
@@ -23,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import nn
+from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.model import MoEModel
@@ -31,8 +32,9 @@ from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.execute.counts import StepCounts, gather_counts, recorded_experts
+from equilibra.execute.counts import StepCounts, check_routing, gather_counts, recorded_experts
 from equilibra.execute.gradients import dense_parameters, sum_dense_gradients
+from equilibra.execute.masters import LOW, hand_over_gradients, write_weights
 from equilibra.execute.migrate import migrate, optimizer_tensors
 from equilibra.execute.own_schedule import own_schedule
 from equilibra.execute.runtime import Runtime
@@ -69,7 +71,7 @@ class BalancerSetting:
     """of every random choice of the planner"""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.tokens_per_rank < 2**31:
+        if not isinstance(self.tokens_per_rank, int) or not 1 <= self.tokens_per_rank < 2**31:
             raise InputError(f"tokens_per_rank must be a whole number from 1 to 2^31 - 1, not {self.tokens_per_rank}")
 
 
@@ -88,16 +90,30 @@ class Balancer:
     """Plans, moves and arms; one per model and rank."""
 
     def __init__(
-        self, runtime: Runtime, setting: BalancerSetting, *, optimizer: torch.optim.Optimizer | None = None
-    ) -> None:
-        self.runtime, self.setting, self.optimizer = runtime, setting, optimizer
+        self, runtime: Runtime, setting: BalancerSetting, *,
+        optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
+        masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
+    ) -> None:  # fmt: skip
+        """Attach to the optimizers that hold the experts; without one homes do not move.
+
+        masters: for each parameter of few digits its float32 copy, which the optimizer holds (see `masters`).
+        """
+        self.runtime, self.setting, self.masters = runtime, setting, dict(masters or {})
+        self.optimizers = _as_list(optimizer)
+        _check_covered(runtime, self.optimizers, self.masters)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._ahead: _Ahead | None = None
         self._optimizer_began = 0.0
+        self._summed = False
+        """whether gradients are summed over ranks and wait for the optimizer"""
+        self._closed = False
         self._rates = setting.rates or rates_for(_model_of(runtime), num_nodes=runtime.group.cluster.num_nodes)
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(self._before_optimizer)
-            optimizer.register_step_post_hook(self._after_optimizer)
+        self._hooks = [
+            hook for one in self.optimizers
+            for hook in (
+                one.register_step_pre_hook(self._before_optimizer), one.register_step_post_hook(self._after_optimizer)
+            )
+        ]  # fmt: skip
 
     # --- plans ---
 
@@ -106,15 +122,19 @@ class Balancer:
 
         routing: the recording of this rank's own sequences; None if it has none.
         """
-        if self._ahead is not None:
-            raise InputError("a step is prepared already: begin() it first")
+        if self._ahead is not None or self._closed:
+            reason = "this balancer is closed" if self._closed else "a step is prepared already: begin() it first"
+            raise InputError(reason)
         runtime, spec = self.runtime, self.runtime.spec
-        experts = np.zeros((0, len(runtime.weights), spec.top_k), np.int32)
+        layers = len(runtime.weights)
+        runtime.group.all_succeed(
+            lambda: check_routing(routing, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k),
+            what="comparing routing with the model",
+        )
+        experts = np.zeros((0, layers, spec.top_k), np.int32)
         if routing is not None:
             experts = recorded_experts(routing)
-        counts = gather_counts(
-            runtime.group, routing, experts, num_layers=len(runtime.weights), num_experts=spec.num_experts
-        )
+        counts = gather_counts(runtime.group, routing, experts, num_layers=layers, num_experts=spec.num_experts)
         lengths = np.zeros(0, np.int64) if routing is None else routing.length_of_sequence
         previous = runtime.placement
         self._ahead = _Ahead(
@@ -127,6 +147,7 @@ class Balancer:
 
         Without routing the prepared step begins, or a step whose sequences are all on other ranks.
         """
+        self.runtime.check_whole()
         if self._ahead is None:
             self.prepare(routing)
         elif routing is not None:
@@ -134,9 +155,9 @@ class Balancer:
         assert self._ahead is not None
         ahead, self._ahead = self._ahead, None
         runtime, group = self.runtime, self.runtime.group
-        group.all_succeed(lambda: _ignore(ahead.plan.result()), what="planning the step")
+        group.all_succeed(lambda: self._wait_for(ahead.plan), what="planning the step")
         plan, group_of_micro_batch, started, ended = ahead.plan.result()
-        group.agree(f"plan {plan.digest}", what="the plan of the step")
+        group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
         group.barrier(what="beginning the step")
         runtime.recorder.begin_step()
@@ -147,11 +168,30 @@ class Balancer:
             runtime.recorder.began + min(waited, ended - started),
         )  # fmt: skip
         if plan.migration.num_moves:
-            carried = optimizer_tensors(self.optimizer) if self.optimizer is not None else None
-            migrate(runtime, plan.migration, carried, max_bytes=self.setting.migration_bytes)
+            self._move_homes(plan)
         step = begin_step(runtime, plan, ahead.counts, group_of_micro_batch, ahead.experts_TLK, ahead.lengths)
         runtime.arm(step.armed)
         return step
+
+    def _wait_for(self, plan: Future[Any]) -> None:
+        try:
+            plan.result(self.runtime.group.timeout_s)
+        except TimeoutError:
+            message = f"the planner took more than the timeout of {self.runtime.group.timeout_s} s"
+            raise ExecuteError(message) from None
+
+    def _move_homes(self, plan: StepPlan) -> None:
+        if not self.optimizers:
+            raise InputError(
+                "the plan moves homes, but no optimizer is attached whose moments would move along: pass it to "
+                "Balancer, or use a planner that leaves homes where they are"
+            )
+        parts = [optimizer_tensors(one, self.masters) for one in self.optimizers]
+
+        def carried(parameter: nn.Parameter) -> dict[str, Tensor]:
+            return {name: tensor for tensors in parts for name, tensor in tensors(parameter).items()}
+
+        migrate(self.runtime, plan.migration, carried, max_bytes=self.setting.migration_bytes)
 
     def _plan(self, counts: StepCounts, previous: Placement) -> tuple[StepPlan, NDArray[np.int64], float, float]:
         """The plan, the group that runs each micro-batch, and when planning began and ended."""
@@ -170,7 +210,8 @@ class Balancer:
             tokens_per_rank=setting.tokens_per_rank if setting.move_sequences else None,
             least_micro_batches=group.num_groups, previous=plain if off else previous,
             spare_slots=self.runtime.setting.spare_slots, standing_slots=setting.standing_slots,
-            max_moves_per_layer=setting.max_moves_per_layer, rates=self._rates, seed=setting.seed,
+            max_moves_per_layer=setting.max_moves_per_layer if self.optimizers else 0, rates=self._rates,
+            seed=setting.seed,
         )  # fmt: skip
         plan = planner.plan(problem)
         if off:
@@ -187,38 +228,83 @@ class Balancer:
         """Collective, once before clipping and the optimizer: gradients of copies home, sums over data-parallel groups.
 
         With a module, gradients of its dense parameters are summed over all ranks too. A rank's loss is its share of
-        the whole loss: sums, not means.
+        the whole loss: sums, not means. Backward passes of several steps may come before it; once it was called the
+        optimizer must step, or the gradients be discarded.
         """
+        if self._summed:
+            raise ExecuteError(
+                "gradients are summed over ranks already, and would be summed twice: call finish_gradients() once "
+                "before optimizer.step(), or discard_gradients()"
+            )
         self.runtime.finish_gradients()
+        self._summed = True
         if module is not None:
             sum_dense_gradients(dense_parameters(module, self.runtime), self.runtime.group)
+
+    def discard_gradients(self, module: nn.Module) -> None:
+        """Throw all gradients away, also those that copies hold: `zero_grad` does not know of them."""
+        self.runtime.discard_gradients()
+        module.zero_grad(set_to_none=True)
+        self._summed = False
 
     def weights_changed(self) -> None:
         """Collective, after anything but an attached optimizer changed weights: copies are fetched anew."""
         self.runtime.weights_changed()
+        self._summed = False
 
     def _before_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
         self._optimizer_began = perf_counter()
+        self.runtime.check_whole()
         if self.runtime.gradients_under_way:
             raise ExecuteError(
                 "gradients of copies have not returned: call balancer.finish_gradients() before the optimizer"
             )
+
+        hand_over_gradients(self.masters)
 
     def _after_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
         self.runtime.recorder.add(
             Kind.OPTIMIZER, Resource.COMPUTE, Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1),
             Direction.BACKWARD, self._optimizer_began, perf_counter(),
         )  # fmt: skip
-        self.runtime.weights_changed()
+        write_weights(self.masters)
+        self.weights_changed()
 
     def close(self) -> None:
-        """Stop background work."""
+        """Stop background work and let go of the optimizer."""
+        self._closed = True
+        for hook in self._hooks:
+            hook.remove()
         self._planning.shutdown(wait=True, cancel_futures=True)
         self.runtime.close()
 
 
-def _ignore(_value: object) -> None:
-    """Only whether it could be computed matters."""
+def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None) -> list[torch.optim.Optimizer]:
+    if optimizer is None:
+        return []
+    return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
+
+
+def _check_covered(
+    runtime: Runtime, optimizers: list[torch.optim.Optimizer], masters: dict[nn.Parameter, nn.Parameter]
+) -> None:
+    """The optimizers must hold every expert that learns, in enough digits: their state moves with homes."""
+    held = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
+    for layer, weights in enumerate(runtime.weights if optimizers else []):
+        for name in weights.names:
+            part = weights.get_parameter(name)
+            if not part.requires_grad:
+                continue
+            if id(masters.get(part, part)) not in held:
+                raise InputError(
+                    f"no attached optimizer holds {name} of MoE layer {layer}: pass all optimizers that train experts, "
+                    "and masters where they work on copies"
+                )
+            if part not in masters and part.dtype in LOW:
+                raise InputError(
+                    f"{name} of MoE layer {layer} is {part.dtype} and its gradient float32: give the optimizer float32 "
+                    "masters (equilibra.execute.masters.float32_masters) and pass them to Balancer"
+                )
 
 
 def _same(one: Schedule, other: Schedule) -> bool:

@@ -37,6 +37,11 @@ class CollectiveEngine:
         """an empty row of the right width, dtype and device"""
         self.gradients = torch.zeros(num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
 
+    @property
+    def num_bytes(self) -> int:
+        """Gradients of the copies this rank holds."""
+        return self.gradients.nbytes
+
     def serve(self, source: ExpertSource) -> None:
         """Copies are made of these instances from now on."""
         self.source = source

@@ -47,10 +47,12 @@ class CopySetting:
 
     def __post_init__(self) -> None:
         for name in ("spare_slots", "prefetch_depth"):
-            if not 0 <= getattr(self, name) <= 4096:
+            if not isinstance(getattr(self, name), int) or not 0 <= getattr(self, name) <= 4096:
                 raise InputError(f"{name} must be a whole number from 0 to 4096, not {getattr(self, name)!r}")
-        if set(self.path) != set(Stage):
-            raise InputError(f"path needs the stages {', '.join(Stage)}")
+        if set(self.path) != set(Stage) or not all(isinstance(path, Path) for path in self.path.values()):
+            raise InputError(
+                f"path needs one of {', '.join(Path)} for each of the stages {', '.join(Stage)}, not {self.path}"
+            )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -76,6 +78,11 @@ class Copies:
         self._engines: dict[Path, TransferEngine] = {}
         self._lists: dict[Where, CopyList] = {}
         self._returning: _Return | None = None
+
+    def fits(self) -> bool:
+        """Whether the buffers are still of the weights' type and place."""
+        like = self.weights[0]
+        return self._row.dtype == like.dtype and self._row.device == like.device
 
     def arm(self, armed: Armed) -> None:
         """Hold the copies of this plan."""
@@ -194,7 +201,11 @@ class Copies:
     def memory_bytes(self) -> dict[str, int]:
         """What copies take on this rank."""
         standing = self.standing.num_bytes if hasattr(self, "standing") else 0
-        return {"spare_slots": self._slots.num_bytes, "standing_copies": standing}
+        return {
+            "spare_slots": self._slots.num_bytes,
+            "standing_copies": standing,
+            "transfers": sum(engine.num_bytes for engine in self._engines.values()),
+        }
 
     def close(self) -> None:
         """Give back threads and shared memory."""

@@ -17,7 +17,7 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["StepCounts", "gather_counts", "recorded_experts"]
+__all__ = ["StepCounts", "check_routing", "gather_counts", "recorded_experts"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -51,6 +51,17 @@ def recorded_experts(routing: RoutingTrace) -> NDArray[np.int32]:
     return experts
 
 
+def check_routing(routing: RoutingTrace | None, *, num_layers: int, num_experts: int, top_k: int) -> None:
+    """An error if the routing is of another model."""
+    if routing is not None:
+        found, required = (*routing.shape[1:], routing.num_experts), (num_layers, top_k, num_experts)
+        if found != required:
+            raise InputError(
+                f"the routing has {found[0]} layers with {found[1]} of {found[2]} experts per token, the model "
+                f"{required[0]} with {required[1]} of {required[2]}"
+            )
+
+
 def gather_counts(
     group: ExpertGroup,
     routing: RoutingTrace | None,
@@ -63,11 +74,6 @@ def gather_counts(
     mine = np.zeros((0, 2), np.int64)
     loads = np.zeros((0, num_layers, num_experts), np.int32)
     if routing is not None:
-        if (routing.num_layers, routing.num_experts) != (num_layers, num_experts):
-            raise InputError(
-                f"the routing has {routing.num_layers} layers of {routing.num_experts} experts, the model {num_layers} "
-                f"of {num_experts}"
-            )
         live_T = experts_TLK[:, 0, 0] < 0
         known = RoutingTrace(
             ids=routing.ids,

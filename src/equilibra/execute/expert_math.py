@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from equilibra.execute.spec import Activation
 
-__all__ = ["ExpertParts", "activate", "activation_gradient", "backward", "forward"]
+__all__ = ["ExpertGradients", "ExpertParts", "activate", "activation_gradient", "backward", "forward"]
 
 
 class ExpertParts(NamedTuple):
@@ -37,6 +37,19 @@ class ExpertParts(NamedTuple):
     def named(cls, parts: dict[str, Tensor]) -> ExpertParts:
         """From parts by name."""
         return cls(**parts)
+
+
+class ExpertGradients(NamedTuple):
+    """Where gradients of one instance are added; None for parts that do not learn."""
+
+    gate_up: Tensor | None = None
+    """[2F, D]"""
+    down: Tensor | None = None
+    """[D, F]"""
+    gate_up_bias: Tensor | None = None
+    """[2F]"""
+    down_bias: Tensor | None = None
+    """[D]"""
 
 
 def activate(kind: Activation, h_N2F: Tensor) -> Tensor:
@@ -91,7 +104,7 @@ def backward(
     saved: tuple[Tensor, Tensor, Tensor],
     sizes: Sequence[int],
     instances: Sequence[ExpertParts],
-    gradients: Sequence[ExpertParts | None],
+    gradients: Sequence[ExpertParts | ExpertGradients | None],
     dx_ND: Tensor,
 ) -> None:
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
@@ -107,12 +120,21 @@ def backward(
         a, dh = activation_gradient(kind, h[span], torch.mm(dy[span], parts.down.to(dy.dtype)))
         torch.mm(dh, parts.gate_up.to(dy.dtype), out=dx_ND[span])
         if wanted is not None:
-            _add_product(wanted.down, dy[span], a)
-            _add_product(wanted.gate_up, dh, rows[span])
-            if wanted.down_bias is not None and wanted.gate_up_bias is not None:
-                wanted.down_bias.add_(dy[span].sum(dim=0, dtype=wanted.down_bias.dtype))
-                wanted.gate_up_bias.add_(dh.sum(dim=0, dtype=wanted.gate_up_bias.dtype))
+            _add_products(wanted, (dy[span], a), (dh, rows[span]))
         start += size
+
+
+def _add_products(
+    wanted: ExpertParts | ExpertGradients, second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]
+) -> None:
+    """Gradients of both matrices from (gradient of the product, its input), and of biases."""
+    for weight, bias, (gradient, rows) in (
+        (wanted.down, wanted.down_bias, second), (wanted.gate_up, wanted.gate_up_bias, first)
+    ):  # fmt: skip
+        if weight is not None:
+            _add_product(weight, gradient, rows)
+        if bias is not None:
+            bias.add_(gradient.sum(dim=0, dtype=bias.dtype))
 
 
 def _add_product(into: Tensor, left_NA: Tensor, right_NB: Tensor) -> None:

@@ -51,6 +51,8 @@ class Pass:
                 f"the backward pass of micro-batch {self.micro_batch.number} ran outside of its `with micro_batch:`; "
                 "activation checkpointing needs it there"
             )
+        if self.micro_batch is not None:
+            self.micro_batch.check_armed()
         if self.version != self.runtime.version:
             raise StaleError("weights changed between the forward and the backward pass of a micro-batch")
 

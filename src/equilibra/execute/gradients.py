@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from equilibra.core.errors import ExecuteError, InputError
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.runtime import Runtime
 
@@ -29,6 +30,11 @@ def sum_dense_gradients(parameters: Iterable[nn.Parameter], group: ExpertGroup) 
     for parameter in parameters:
         if not parameter.requires_grad:
             continue
+        if hasattr(parameter, "full_tensor"):
+            raise InputError(
+                "gradients of sharded parameters (DTensor) are summed by whatever shards them: call finish_gradients() "
+                "without the module"
+            )
         if parameter.grad is None:
             parameter.grad = torch.zeros_like(parameter)
         if bucket and (bucket[0].dtype != parameter.grad.dtype or sum(g.numel() for g in bucket) > BUCKET_VALUES):
@@ -65,6 +71,8 @@ def _squared(gradient: Tensor | None) -> float:
 @torch.no_grad()
 def clip_gradients(module: nn.Module, runtime: Runtime, max_norm: float) -> float:
     """Scale all gradients so that their norm is at most `max_norm`; returns the norm before."""
+    if runtime.gradients_under_way:
+        raise ExecuteError("gradients of copies have not returned: call balancer.finish_gradients() before clipping")
     norm = gradient_norm(module, runtime)
     scale = min(1.0, max_norm / (norm + 1e-6))
     if scale < 1.0:

@@ -50,6 +50,11 @@ class HostEngine:
         self._list = 0
         """lists of gradients returned so far"""
 
+    @property
+    def num_bytes(self) -> int:
+        """The segment."""
+        return 0 if self._segment is None else self._segment.num_bytes
+
     def serve(self, source: ExpertSource) -> None:
         """Copies are made of these instances from now on."""
         self.source = source
@@ -92,7 +97,9 @@ class HostEngine:
             return Ready()
         bank, self._list = self._segment.gradients_2RSP[self._list % 2], self._list + 1
         said = self.group.sum(
-            Channel.GRADIENTS, torch.zeros(1, device=self.row.device), what=f"returning gradients of flash copies of MoE layer {copies.layer}"
+            Channel.GRADIENTS,
+            torch.zeros(1, device=self.row.device),
+            what=f"returning gradients of flash copies of MoE layer {copies.layer}",
         )
         return _Returned(said, partial(self._add, copies, bank))
 
@@ -119,18 +126,20 @@ class HostEngine:
         def open_it() -> None:
             opened.append(_Segment(shape, made[0][0] if made else _open_existing(path)))
 
-        group.all_succeed(create, what="making the shared memory of the host path")
-        name = np.zeros((1, NAME_BYTES), np.uint8)
-        if made:
-            raw = made[0][1].encode()
-            name[0, : len(raw)] = np.frombuffer(raw, np.uint8)
         try:
+            group.all_succeed(create, what="making the shared memory of the host path")
+            name = np.zeros((1, NAME_BYTES), np.uint8)
+            if made:
+                raw = made[0][1].encode()
+                name[0, : len(raw)] = np.frombuffer(raw, np.uint8)
             names = group.gather(name, what="sharing the memory of the host path")
             path = names[group.index * group.num_ranks + group.first_of_node].tobytes().rstrip(b"\0").decode()
             group.all_succeed(open_it, what="opening the shared memory of the host path")
         finally:
-            if made:
-                Path(made[0][1]).unlink(missing_ok=True)
+            for descriptor, made_path in made:
+                Path(made_path).unlink(missing_ok=True)
+                if not opened:
+                    os.close(descriptor)
         return opened[0]
 
     def close(self) -> None:
@@ -172,7 +181,7 @@ class _Segment:
             memory = mmap.mmap(descriptor, shape.num_bytes)
         finally:
             os.close(descriptor)
-        self.num_entries = shape.num_entries
+        self.num_entries, self.num_bytes = shape.num_entries, shape.num_bytes
         self.versions = np.frombuffer(memory, np.int64, count=shape.num_entries)
         self.weights_nP = _view(memory, shape.weights_at, (shape.num_entries, shape.values), shape.dtype)
         gradients = (2, shape.num_ranks, shape.num_slots, shape.values)

@@ -45,8 +45,11 @@ class BalancedMoE(nn.Module):
         self.shared = SharedExpert(spec, device=device, dtype=dtype) if spec.shared_ffn else None
         self.layer = runtime.register(self.experts)
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
     def forward(self, hidden: Tensor) -> Tensor:
         """Hidden states of any leading shape; padding (see MicroBatch.rows) gets zeros."""
+        if hidden.shape[-1] != self.spec.hidden:
+            raise InputError(f"hidden states must be {self.spec.hidden} wide, not {tuple(hidden.shape)}")
         runtime, micro_batch = self.runtime, self.runtime.current
         if micro_batch is None and direction_now() != 0:
             raise InputError(

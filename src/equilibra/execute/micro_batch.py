@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import InputError, StaleError
 from equilibra.core.plan import Stage
 from equilibra.execute.visit import NUMBER, Tables, Where
 
@@ -42,7 +42,8 @@ class MicroBatch:
         """where this micro-batch's tokens are in the hidden states, if those hold padding too; else all of them"""
         self._experts: dict[int, Tensor] = {}
         self._tables: dict[int, Tables] = {}
-        self._outer: MicroBatch | None = None
+        self._armed = runtime.armed
+        self._outer: list[MicroBatch | None] = []
 
     @property
     def num_tokens(self) -> int:
@@ -54,13 +55,23 @@ class MicroBatch:
         return Where(stage=NUMBER[self.stage], micro_batch=self.number, layer=layer)
 
     def __enter__(self) -> Self:
-        self._outer, self.runtime.current = self.runtime.current, self
+        self.check_armed()
+        self._outer.append(self.runtime.current)
+        self.runtime.current = self
         return self
+
+    def check_armed(self) -> None:
+        """An error if another plan has been armed since."""
+        if self.runtime.armed is not self._armed:
+            raise StaleError(
+                f"micro-batch {self.number} is of a step that is over: its copies are gone; take micro-batches of the "
+                "step that began last"
+            )
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.runtime.current = self._outer
+        self.runtime.current = self._outer.pop()
 
     def experts(self, layer: int, device: torch.device) -> Tensor:
         """[T, K] recorded experts of a layer."""

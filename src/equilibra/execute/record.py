@@ -15,6 +15,11 @@ from equilibra.measure.events import EVENT, Direction, Kind, Resource
 __all__ = ["Recorder"]
 
 
+ONCE_A_STEP = {
+    Kind.PLAN, Kind.MIGRATION, Kind.STANDING_COPY, Kind.STANDING_GRADIENT, Kind.OPTIMIZER, Kind.REDUCE,
+}  # fmt: skip
+
+
 class Recorder:
     """Collects spans; a step's worth of them is taken away at its end."""
 
@@ -48,7 +53,7 @@ class Recorder:
         tokens: int = 0, num_bytes: int = 0, peer: int = -1, expert: int = -1,
     ) -> None:  # fmt: skip
         """Record a span that is over; times are of perf_counter."""
-        if self.on:
+        if self.on and (where.micro_batch >= 0 or kind in ONCE_A_STEP):  # not what is routed live between steps
             begin = self.began
             self._rows.append((
                 kind, resource, where.stage, direction, where.layer, where.micro_batch, self.rank, peer, expert,

@@ -6,6 +6,7 @@ instances; the Balancer arms it.
 
 from __future__ import annotations
 
+from hashlib import sha256
 from time import perf_counter
 
 import numpy as np
@@ -19,7 +20,7 @@ from equilibra.core.placement import Placement
 from equilibra.execute import expert_math
 from equilibra.execute.armed import Armed
 from equilibra.execute.copies import Copies, CopySetting
-from equilibra.execute.expert_math import ExpertParts
+from equilibra.execute.expert_math import ExpertGradients, ExpertParts
 from equilibra.execute.functions import Pass, direction_now
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.micro_batch import MicroBatch
@@ -32,6 +33,7 @@ from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 
 __all__ = ["Armed", "CopySetting", "Runtime", "homes_of"]
 
+MEMORY = ("spare_slots", "standing_copies", "transfers")
 Saved = tuple[Tensor, Tensor, Tensor]
 """rows [N, D], the first product [N, 2F] and the gradient of the results [N, D]"""
 
@@ -40,6 +42,11 @@ class Runtime:
     """Shared by the MoE layers of a model on one rank."""
 
     def __init__(self, group: ExpertGroup, placement: Placement, setting: CopySetting | None = None) -> None:
+        if placement.cluster != group.cluster or not placement.is_even():
+            raise InputError(
+                f"homes must be as many on every rank of {group.cluster}, not a placement of "
+                f"{placement.num_homes().min()} to {placement.num_homes().max()} per rank on {placement.cluster}"
+            )
         self.group, self.placement = group, placement
         self.setting = setting or CopySetting()
         self.weights: list[ExpertWeights] = []
@@ -82,14 +89,35 @@ class Runtime:
         if armed.plan.placement != self.placement:
             raise InputError("a plan was armed before its homes had moved")
         armed.plan.check(armed.load, spare_slots=self.setting.spare_slots)
+        self.bring_gradients_home()
+        if self._copies is not None and not self._copies.fits():
+            self._copies.close()
+            self._copies = None
         if self._copies is None:
+            self.group.agree(self._description(), what="how copies are kept and what experts are")
             self._copies = Copies(self.group, self.weights, self.setting, self.recorder)
         self._copies.arm(armed)
         self._armed = armed
         self._offer_weights()
 
+    def _description(self) -> str:
+        """What must be the same on every rank, or messages would not fit each other."""
+        text = f"{self.setting} {self.spec} {self.weights[0].dtype} {len(self.weights)}"
+        return f"settings {sha256(text.encode()).hexdigest()[:16]}: {text}"
+
+    @property
+    def armed(self) -> Armed | None:
+        """The plan that is executed."""
+        return self._armed
+
+    def check_whole(self) -> None:
+        """An error if the state in memory is mixed."""
+        if self.broken is not None:
+            raise BrokenStateError(self.broken)
+
     def disarm(self) -> None:
-        """No plan: tokens are routed live to homes."""
+        """No plan: tokens are routed live to homes. Gradients that copies hold return first."""
+        self.bring_gradients_home()
         if self._copies is not None:
             self._copies.forget()
         self._armed = None
@@ -107,12 +135,17 @@ class Runtime:
         if self._armed is not None and self._copies is not None:
             self._copies.offer(self.version)
 
+    def __deepcopy__(self, _memo: dict[int, object]) -> Runtime:
+        raise InputError(
+            "a model with BalancedMoE layers cannot be copied: its layers share process groups and copies; build a "
+            "second one with a Runtime of its own and load the same checkpoint (a reference policy is made so too)"
+        )
+
     # --- visits ---
 
     def enter_layer(self, where: Where, direction: Direction) -> None:
         """A layer begins: what ran since the last one was attention and other dense parts."""
-        if self.broken is not None:
-            raise BrokenStateError(self.broken)
+        self.check_whole()
         since = self.recorder.dense_since
         if since is not None:
             self.recorder.add(Kind.ATTENTION, Resource.COMPUTE, where, direction, since, perf_counter())
@@ -197,7 +230,7 @@ class Runtime:
         num_kept = tables.num_homes + tables.num_standing
         kept_rows = sum(tables.instance_sizes[:num_kept])
         start = perf_counter()
-        wanted: list[ExpertParts | None] = [None] * len(instances)
+        wanted: list[ExpertParts | ExpertGradients | None] = [None] * len(instances)
         if copies is not None and weights.learns:
             self.gradients_under_way = True
             wanted[num_kept:] = copies.flash_gradients(visit.where)
@@ -206,7 +239,7 @@ class Runtime:
             (num_kept, len(instances), slice(kept_rows, None)), (0, num_kept, slice(0, kept_rows))
         ):  # fmt: skip
             if first == 0 and weights.learns:
-                wanted[: tables.num_homes] = self._home_gradients(weights)
+                wanted[: tables.num_homes] = weights.home_gradients()
             expert_math.backward(
                 self.activation, _part(saved, rows), tables.instance_sizes[first:last], instances[first:last],
                 wanted[first:last], dx_ND[rows],
@@ -218,44 +251,48 @@ class Runtime:
             tokens=tables.num_rows,
         )  # fmt: skip
 
-    def _home_gradients(self, weights: ExpertWeights) -> list[ExpertParts]:
-        """Views of the gradients of the experts at home: sums go straight into them."""
-        every = {}
-        for name in weights.names:
-            parameter = weights.get_parameter(name)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=weights.gradient_dtype)
-            every[name] = parameter.grad.unbind(0)
-        return [ExpertParts.named({name: every[name][i] for name in every}) for i in range(weights.experts.size)]
-
     def finish_gradients(self) -> None:
         """Gradients of all copies home, and summed over data-parallel groups: what the optimizer must see."""
-        if self._copies is not None and self._armed is not None:
-            self._copies.finish_returns()
-            self._copies.return_standing()
-        self.gradients_under_way = False
+        self.check_whole()
+        self.bring_gradients_home()
         if self.group.num_groups > 1:
             start = perf_counter()
             self._sum_over_replicas()
             once = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
             self.recorder.add(Kind.REDUCE, Resource.NIC, once, Direction.BACKWARD, start, perf_counter())
 
+    def bring_gradients_home(self) -> None:
+        """Collective: gradients that copies hold are added to those of their homes."""
+        if self._copies is not None and self._armed is not None:
+            self._copies.finish_returns()
+            self._copies.return_standing()
+        self.gradients_under_way = False
+
+    def discard_gradients(self) -> None:
+        """Throw away the gradients of experts, also those that copies hold."""
+        if self._copies is not None and self._armed is not None:
+            self._copies.finish_returns()
+            self._copies.standing.gradients_CP.zero_()
+        for weights in self.weights:
+            for part in weights.parts():
+                part.grad = None
+        self.gradients_under_way = False
+
     def _sum_over_replicas(self) -> None:
         """All groups take part, also those that had no micro-batch."""
         sums = []
         for weights in self.weights:
-            for part in weights.parts():
-                if part.requires_grad:
-                    if part.grad is None:
-                        part.grad = torch.zeros_like(part, dtype=weights.gradient_dtype)
+            for name in weights.names:
+                gradient = weights.gradient_of(name)
+                if gradient is not None:
                     what = "summing experts' gradients over data-parallel groups"
-                    sums.append(self.group.sum(Channel.REPLICAS, part.grad, what=what))
+                    sums.append(self.group.sum(Channel.REPLICAS, gradient, what=what))
         for under_way in sums:
             under_way.wait()
 
     def memory_bytes(self) -> dict[str, int]:
         """What copies take on this rank."""
-        return self._copies.memory_bytes() if self._copies is not None else {"spare_slots": 0, "standing_copies": 0}
+        return self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
 
     def close(self) -> None:
         """Give back threads and shared memory."""

@@ -131,6 +131,11 @@ class ExpertSource(Protocol):
 class TransferEngine(Protocol):
     """One path. Versions count changes of the weights; an engine never hands out a version other than the asked one."""
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory the engine holds beside the slots: gradients, and what ranks of a node share (counted on each)."""
+        ...
+
     def serve(self, source: ExpertSource) -> None:
         """Copies are made of these instances from now on."""
         ...

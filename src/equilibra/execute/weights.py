@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from math import prod
+from typing import Any
 
 import numpy as np
 import torch
@@ -18,13 +19,15 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError, StaleError
-from equilibra.execute.expert_math import ExpertParts
+from equilibra.execute.expert_math import ExpertGradients, ExpertParts
 from equilibra.execute.spec import MoESpec
 
 __all__ = ["ExpertWeights", "FlatLayout"]
 
 ALIGNMENT = 8
 """values: 16 bytes of the narrowest type"""
+SAMPLE = 64
+"""values of each part that are compared to notice changes"""
 
 
 class FlatLayout:
@@ -66,11 +69,16 @@ class ExpertWeights(nn.Module):
         for name, shape in self.layout.shapes.items():
             values = torch.empty(self.experts.size, *shape, device=device, dtype=dtype)
             nn.init.normal_(values, std=0.02) if len(shape) > 1 else nn.init.zeros_(values)
-            parameter = nn.Parameter(values)
-            if values.dtype in (torch.bfloat16, torch.float16):
-                parameter.grad_dtype = torch.float32  # many micro-batches and copies are summed
-            self.register_parameter(name, parameter)
-        self._stamp: tuple[int, ...] | None = None
+            self.register_parameter(name, nn.Parameter(values))
+        self._stamp: tuple[float, ...] | None = None
+        self.register_load_state_dict_pre_hook(_check_experts)  # type: ignore[no-untyped-call]
+
+    def get_extra_state(self) -> Tensor:
+        """Which experts these are: a state_dict of other homes must not be loaded."""
+        return torch.from_numpy(self.experts.copy())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing to set: `_check_experts` has compared it."""
 
     @property
     def names(self) -> list[str]:
@@ -125,12 +133,28 @@ class ExpertWeights(nn.Module):
         """Add a gradient in flat form to that of an expert at home."""
         slot, row = self.slot_of(expert), row_P[None]
         for name in self.names:
-            parameter = self.get_parameter(name)
-            if parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter, dtype=self.gradient_dtype)
-            parameter.grad[slot] += self.layout.part(name, row)[0]
+            gradient = self.gradient_of(name)
+            if gradient is not None:
+                gradient[slot] += self.layout.part(name, row)[0]
 
-    # A copy of stale weights must be impossible: torch counts in-place changes of a tensor, and we compare.
+    def gradient_of(self, name: str) -> Tensor | None:
+        """The stacked gradient of a part, zeros if there is none yet; None if the part does not learn."""
+        parameter = self.get_parameter(name)
+        if not parameter.requires_grad:
+            return None
+        if parameter.grad is None:
+            parameter.grad_dtype = self.gradient_dtype  # many micro-batches and copies are summed
+            parameter.grad = torch.zeros_like(parameter, dtype=self.gradient_dtype)
+        return parameter.grad
+
+    def home_gradients(self) -> list[ExpertGradients]:
+        """Views of the gradients of the experts at home: sums go straight into them."""
+        every = {name: self.gradient_of(name) for name in self.names}
+        rows = {name: gradient.unbind(0) for name, gradient in every.items() if gradient is not None}
+        return [ExpertGradients(**{name: rows[name][i] for name in rows}) for i in range(self.experts.size)]
+
+    # A copy of stale weights must be impossible: torch counts in-place changes of a tensor, and we compare. It does not
+    # count those of fused optimizers and of `.data`: on the host a sample of the weights is compared too.
     def note_version(self) -> None:
         """Remember the weights as they are now: copies made from here on are of this version."""
         self._stamp = tuple(self._versions())
@@ -143,7 +167,20 @@ class ExpertWeights(nn.Module):
                 "Balancer.weights_changed() on every rank after whatever changes weights (an attached optimizer does)"
             )
 
-    def _versions(self) -> Iterator[int]:
+    def _versions(self) -> Iterator[float]:
         for parameter in self.parts():
             yield parameter._version  # noqa: SLF001 - torch's own count of in-place changes
             yield parameter.data_ptr()
+            if parameter.device.type == "cpu":
+                values = parameter.detach().view(-1)
+                yield float(values[:: max(values.numel() // SAMPLE, 1)].sum(dtype=torch.float64))
+
+
+def _check_experts(weights: ExpertWeights, state: dict[str, Any], prefix: str, *_more: object) -> None:
+    """Before a state_dict is loaded: it must be of the experts that are at home here."""
+    found = state.get(f"{prefix}_extra_state")
+    if found is not None and found.tolist() != weights.experts.tolist():
+        raise InputError(
+            f"the state_dict holds experts {found.tolist()}, experts {weights.experts.tolist()} are at home here: "
+            "homes have moved since; use equilibra's checkpoints, which know experts by their numbers"
+        )
