@@ -94,7 +94,7 @@ class World:
                         one = tensor[slot] if tensor.ndim else tensor
                         found[f"{layer}.{expert}.{part}{name}"] = digest(one)
         for key, value in self.model.state_dict(keep_vars=True).items():
-            if id(value) not in experts:
+            if id(value) not in experts and not key.endswith("_extra_state"):
                 for name, tensor in self.named_state(value):
                     found[f"{key}{name}"] = digest(tensor)
         return found
@@ -143,8 +143,8 @@ def make_world(
                     values = torch.randn(weights.layout.shapes[part], generator=generator, dtype=torch.float64) * 0.3
                     if runtime.placement.home_of_expert[layer, expert] == group.rank:
                         weights.get_parameter(part)[weights.slot_of(expert)].copy_(values)
-        for tensor in model.state_dict(keep_vars=True).values():
-            if id(tensor) not in experts:
+        for key, tensor in model.state_dict(keep_vars=True).items():
+            if id(tensor) not in experts and not key.endswith("_extra_state"):
                 tensor.copy_(torch.randn(tensor.shape, generator=generator, dtype=torch.float64) * 0.3)
     copies: dict[nn.Parameter, Tensor] = {}
     if masters:

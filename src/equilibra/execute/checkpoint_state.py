@@ -107,8 +107,11 @@ class Trained:
                     name=f"experts.{layer}.{part}", tensor=parameter, homes=weights.experts,
                     of_expert=f"experts.{layer}.{{}}.{part}",
                 ))  # fmt: skip
+        numbers = {
+            f"{name}._extra_state" for name, module in self.module.named_modules() if isinstance(module, ExpertWeights)
+        }
         for name, value in self.module.state_dict(keep_vars=True).items():
-            if id(value) in seen:
+            if id(value) in seen or name in numbers:
                 continue  # of experts, or tied to one that was named before
             seen.add(id(value))
             if not isinstance(value, Tensor) or isinstance(value, DTensor):

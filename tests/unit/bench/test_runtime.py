@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 
 from equilibra.bench import runtime_clock, runtime_processes
-from equilibra.bench.runtime import RuntimeSetting, cases_for
 from equilibra.bench.runtime_case import CLUSTER, Select, Shape, case_of
 from equilibra.bench.runtime_clock import Clock, busy_seconds
 from equilibra.bench.runtime_contenders import (
@@ -20,6 +19,7 @@ from equilibra.bench.runtime_contenders import (
     counted,
     on_even_homes,
 )
+from equilibra.bench.runtime_setting import RuntimeSetting, cases_for
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
@@ -128,9 +128,9 @@ def test_without_recordings_routing_is_synthetic_and_says_so(tmp_path):
 
 def test_shapes_fit_memory():
     shape = RuntimeSetting().shape_for(case())
-    assert (shape.hidden, shape.ffn) == (512, 512)
-    many = case(experts=256, top_k=8)
-    assert RuntimeSetting().shape_for(many).hidden == 256
+    assert (shape.hidden, shape.ffn) == (256, 768)
+    many = case(experts=1024, top_k=8)
+    assert RuntimeSetting().shape_for(many).hidden == 128
     with pytest.raises(BudgetError, match="use smaller --hidden"):
         RuntimeSetting(hidden=2**16, ffn=2**16).shape_for(many)
 
