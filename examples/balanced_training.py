@@ -30,7 +30,7 @@ from equilibra.execute import (
     Step,
     join_expert_group,
 )
-from equilibra.execute.gradients import clip_gradients
+from equilibra.execute.steps.gradients import clip_gradients
 from equilibra.measure.imbalance import imbalance
 from equilibra.measure.run import PlannerRecord, Run, save_run
 from equilibra.simulate.predict import beside

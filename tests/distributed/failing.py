@@ -14,10 +14,10 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.execute.balancer import Balancer, BalancerSetting
+from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.runtime import CopySetting, Runtime
-from equilibra.execute.transfer import Path
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 
 TIMEOUT_S = 6.0
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)

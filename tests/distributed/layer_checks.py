@@ -15,13 +15,13 @@ from equilibra.core.errors import EquilibraError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.execute.balancer import Balancer, BalancerSetting
-from equilibra.execute.gradients import clip_gradients
+from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup, join_expert_group
-from equilibra.execute.masters import float32_masters, masters_or_parameters
+from equilibra.execute.moe.spec import MoESpec, RouterSpec
 from equilibra.execute.runtime import CopySetting, Runtime
-from equilibra.execute.spec import MoESpec, RouterSpec
-from equilibra.execute.transfer import Path
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
+from equilibra.execute.steps.gradients import clip_gradients
+from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.measure.events import Kind
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)

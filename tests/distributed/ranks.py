@@ -21,7 +21,7 @@ from typing import Any
 __all__ = ["Outcome", "run_ranks", "start_ranks"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "equilibra.execute.layer", "tests.distributed.preload"])
+CONTEXT.set_forkserver_preload(["torch.distributed", "equilibra.execute.moe.layer", "tests.distributed.preload"])
 
 
 @dataclass(frozen=True)

@@ -28,12 +28,12 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
-from equilibra.execute import checkpoint as module
-from equilibra.execute import checkpoint_files, checkpoint_folder
-from equilibra.execute.checkpoint import Checkpoints, latest_checkpoint
-from equilibra.execute.checkpoint_folder import checkpoint_steps
-from equilibra.execute.migrate import migrate, optimizer_tensors
-from equilibra.execute.spec import MoESpec
+from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.state import checkpoint as module
+from equilibra.execute.state import checkpoint_files, checkpoint_folder
+from equilibra.execute.state.checkpoint import Checkpoints, latest_checkpoint
+from equilibra.execute.state.checkpoint_folder import checkpoint_steps
+from equilibra.execute.state.migrate import migrate, optimizer_tensors
 
 EXTRA = {"seed": 7, "name": "run", "rate": 1e-3, "list": [1, [2.5, None, True]], "rng": torch.arange(5).to(torch.uint8)}
 

@@ -11,11 +11,11 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
-from equilibra.execute.balancer import Balancer, BalancerSetting
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.layer import BalancedMoE
+from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.runtime import CopySetting, Runtime
-from equilibra.execute.spec import MoESpec
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.measure.events import Kind
 from equilibra.measure.run import Run, load_run, save_run
 from equilibra.report.page import render

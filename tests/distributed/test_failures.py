@@ -4,7 +4,7 @@ import pytest
 from tests.distributed.failing import TIMEOUT_S, fail_at
 from tests.distributed.ranks import collect, start_ranks
 
-from equilibra.execute.transfer import Path
+from equilibra.execute.copies.transfer import Path
 
 OURS = ("RankLostError", "MismatchError", "BrokenStateError")
 

@@ -27,14 +27,14 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.execute.balancer import Balancer, BalancerSetting
-from equilibra.execute.gradients import clip_gradients
+from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.measured import executed_rows
-from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.runtime import CopySetting, Runtime
-from equilibra.execute.step import Step
-from equilibra.execute.transfer import Path
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
+from equilibra.execute.steps.gradients import clip_gradients
+from equilibra.execute.steps.measured import executed_rows
+from equilibra.execute.steps.step import Step
+from equilibra.execute.visits.micro_batch import MicroBatch
 from equilibra.measure.events import StageNumber
 
 

@@ -12,10 +12,10 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.execute.layer import BalancedMoE
-from equilibra.execute.reference import ReferenceMoE
+from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.moe.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
 from equilibra.plan import bounds
 from equilibra.plan.planner import StepProblem
 from equilibra.trace.routing import RoutingTrace, id_dtype

@@ -61,8 +61,8 @@ def _add_runtime(benches: Any) -> None:  # noqa: ANN401
     bench.add_argument("--layers", type=positive, metavar="N", help="MoE layers (2; 1 of skewed routing)")
     bench.add_argument("--micro-batches", type=positive, default=2, metavar="N", help="of a step (2)")
     bench.add_argument("--tokens", type=positive, metavar="N", help="of a micro-batch, on both ranks together (4096)")
-    bench.add_argument("--hidden", type=positive, metavar="N", help="width of a token (256)")
-    bench.add_argument("--ffn", type=positive, metavar="N", help="inner width of an expert (768)")
+    bench.add_argument("--hidden", type=positive, metavar="N", help="width of a token (512)")
+    bench.add_argument("--ffn", type=positive, metavar="N", help="inner width of an expert (512)")
     bench.add_argument("--repeats", type=positive, metavar="N", help="timed rounds of all contenders (7)")
     bench.add_argument("--spare-slots", type=positive, default=2, metavar="N", help="flash copies a rank can hold (2)")
     bench.add_argument(
@@ -121,9 +121,9 @@ def run_runtime(arguments: argparse.Namespace) -> int:
     """Run the cases of the runtime bench."""
     from equilibra.bench.problems import traces_folder
     from equilibra.bench.render import earlier_results, markdown, plain, write_results
-    from equilibra.bench.runtime import RUNTIME, measured
-    from equilibra.bench.runtime_case import Select
-    from equilibra.bench.runtime_setting import RuntimeSetting, cases_for
+    from equilibra.bench.runtime.case import Select
+    from equilibra.bench.runtime.figures import RUNTIME, measured
+    from equilibra.bench.runtime.setting import RuntimeSetting, cases_for
     from equilibra.core.errors import InputError
 
     asked = {

@@ -17,18 +17,18 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.placement import Placement
-from equilibra.execute import expert_math
-from equilibra.execute.armed import Armed
-from equilibra.execute.copies import Copies, CopySetting
-from equilibra.execute.expert_math import ExpertGradients, ExpertParts
-from equilibra.execute.functions import Pass, direction_now
+from equilibra.execute.copies.copies import Copies, CopySetting
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.execute.micro_batch import MicroBatch
-from equilibra.execute.record import Recorder
-from equilibra.execute.spec import Activation, MoESpec
-from equilibra.execute.tables import Instances, only_homes, planned_counts, receive_table, send_table
-from equilibra.execute.visit import Tables, Where, on_device
-from equilibra.execute.weights import ExpertWeights
+from equilibra.execute.moe import expert_math
+from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
+from equilibra.execute.moe.functions import Pass, direction_now
+from equilibra.execute.moe.spec import Activation, MoESpec
+from equilibra.execute.moe.weights import ExpertWeights
+from equilibra.execute.steps.record import Recorder
+from equilibra.execute.visits.armed import Armed
+from equilibra.execute.visits.micro_batch import MicroBatch
+from equilibra.execute.visits.tables import Instances, only_homes, planned_counts, receive_table, send_table
+from equilibra.execute.visits.visit import Tables, Where, on_device
 from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 
 __all__ = ["Armed", "CopySetting", "Runtime", "homes_of"]

@@ -7,10 +7,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equilibra.bench import runtime_clock, runtime_processes
-from equilibra.bench.runtime_case import CLUSTER, Select, Shape, case_of
-from equilibra.bench.runtime_clock import Clock, busy_seconds
-from equilibra.bench.runtime_contenders import (
+from equilibra.bench.runtime import clock as runtime_clock
+from equilibra.bench.runtime import processes as runtime_processes
+from equilibra.bench.runtime.case import CLUSTER, Select, Shape, case_of
+from equilibra.bench.runtime.clock import Clock, busy_seconds
+from equilibra.bench.runtime.contenders import (
     BALANCED,
     EPLB,
     NAMES,
@@ -19,7 +20,7 @@ from equilibra.bench.runtime_contenders import (
     counted,
     on_even_homes,
 )
-from equilibra.bench.runtime_setting import RuntimeSetting, cases_for
+from equilibra.bench.runtime.setting import RuntimeSetting, cases_for
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
@@ -319,7 +320,7 @@ def test_a_rank_that_cannot_start_its_work_says_why():
 
 def events_of(contender, rank, *, lost=0):
     """What the runtime records when it executes a plan; `lost` rows of the last event are missing."""
-    from equilibra.execute.visit import NUMBER
+    from equilibra.execute.visits.visit import NUMBER
     from equilibra.measure.events import Direction, Events, Kind, event_table
 
     parts = []
@@ -339,7 +340,7 @@ def events_of(contender, rank, *, lost=0):
 
 def test_executed_rows_are_compared_with_simulated_ones():
     pytest.importorskip("torch")
-    from equilibra.bench.runtime_checks import check_rows
+    from equilibra.bench.runtime.checks import check_rows
 
     for contender in contenders(case(skew=2.0), rates=Rates.free(), spare_slots=2):
         for rank in range(2):
@@ -352,8 +353,8 @@ def _differences(changed: bool) -> list[float]:
     """On a rank: differences of all contenders from the plain layer, whose weights may be others than the runtime's."""
     import torch
 
-    from equilibra.bench.runtime_checks import check_results
-    from equilibra.bench.runtime_layers import RankLayers
+    from equilibra.bench.runtime.checks import check_results
+    from equilibra.bench.runtime.layers import RankLayers
     from equilibra.execute.group import join_expert_group
 
     made = case(skew=2.0)

@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from equilibra.execute import expert_math
-from equilibra.execute.expert_math import ExpertParts
-from equilibra.execute.reference import ReferenceMoE
-from equilibra.execute.spec import Activation, MoESpec
+from equilibra.execute.moe import expert_math
+from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.moe.spec import Activation, MoESpec
 
 
 @pytest.mark.parametrize("activation", list(Activation))

@@ -6,7 +6,7 @@ import pytest
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
-from equilibra.execute.tables import instances_of, only_homes, planned_counts, receive_table, send_table
+from equilibra.execute.visits.tables import instances_of, only_homes, planned_counts, receive_table, send_table
 from equilibra.plan.entry import plan_step
 
 

@@ -1,0 +1,1 @@
+"""The runtime, measured on two ranks."""

@@ -1,0 +1,80 @@
+"""The collective path: flash copies by all-to-all inside the node. Works on gloo and NCCL, between any ranks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
+
+__all__ = ["CollectiveEngine"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Returned:
+    """Gradients on their way; added when they are waited for, in the order of (holding rank, expert)."""
+
+    moving: Pending
+    copies: CopyList
+    rows_kP: Tensor
+    source: ExpertSource
+
+    def wait(self) -> None:
+        self.moving.wait()
+        for row, expert in enumerate(self.copies.served_expert.tolist()):
+            self.source.add_gradient(self.copies.layer, expert, self.rows_kP[row])
+
+
+class CollectiveEngine:
+    """Weights are read when they are fetched, so they are always of the current version."""
+
+    def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
+        self.group = group
+        self.row = row
+        """an empty row of the right width, dtype and device"""
+        self.gradients = torch.zeros(num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
+
+    @property
+    def num_bytes(self) -> int:
+        """Gradients of the copies this rank holds."""
+        return self.gradients.nbytes
+
+    def serve(self, source: ExpertSource) -> None:
+        """Copies are made of these instances from now on."""
+        self.source = source
+
+    def publish(self, version: int, copied: Copied) -> None:
+        """Nothing to do."""
+
+    def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:  # noqa: ARG002
+        """Pack what others need and exchange."""
+        if copies.num_in_node == 0:
+            return Ready()
+        sent = self.row.new_empty(copies.served_expert.size, self.row.numel())
+        for row, expert in enumerate(copies.served_expert.tolist()):
+            self.source.write_flat(copies.layer, expert, sent[row])
+        return self.group.all_to_all(
+            Channel.COPIES, sent, copies.served_sizes, slots_nP, copies.held_sizes,
+            what=f"fetching flash copies of MoE layer {copies.layer}",
+        )  # fmt: skip
+
+    def gradient_slots(self, copies: CopyList) -> Tensor:
+        """The rank's buffer: one list is on its way at a time."""
+        return self.gradients[: copies.held_expert.size].zero_()
+
+    def give_back(self, copies: CopyList) -> Pending:
+        """The same exchange the other way."""
+        if copies.num_in_node == 0:
+            return Ready()
+        received = self.gradients.new_empty(copies.served_expert.size, self.row.numel())
+        moving = self.group.all_to_all(
+            Channel.GRADIENTS, self.gradients[: copies.held_expert.size], copies.held_sizes, received,
+            copies.served_sizes, what=f"returning gradients of flash copies of MoE layer {copies.layer}",
+        )  # fmt: skip
+        return _Returned(moving=moving, copies=copies, rows_kP=received, source=self.source)
+
+    def close(self) -> None:
+        """Nothing is held."""

@@ -1,0 +1,214 @@
+"""Copies on this rank: fetched ahead of the layers that need them, and their gradients seen home.
+
+Order. Every rank runs the same program, so calls that involve others are made in the same order everywhere. What is
+fetched ahead follows from the order of visits alone: in the forward pass the layers that come next, in the backward
+pass those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+
+import torch
+
+from equilibra.core.errors import InputError
+from equilibra.core.plan import Stage
+from equilibra.execute.copies.collective import CollectiveEngine
+from equilibra.execute.copies.host import HostEngine
+from equilibra.execute.copies.slots import SpareSlots
+from equilibra.execute.copies.standing import Sources, StandingStore
+from equilibra.execute.copies.transfer import CopyList, Path, TransferEngine, copied_of, copy_list
+from equilibra.execute.group import ExpertGroup, Pending
+from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.weights import ExpertWeights
+from equilibra.execute.steps.record import Recorder
+from equilibra.execute.visits.armed import Armed
+from equilibra.execute.visits.visit import NUMBER, STAGE, Where
+from equilibra.measure.events import Direction, Kind, Resource
+
+__all__ = ["Copies", "CopySetting"]
+
+ENGINES: dict[Path, type[CollectiveEngine | HostEngine]] = {Path.COLLECTIVE: CollectiveEngine, Path.HOST: HostEngine}
+LINKS = {Path.COLLECTIVE: Resource.COPY_ENGINE, Path.HOST: Resource.HOST_LINK}
+
+
+@dataclass(frozen=True, kw_only=True)
+class CopySetting:
+    """How copies are kept and moved."""
+
+    spare_slots: int = 2
+    """flash copies a rank can hold for one layer"""
+    prefetch_depth: int = 1
+    """layers ahead that copies are fetched; memory is spare_slots x (prefetch_depth + 1) experts per rank"""
+    path: dict[Stage, Path] = field(default_factory=lambda: dict.fromkeys(Stage, Path.COLLECTIVE))
+    """path of flash copies in each stage"""
+
+    def __post_init__(self) -> None:
+        for name in ("spare_slots", "prefetch_depth"):
+            if not isinstance(getattr(self, name), int) or not 0 <= getattr(self, name) <= 4096:
+                raise InputError(f"{name} must be a whole number from 0 to 4096, not {getattr(self, name)!r}")
+        if set(self.path) != set(Stage) or not all(isinstance(path, Path) for path in self.path.values()):
+            raise InputError(
+                f"path needs one of {', '.join(Path)} for each of the stages {', '.join(Stage)}, not {self.path}"
+            )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Return:
+    """Gradients of a visit's flash copies, on their way."""
+
+    moving: Pending
+    where: Where
+    copies: CopyList
+    started: float
+
+
+class Copies:
+    """The copies that one plan has on this rank. Buffers and engines are made once and serve all plans."""
+
+    def __init__(
+        self, group: ExpertGroup, weights: Sequence[ExpertWeights], setting: CopySetting, recorder: Recorder
+    ) -> None:
+        self.group, self.weights, self.setting, self.recorder = group, weights, setting, recorder
+        like = weights[0]
+        self._row = torch.zeros(like.layout.size, dtype=like.dtype, device=like.device)
+        self._slots = SpareSlots(num_slots=setting.spare_slots, depth=setting.prefetch_depth, row=self._row)
+        self._engines: dict[Path, TransferEngine] = {}
+        self._lists: dict[Where, CopyList] = {}
+        self._returning: _Return | None = None
+
+    def fits(self) -> bool:
+        """Whether the buffers are still of the weights' type and place."""
+        like = self.weights[0]
+        return self._row.dtype == like.dtype and self._row.device == like.device
+
+    def arm(self, armed: Armed) -> None:
+        """Hold the copies of this plan."""
+        self.forget()
+        self.armed, self._lists = armed, {}
+        self.standing = StandingStore(self.group, self.weights, armed.plan)
+        source = Sources(weights=self.weights, standing=self.standing)
+        for path in dict.fromkeys(self.setting.path.values()):  # in the same order on every rank
+            if path not in self._engines:
+                self._engines[path] = ENGINES[path](
+                    self.group, num_slots=self.setting.spare_slots, row=self._row,
+                    gradient_dtype=self.weights[0].gradient_dtype,
+                )  # fmt: skip
+            self._engines[path].serve(source)
+
+    def forget(self) -> None:
+        """The weights have changed, or another plan comes: no copy is good any more."""
+        self.finish_returns()
+        self._slots.forget()
+        if hasattr(self, "standing"):
+            self.standing.forget()
+
+    def offer(self, version: int) -> None:
+        """Weights of this version are there to be copied."""
+        self.version = version
+        ahead = self.setting.prefetch_depth + 1 if set(self._engines) <= {Path.COLLECTIVE} else len(self.weights)
+        for layer in range(min(ahead, len(self.weights))):  # what is published may be made of standing copies
+            self.standing.start(layer)
+        for path, engine in self._engines.items():
+            stages = [stage for stage in Stage if self.setting.path[stage] is path]
+            engine.publish(version, copied_of(self.armed.plan, stages, self.group))
+
+    # --- weights ---
+
+    def take(self, where: Where, direction: Direction) -> list[ExpertParts]:
+        """Standing and flash copies of a visit, waited for; those of the next visits are on their way."""
+        start = perf_counter()
+        arrived = self.standing.wait(where.layer)
+        if arrived is not None:
+            once = Where(stage=where.stage, micro_batch=-1, layer=where.layer)
+            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, self.standing.asked[where.layer],
+                                arrived.experts, arrived.homes, num_bytes=self._row.nbytes)  # fmt: skip
+        copies, path = self.list_of(where), self.setting.path[STAGE[where.stage]]
+        taken = self._slots.take(where, copies, self._engines[path], self.version)
+        if taken.started is not None:
+            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], where, taken.started, copies.held_expert,
+                                copies.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
+        found = self.standing.parts(where.layer)[0] + self.weights[where.layer].layout.experts(taken.rows_nP)
+        if found:
+            self.recorder.add(Kind.WAIT, Resource.COMPUTE, where, direction, start, perf_counter())
+        self._look_ahead(where, direction)
+        return found
+
+    def list_of(self, where: Where) -> CopyList:
+        """The flash copies of a visit, looked up once."""
+        if where not in self._lists:
+            instances = self.armed.instances(STAGE[where.stage], where.micro_batch, where.layer)
+            self._lists[where] = copy_list(instances, where.layer, self.group)
+        return self._lists[where]
+
+    def _look_ahead(self, where: Where, direction: Direction) -> None:
+        """Start to fetch what the next visits need."""
+        layer, number, last = where.layer, where.micro_batch, len(self.weights) - 1
+        backward, turns = direction is not Direction.FORWARD, STAGE[where.stage] is Stage.UPDATE
+        for _ in range(self.setting.prefetch_depth):
+            if not backward and layer == last and turns:
+                backward = True  # the same layer comes again, backward
+                continue
+            layer += -1 if backward else 1
+            if not 0 <= layer <= last:
+                following = self.armed.after(number)
+                if following is None:
+                    return
+                number, layer, backward = following, 0, False
+            self.standing.start(layer)
+            there = Where(stage=where.stage, micro_batch=number, layer=layer)
+            engine = self._engines[self.setting.path[STAGE[where.stage]]]
+            self._slots.start(there, self.list_of(there), engine, self.version)
+
+    # --- gradients ---
+
+    def flash_gradients(self, where: Where) -> list[ExpertParts]:
+        """Zeros to which gradients of a visit's flash copies are added."""
+        self.finish_returns()
+        engine = self._engines[self.setting.path[STAGE[where.stage]]]
+        return self.weights[where.layer].layout.experts(engine.gradient_slots(self.list_of(where)))
+
+    def send_gradients(self, where: Where) -> None:
+        """Send them on their way home."""
+        copies = self.list_of(where)
+        moving = self._engines[self.setting.path[STAGE[where.stage]]].give_back(copies)
+        self._returning = _Return(moving=moving, where=where, copies=copies, started=perf_counter())
+
+    def finish_returns(self) -> None:
+        """Until gradients of flash copies that are on their way have been added."""
+        if self._returning is not None:
+            done, self._returning = self._returning, None
+            done.moving.wait()
+            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.where, done.started,
+                                done.copies.held_expert, done.copies.held_origin,
+                                num_bytes=self._gradient_bytes)  # fmt: skip
+
+    def return_standing(self) -> None:
+        """Gradients of standing copies home."""
+        start = perf_counter()
+        self.standing.give_back()
+        for layer, held in self.standing.held():
+            once = Where(stage=NUMBER[Stage.UPDATE], micro_batch=-1, layer=layer)
+            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, start, held.experts, held.homes,
+                                num_bytes=self._gradient_bytes)  # fmt: skip
+
+    @property
+    def _gradient_bytes(self) -> int:
+        return self._row.numel() * self.weights[0].gradient_dtype.itemsize
+
+    def memory_bytes(self) -> dict[str, int]:
+        """What copies take on this rank."""
+        standing = self.standing.num_bytes if hasattr(self, "standing") else 0
+        return {
+            "spare_slots": self._slots.num_bytes,
+            "standing_copies": standing,
+            "transfers": sum(engine.num_bytes for engine in self._engines.values()),
+        }
+
+    def close(self) -> None:
+        """Give back threads and shared memory."""
+        for engine in self._engines.values():
+            engine.close()
+        self._engines = {}

@@ -1,0 +1,193 @@
+"""Standing copies on this rank: weights fetched once per version, gradients summed over micro-batches, returned once.
+
+Symbols: L layers, C standing copies on this rank, P values of one expert in flat form.
+
+All ranks of the expert-parallel group make the same calls; a layer without standing copies anywhere is left out, which
+every rank knows from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.plan import StepPlan
+from equilibra.execute.group import Channel, ExpertGroup, Pending
+from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.weights import ExpertWeights
+
+__all__ = ["Held", "Sources", "StandingStore"]
+
+
+class Held(NamedTuple):
+    """Standing copies of a layer on a rank."""
+
+    experts: NDArray[np.int32]
+    """[C]"""
+    homes: NDArray[np.int32]
+    """[C] the rank each comes from"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _LayerList:
+    """One layer's standing copies as this rank sees them."""
+
+    held_expert: NDArray[np.int32]
+    """by home and expert: the order in which they arrive"""
+    held_sizes: list[int]
+    """from each rank"""
+    served_expert: NDArray[np.int32]
+    """by holding rank and expert"""
+    served_sizes: list[int]
+    """to each rank"""
+    first: int
+    """the rank's first row of this layer"""
+
+    @property
+    def rows(self) -> slice:
+        return slice(self.first, self.first + self.held_expert.size)
+
+
+class StandingStore:
+    """The standing copies of one plan."""
+
+    def __init__(self, group: ExpertGroup, weights: Sequence[ExpertWeights], plan: StepPlan | None) -> None:
+        self.group, self.weights = group, weights
+        self._lists: dict[int, _LayerList] = _layer_lists(plan, group.rank) if plan is not None else {}
+        held = sum(entry.held_expert.size for entry in self._lists.values())
+        layout, like = weights[0].layout, weights[0]
+        self.rows_CP = torch.zeros(held, layout.size, dtype=like.dtype, device=like.device)
+        self.gradients_CP = torch.zeros(held, layout.size, dtype=like.gradient_dtype, device=like.device)
+        self._arriving: dict[int, Pending] = {}
+        self._arrived: set[int] = set()
+        self.asked: dict[int, float] = {}
+        """when each layer's copies were asked for (perf_counter)"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of copies and their gradients."""
+        return self.rows_CP.nbytes + self.gradients_CP.nbytes
+
+    def forget(self) -> None:
+        """The weights have changed: every copy must be fetched anew."""
+        for moving in self._arriving.values():
+            moving.wait()
+        self._arriving.clear()
+        self._arrived.clear()
+
+    def start(self, layer: int) -> None:
+        """Fetch a layer's copies, unless they are here or on their way."""
+        entry = self._lists.get(layer)
+        if entry is None or layer in self._arriving or layer in self._arrived:
+            return
+        sent = self.rows_CP.new_empty(entry.served_expert.size, self.rows_CP.shape[1])
+        self.asked[layer] = perf_counter()
+        self.weights[layer].check_version(layer)
+        for row, expert in enumerate(entry.served_expert.tolist()):
+            self.weights[layer].write_flat(expert, sent[row])
+        self._arriving[layer] = self.group.all_to_all(
+            Channel.STANDING, sent, entry.served_sizes, self.rows_CP[entry.rows], entry.held_sizes,
+            what=f"fetching standing copies of MoE layer {layer}",
+        )  # fmt: skip
+
+    def wait(self, layer: int) -> Held | None:
+        """Until a layer's copies are here; what this rank holds of them, if they came just now."""
+        self.start(layer)
+        moving = self._arriving.pop(layer, None)
+        if moving is None:
+            return None
+        moving.wait()
+        self._arrived.add(layer)
+        return next(held for number, held in self.held() if number == layer)
+
+    def held(self) -> Iterator[tuple[int, Held]]:
+        """Layer by layer, the copies on this rank."""
+        for layer, entry in self._lists.items():
+            homes = np.repeat(np.arange(len(entry.held_sizes)), entry.held_sizes)
+            yield layer, Held(entry.held_expert, homes.astype(np.int32))
+
+    def row_of(self, layer: int, expert: int) -> int:
+        """Where a copy is."""
+        entry = self._lists[layer]
+        return entry.first + int(np.flatnonzero(entry.held_expert == expert)[0])
+
+    def holds(self, layer: int, expert: int) -> bool:
+        """Whether this rank has a standing copy of an expert."""
+        return layer in self._lists and bool((self._lists[layer].held_expert == expert).any())
+
+    def parts(self, layer: int) -> tuple[list[ExpertParts], list[ExpertParts]]:
+        """Copies of a layer on this rank and their gradients, by expert."""
+        if layer not in self._lists:
+            return [], []
+        entry, layout = self._lists[layer], self.weights[layer].layout
+        copies, gradients = layout.experts(self.rows_CP[entry.rows]), layout.experts(self.gradients_CP[entry.rows])
+        order = np.argsort(entry.held_expert, kind="stable").tolist()
+        return [copies[i] for i in order], [gradients[i] for i in order]
+
+    def give_back(self) -> None:
+        """Return all gradients: added to the homes' by the number of the holding rank and of the expert."""
+        for layer, entry in self._lists.items():
+            if not self.weights[layer].learns:
+                continue
+            received = self.gradients_CP.new_empty(entry.served_expert.size, self.gradients_CP.shape[1])
+            self.group.all_to_all(
+                Channel.STANDING, self.gradients_CP[entry.rows], entry.held_sizes, received, entry.served_sizes,
+                what=f"returning gradients of standing copies of MoE layer {layer}",
+            ).wait()  # fmt: skip
+            for row, expert in enumerate(entry.served_expert.tolist()):
+                self.weights[layer].add_gradient(expert, received[row])
+        self.gradients_CP.zero_()
+
+
+def _layer_lists(plan: StepPlan, rank: int) -> dict[int, _LayerList]:
+    """The layers that have standing copies anywhere, in order."""
+    standing, home, num_ranks = plan.standing, plan.placement.home_of_expert, plan.cluster.num_ranks
+    lists: dict[int, _LayerList] = {}
+    first = 0
+    for layer in np.unique(standing.layer).tolist():
+        of_layer = np.flatnonzero(standing.layer == layer)
+        expert, holder = standing.expert[of_layer], standing.rank[of_layer]
+        origin = home[layer, expert]
+        held, served = np.flatnonzero(holder == rank), np.flatnonzero(origin == rank)
+        held = held[np.lexsort((expert[held], origin[held]))]
+        served = served[np.lexsort((expert[served], holder[served]))]
+        lists[layer] = _LayerList(
+            held_expert=expert[held], held_sizes=np.bincount(origin[held], minlength=num_ranks).tolist(),
+            served_expert=expert[served], served_sizes=np.bincount(holder[served], minlength=num_ranks).tolist(),
+            first=first,
+        )  # fmt: skip
+        first += held.size
+    return lists
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sources:
+    """Homes and standing copies of this rank, as flash copies are made of them."""
+
+    weights: Sequence[ExpertWeights]
+    """by layer"""
+    standing: StandingStore
+    """of the plan that is armed"""
+
+    def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
+        """Copy an instance's weights into a row."""
+        if self.standing.holds(layer, expert):
+            self.standing.wait(layer)
+            row_P.copy_(self.standing.rows_CP[self.standing.row_of(layer, expert)])
+        else:
+            self.weights[layer].check_version(layer)
+            self.weights[layer].write_flat(expert, row_P)
+
+    def add_gradient(self, layer: int, expert: int, row_P: Tensor) -> None:
+        """Add a gradient to an instance's."""
+        if self.standing.holds(layer, expert):
+            self.standing.gradients_CP[self.standing.row_of(layer, expert)] += row_P
+        else:
+            self.weights[layer].add_gradient(expert, row_P)

@@ -1,0 +1,164 @@
+"""TransferEngine: how flash copies reach spare slots, and how their gradients return. One protocol, several paths.
+
+Symbols: n copies that this rank holds, P values of one expert in flat form, R ranks of the node.
+
+Everything here is per node: all ranks of a node make the same calls in the same order, also those that neither send nor
+receive; calls are left out only where the whole node has nothing to move, which every rank knows from the plan.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cached_property
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.execute.group import ExpertGroup, Pending
+from equilibra.execute.visits.tables import Instances
+
+__all__ = ["Copied", "CopyList", "ExpertSource", "Path", "TransferEngine", "copied_of", "copy_list"]
+
+
+class Path(StrEnum):
+    """Ways for flash copies."""
+
+    COLLECTIVE = "collective"
+    """all-to-all inside the node: works anywhere"""
+    HOST = "host"
+    """memory of the node that every rank reads and writes: nobody waits for the home rank"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class CopyList:
+    """Flash copies of one layer and micro-batch in this rank's node, as this rank sees them."""
+
+    layer: int
+    """MoE layer"""
+    held_expert: NDArray[np.int32]
+    """[n] copies this rank holds, by origin and expert: the order of slots"""
+    held_origin: NDArray[np.int32]
+    """[n] the rank each comes from"""
+    served_expert: NDArray[np.int32]
+    """[k] copies that others make of this rank's instances, by target and expert"""
+    served_target: NDArray[np.int32]
+    """[k] the rank each goes to"""
+    served_slot: NDArray[np.int64]
+    """[k] its slot there"""
+    num_in_node: int
+    """copies of the whole node; where it is 0 nobody in the node moves anything"""
+    first_rank: int
+    """of the node"""
+    num_ranks: int
+    """of the node"""
+
+    @cached_property
+    def held_sizes(self) -> list[int]:
+        """Copies from each rank of the node."""
+        return [int(n) for n in np.bincount(self.held_origin - self.first_rank, minlength=self.num_ranks)]
+
+    @cached_property
+    def served_sizes(self) -> list[int]:
+        """Copies to each rank of the node."""
+        return [int(n) for n in np.bincount(self.served_target - self.first_rank, minlength=self.num_ranks)]
+
+
+def copy_list(instances: Instances, layer: int, group: ExpertGroup) -> CopyList:
+    """The flash copies of a layer and micro-batch as seen from a rank."""
+    expert, rank, origin = instances.flash_expert, instances.flash_rank, instances.flash_origin
+    per_node = group.cluster.ranks_per_node
+    held, served = np.flatnonzero(rank == group.rank), np.flatnonzero(origin == group.rank)
+    held = held[np.lexsort((expert[held], origin[held]))]
+    served = served[np.lexsort((expert[served], rank[served]))]
+    first_of_rank = np.searchsorted(rank, rank)  # flash copies are by rank, origin and expert
+    slot = np.arange(rank.size) - first_of_rank
+    return CopyList(
+        layer=layer, held_expert=expert[held], held_origin=origin[held], served_expert=expert[served],
+        served_target=rank[served], served_slot=slot[served],
+        num_in_node=int(np.count_nonzero(rank // per_node == group.node)),
+        first_rank=group.first_of_node, num_ranks=per_node,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Copied:
+    """The instances that flash copies are made of, in this rank's node."""
+
+    layer: NDArray[np.int32]
+    """[n] by layer and expert"""
+    expert: NDArray[np.int32]
+    """[n]"""
+    origin: NDArray[np.int32]
+    """[n] the rank that has the instance"""
+    most_of_a_node: int
+    """n of the node that has most: buffers have the same size everywhere"""
+
+    def entry_of(self, layer: int, expert: int, origin: int) -> int:
+        """The number of an instance."""
+        return int(np.flatnonzero((self.layer == layer) & (self.expert == expert) & (self.origin == origin))[0])
+
+
+def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Copied:
+    """What some stages of a plan copy."""
+    per_node, found = group.cluster.ranks_per_node, [np.zeros((4, 0), np.int64)]
+    for stage in stages:
+        part = plan.stages[stage]
+        layer = part.problem_of_copy() // plan.num_micro_batches
+        found.append(np.stack([part.origin // per_node, layer, part.expert, part.origin]).astype(np.int64))
+    every = np.unique(np.concatenate(found, axis=1), axis=1)
+    mine = every[1:, every[0] == group.node].astype(np.int32)
+    most = int(np.bincount(every[0]).max()) if every.size else 0
+    return Copied(layer=mine[0], expert=mine[1], origin=mine[2], most_of_a_node=most)
+
+
+class ExpertSource(Protocol):
+    """The instances on this rank that copies are made of: homes and standing copies."""
+
+    def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
+        """Copy an instance's weights into a row."""
+        ...
+
+    def add_gradient(self, layer: int, expert: int, row_P: Tensor) -> None:
+        """Add a gradient to an instance's."""
+        ...
+
+
+class TransferEngine(Protocol):
+    """One path. Versions count changes of the weights; an engine never hands out a version other than the asked one."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory the engine holds beside the slots: gradients, and what ranks of a node share (counted on each)."""
+        ...
+
+    def serve(self, source: ExpertSource) -> None:
+        """Copies are made of these instances from now on."""
+        ...
+
+    def publish(self, version: int, copied: Copied) -> None:
+        """Make the weights of this version available for the copies of a plan. All ranks of all nodes call."""
+        ...
+
+    def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
+        """Start to fill this rank's slots with the copies it holds."""
+        ...
+
+    def gradient_slots(self, copies: CopyList) -> Tensor:
+        """[n, P] zeros, where this rank writes the gradients of the copies it holds; one list at a time."""
+        ...
+
+    def give_back(self, copies: CopyList) -> Pending:
+        """Start to return what was written there.
+
+        When it was waited for, it has been added to the origins' gradients, by holding rank and expert.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give back what the engine holds."""
+        ...

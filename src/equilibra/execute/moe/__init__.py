@@ -1,0 +1,1 @@
+"""One MoE layer: what it computes, on one rank or many."""

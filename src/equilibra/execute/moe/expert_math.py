@@ -1,0 +1,145 @@
+"""One expert: two matrices with a gated activation between them, forward and backward, for rows grouped by expert.
+
+Symbols: N rows, D width, F inner width, I instances of experts on this rank.
+
+The backward pass is written out because copies must not be kept for it: their slots serve other layers in between, and
+autograd would hold on to the weights. What is kept per row is the input and the product of the first matrix.
+Every product is over one instance's rows, so an instance's result does not depend on what else the rank computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from equilibra.execute.moe.spec import Activation
+
+__all__ = ["ExpertGradients", "ExpertParts", "activate", "activation_gradient", "backward", "forward"]
+
+
+class ExpertParts(NamedTuple):
+    """Parameters of one instance, or gradients of them."""
+
+    gate_up: Tensor
+    """[2F, D]"""
+    down: Tensor
+    """[D, F]"""
+    gate_up_bias: Tensor | None = None
+    """[2F]"""
+    down_bias: Tensor | None = None
+    """[D]"""
+
+    @classmethod
+    def named(cls, parts: dict[str, Tensor]) -> ExpertParts:
+        """From parts by name."""
+        return cls(**parts)
+
+
+class ExpertGradients(NamedTuple):
+    """Where gradients of one instance are added; None for parts that do not learn."""
+
+    gate_up: Tensor | None = None
+    """[2F, D]"""
+    down: Tensor | None = None
+    """[D, F]"""
+    gate_up_bias: Tensor | None = None
+    """[2F]"""
+    down_bias: Tensor | None = None
+    """[D]"""
+
+
+def activate(kind: Activation, h_N2F: Tensor) -> Tensor:
+    """[N, F] from the product of the first matrix."""
+    gate, up = h_N2F.chunk(2, dim=-1)
+    if kind is Activation.SWIGLU:
+        return functional.silu(gate) * up
+    gate, up = gate.clamp(max=7.0), up.clamp(min=-7.0, max=7.0)
+    return (up + 1) * gate * torch.sigmoid(1.702 * gate)
+
+
+def activation_gradient(kind: Activation, h_N2F: Tensor, da_NF: Tensor) -> tuple[Tensor, Tensor]:
+    """The activation again, and the gradient of its input; `da_NF` may be overwritten."""
+    if kind is Activation.SWIGLU:  # what autograd would compute, without its graph and its copies of halves
+        gate, up = h_N2F.chunk(2, dim=-1)
+        dh = torch.empty_like(h_N2F)
+        dgate, dup = dh.chunk(2, dim=-1)
+        silu = functional.silu(gate)
+        torch.mul(da_NF, silu, out=dup)
+        torch.ops.aten.silu_backward.grad_input(da_NF.mul_(up), gate, grad_input=dgate)
+        return silu.mul_(up), dh
+    with torch.enable_grad():
+        h = h_N2F.detach().requires_grad_()
+        a = activate(kind, h)
+    (dh,) = torch.autograd.grad(a, h, da_NF)
+    return a.detach(), dh
+
+
+def forward(
+    kind: Activation, rows_ND: Tensor, sizes: Sequence[int], instances: Sequence[ExpertParts]
+) -> tuple[Tensor, Tensor]:
+    """Results [N, D] and what the backward pass needs [N, 2F]; rows are grouped by instance, `sizes` each."""
+    inner = instances[0].gate_up.shape[0]
+    h, y = rows_ND.new_empty(rows_ND.shape[0], inner), torch.empty_like(rows_ND)
+    start = 0
+    for size, parts in zip(sizes, instances, strict=True):
+        if size == 0:
+            continue
+        span = slice(start, start + size)
+        torch.mm(rows_ND[span], parts.gate_up.to(rows_ND.dtype).t(), out=h[span])
+        if parts.gate_up_bias is not None:
+            h[span] += parts.gate_up_bias.to(rows_ND.dtype)
+        torch.mm(activate(kind, h[span]), parts.down.to(rows_ND.dtype).t(), out=y[span])
+        if parts.down_bias is not None:
+            y[span] += parts.down_bias.to(rows_ND.dtype)
+        start += size
+    return y, h
+
+
+def backward(
+    kind: Activation,
+    saved: tuple[Tensor, Tensor, Tensor],
+    sizes: Sequence[int],
+    instances: Sequence[ExpertParts],
+    gradients: Sequence[ExpertParts | ExpertGradients | None],
+    dx_ND: Tensor,
+) -> None:
+    """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
+
+    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D].
+    """
+    rows, h, dy = saved
+    start = 0
+    for size, parts, wanted in zip(sizes, instances, gradients, strict=True):
+        if size == 0:
+            continue
+        span = slice(start, start + size)
+        a, dh = activation_gradient(kind, h[span], torch.mm(dy[span], parts.down.to(dy.dtype)))
+        torch.mm(dh, parts.gate_up.to(dy.dtype), out=dx_ND[span])
+        if wanted is not None:
+            _add_products(wanted, (dy[span], a), (dh, rows[span]))
+        start += size
+
+
+def _add_products(
+    wanted: ExpertParts | ExpertGradients, second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]
+) -> None:
+    """Gradients of both matrices from (gradient of the product, its input), and of biases."""
+    for weight, bias, (gradient, rows) in (
+        (wanted.down, wanted.down_bias, second), (wanted.gate_up, wanted.gate_up_bias, first)
+    ):  # fmt: skip
+        if weight is not None:
+            _add_product(weight, gradient, rows)
+        if bias is not None:
+            bias.add_(gradient.sum(dim=0, dtype=bias.dtype))
+
+
+def _add_product(into: Tensor, left_NA: Tensor, right_NB: Tensor) -> None:
+    """Add left.T @ right; where gradients are kept in more digits than rows, the product is rounded once."""
+    if into.dtype == left_NA.dtype:
+        into.addmm_(left_NA.t(), right_NB)
+    else:
+        into += torch.mm(left_NA.t(), right_NB)

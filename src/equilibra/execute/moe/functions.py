@@ -1,0 +1,198 @@
+"""The three steps of an MoE layer as autograd functions: dispatch, experts, combine.
+
+Symbols: T tokens, K experts per token, N rows, D width, H homes.
+
+Every rank runs all three, forward and backward, whatever it has to compute: the token tensor is threaded through them,
+so no rank leaves a collective out. They keep the same number of tensors on every rank (activation checkpointing stops
+a recomputation at the last of them). Sums over a token's experts are taken in the order of its choices, so the result
+does not depend on where experts are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import embedding_bag
+
+from equilibra.core.errors import ExecuteError, StaleError
+from equilibra.execute.group import Channel
+from equilibra.execute.moe import expert_math
+from equilibra.execute.visits.visit import Tables, Where
+from equilibra.measure.events import Direction, Kind, Resource
+
+if TYPE_CHECKING:
+    from equilibra.execute.runtime import Runtime
+    from equilibra.execute.visits.micro_batch import MicroBatch
+
+__all__ = ["Pass", "combine", "direction_now", "dispatch", "experts"]
+
+
+def direction_now() -> Direction:
+    """FORWARD_AGAIN while the backward pass computes activations anew."""
+    inside_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
+    return Direction.FORWARD_AGAIN if inside_backward else Direction.FORWARD
+
+
+class Pass:
+    """One visit of a layer: where, with which tables, under which micro-batch and version of the weights."""
+
+    def __init__(self, runtime: Runtime, where: Where, tables: Tables, micro_batch: MicroBatch | None) -> None:
+        self.runtime, self.where, self.tables, self.micro_batch = runtime, where, tables, micro_batch
+        self.direction = direction_now()
+        self.version = runtime.version
+
+    def begin_backward(self) -> None:
+        """The backward pass must run under the micro-batch and the weights of the forward pass."""
+        if self.micro_batch is not None and self.runtime.current is not self.micro_batch:
+            raise ExecuteError(
+                f"the backward pass of micro-batch {self.micro_batch.number} ran outside of its `with micro_batch:`; "
+                "activation checkpointing needs it there"
+            )
+        if self.micro_batch is not None:
+            self.micro_batch.check_armed()
+        if self.version != self.runtime.version:
+            raise StaleError("weights changed between the forward and the backward pass of a micro-batch")
+
+    def exchange(self, kind: Kind, direction: Direction, rows_ND: Tensor, *, out: bool) -> Tensor:
+        """Rows to their instances, or back."""
+        tables, runtime = self.tables, self.runtime
+        sent, received = (
+            (tables.sent_sizes, tables.received_sizes) if out else (tables.received_sizes, tables.sent_sizes)
+        )
+        result = rows_ND.new_empty(sum(received), rows_ND.shape[1])
+        me = runtime.group.rank
+        num_bytes = max(sum(sent) - sent[me], sum(received) - received[me]) * rows_ND.shape[1] * rows_ND.itemsize
+        with runtime.recorder.span(kind, Resource.NVLINK, self.where, direction, num_bytes=num_bytes):
+            runtime.group.all_to_all(
+                Channel.DISPATCH,
+                rows_ND,
+                sent,
+                result,
+                received,
+                what=f"{kind.name.lower()} of layer {self.where.layer}",
+            ).wait()
+        return result
+
+
+def _sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor) -> Tensor:
+    """[T, D] each token's rows, summed in the order of its choices, each row read once."""
+    return embedding_bag(row_of_pair_TK, rows_ND, mode="sum")
+
+
+def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] the same, of weighed rows; in the type of the weights."""
+    if rows_ND.dtype == weights_TK.dtype:
+        return embedding_bag(row_of_pair_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
+    total_TD = rows_ND.new_zeros(len(weights_TK), rows_ND.shape[1], dtype=weights_TK.dtype)
+    for choice in range(weights_TK.shape[1]):
+        rows = rows_ND.index_select(0, row_of_pair_TK[:, choice])
+        total_TD.addcmul_(rows.to(total_TD.dtype), weights_TK[:, choice, None])
+    return total_TD
+
+
+class Dispatch(torch.autograd.Function):
+    """Tokens [T, D] to rows [N, D] grouped by this rank's instances."""
+
+    @staticmethod
+    def forward(ctx: Any, tokens_TD: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
+        """Copy, send, group."""
+        ctx.visit = visit
+        tables = visit.tables
+        received = visit.exchange(
+            Kind.DISPATCH, visit.direction, tokens_TD.index_select(0, tables.token_of_row), out=True
+        )
+        return received.index_select(0, tables.received_of_grouped)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+        """Ungroup, send back, sum."""
+        (drows_ND,) = gradients
+        visit: Pass = ctx.visit
+        tables = visit.tables
+        ungrouped = drows_ND.index_select(0, tables.grouped_of_received)
+        returned = visit.exchange(Kind.DISPATCH, Direction.BACKWARD, ungrouped, out=False)
+        visit.runtime.leave_layer()
+        return _sum_of_choices(returned, tables.row_of_pair), None
+
+
+class Experts(torch.autograd.Function):
+    """Rows through the instances of this rank. Gradients of weights go where they are summed, not through autograd."""
+
+    @staticmethod
+    def forward(ctx: Any, rows_ND: Tensor, visit: Pass, *parameters: Tensor) -> Tensor:  # noqa: ANN401, ARG004
+        """Homes, standing copies and flash copies. The parameters are named so that autograd comes back here."""
+        ctx.visit = visit
+        runtime, where = visit.runtime, visit.where
+        instances = runtime.instances(visit, visit.direction)
+        with runtime.recorder.span(
+            Kind.EXPERTS, Resource.COMPUTE, where, visit.direction, tokens=visit.tables.num_rows
+        ):
+            y, h = expert_math.forward(runtime.activation, rows_ND, visit.tables.instance_sizes, instances)
+        ctx.save_for_backward(rows_ND, h)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
+        """Flash copies first: their gradients travel while the rest is computed."""
+        (dy_ND,) = gradients
+        visit: Pass = ctx.visit
+        rows_ND, h = ctx.saved_tensors
+        dx_ND = torch.empty_like(rows_ND)
+        visit.runtime.backward(visit, (rows_ND, h, dy_ND.contiguous()), dx_ND)
+        return (dx_ND, None, *(None for _ in range(len(ctx.needs_input_grad) - 2)))
+
+
+class Combine(torch.autograd.Function):
+    """Results [N, D] back to their tokens [T, D], weighed there."""
+
+    @staticmethod
+    def forward(ctx: Any, results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
+        """Ungroup, send back, weigh and sum in the order of choices."""
+        ctx.visit = visit
+        tables = visit.tables
+        ungrouped = results_ND.index_select(0, tables.grouped_of_received)
+        returned = visit.exchange(Kind.COMBINE, visit.direction, ungrouped, out=False)
+        ctx.save_for_backward(returned, weights_TK)
+        out_TD = _weighed_sum_of_choices(returned, tables.row_of_pair, weights_TK)
+        visit.runtime.leave_layer()
+        return out_TD.to(results_ND.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+        """The gradient of every row, and of every weight."""
+        (dout_TD,) = gradients
+        visit: Pass = ctx.visit
+        visit.begin_backward()
+        visit.runtime.enter_layer(visit.where, Direction.BACKWARD)
+        tables = visit.tables
+        returned, weights_TK = ctx.saved_tensors
+        row_of_pair = tables.row_of_pair.flatten().long()
+        weight_of_row = weights_TK.new_empty(returned.shape[0])
+        weight_of_row[row_of_pair] = weights_TK.flatten()
+        drows = dout_TD.index_select(0, tables.token_of_row)
+        dweight_of_row = torch.linalg.vecdot(returned.to(weights_TK.dtype), drows.to(weights_TK.dtype))
+        dweights_TK = dweight_of_row.index_select(0, row_of_pair).view_as(weights_TK)
+        drows.mul_(weight_of_row[:, None].to(drows.dtype))
+        received = visit.exchange(Kind.COMBINE, Direction.BACKWARD, drows.to(returned.dtype), out=True)
+        return received.index_select(0, tables.received_of_grouped), dweights_TK, None
+
+
+def dispatch(tokens_TD: Tensor, visit: Pass) -> Tensor:
+    """Rows [N, D] of this rank's instances, grouped by instance, from all ranks' tokens."""
+    rows_ND: Tensor = Dispatch.apply(tokens_TD, visit)  # type: ignore[no-untyped-call]
+    return rows_ND
+
+
+def experts(rows_ND: Tensor, visit: Pass, parameters: Sequence[Tensor]) -> Tensor:
+    """Results [N, D] of the rows."""
+    results_ND: Tensor = Experts.apply(rows_ND, visit, *parameters)  # type: ignore[no-untyped-call]
+    return results_ND
+
+
+def combine(results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
+    """[T, D] every token's results, weighed and summed."""
+    out_TD: Tensor = Combine.apply(results_ND, weights_TK, visit)  # type: ignore[no-untyped-call]
+    return out_TD

@@ -1,0 +1,186 @@
+"""Weights of the experts at home on this rank, and the flat form in which experts travel.
+
+Symbols: H homes on this rank, P values of one expert in flat form, D width, F inner width.
+
+Parameters are stacked [H, ...], one per matrix or bias. Their order is that of the experts' logical numbers, so it
+follows from the placement alone. An expert travels as one row of P values: its parts one after another, each
+starting at a multiple of 16 bytes, so that a row can be computed with where it lies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from equilibra.core.errors import InputError, StaleError
+from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
+from equilibra.execute.moe.spec import MoESpec
+
+__all__ = ["ExpertWeights", "FlatLayout"]
+
+ALIGNMENT = 8
+"""values: 16 bytes of the narrowest type"""
+SAMPLE = 64
+"""values of each part that are compared to notice changes"""
+
+
+class FlatLayout:
+    """Where the parts of one expert are in its flat form."""
+
+    def __init__(self, spec: MoESpec) -> None:
+        self.shapes = spec.part_shapes()
+        self.first: dict[str, int] = {}
+        size = 0
+        for name, shape in self.shapes.items():
+            self.first[name] = size
+            size += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
+        self.size = size
+        """P"""
+
+    def part(self, name: str, rows_nP: Tensor) -> Tensor:
+        """[n, ...] a view of one part of every row."""
+        shape = self.shapes[name]
+        return rows_nP[:, self.first[name] : self.first[name] + prod(shape)].view(len(rows_nP), *shape)
+
+    def experts(self, rows_nP: Tensor) -> list[ExpertParts]:
+        """Every row as an expert: views, nothing is copied."""
+        parts = {name: self.part(name, rows_nP).unbind(0) for name in self.shapes}
+        return [ExpertParts.named({name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
+
+
+class ExpertWeights(nn.Module):
+    """The parameters of one layer's experts at home here."""
+
+    def __init__(
+        self, spec: MoESpec, experts: NDArray[np.integer] | Sequence[int], *, device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        self.spec = spec
+        self.layout = FlatLayout(spec)
+        self.experts = np.sort(np.asarray(experts, np.int32))
+        """[H] logical numbers of the experts at home"""
+        for name, shape in self.layout.shapes.items():
+            values = torch.empty(self.experts.size, *shape, device=device, dtype=dtype)
+            nn.init.normal_(values, std=0.02) if len(shape) > 1 else nn.init.zeros_(values)
+            self.register_parameter(name, nn.Parameter(values))
+        self._stamp: tuple[float, ...] | None = None
+        self.register_load_state_dict_pre_hook(_check_experts)  # type: ignore[no-untyped-call]
+
+    def get_extra_state(self) -> Tensor:
+        """Which experts these are: a state_dict of other homes must not be loaded."""
+        return torch.from_numpy(self.experts.copy())
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Nothing to set: `_check_experts` has compared it."""
+
+    @property
+    def names(self) -> list[str]:
+        """Names of the parts, in the order of the flat form."""
+        return list(self.layout.shapes)
+
+    def parts(self) -> list[nn.Parameter]:
+        """The stacked parameters, in the order of the flat form."""
+        return [self.get_parameter(name) for name in self.names]
+
+    @property
+    def learns(self) -> bool:
+        """Whether any part wants gradients; the same on every rank."""
+        return any(part.requires_grad for part in self.parts())
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the weights."""
+        return self.parts()[0].dtype
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of gradients that are summed: float32, or that of the weights where it has more digits."""
+        return torch.promote_types(self.dtype, torch.float32)
+
+    @property
+    def device(self) -> torch.device:
+        """Where the weights are."""
+        return self.parts()[0].device
+
+    def slot_of(self, expert: int) -> int:
+        """Where an expert is in the stack."""
+        slot = int(np.searchsorted(self.experts, expert))
+        if slot >= self.experts.size or self.experts[slot] != expert:
+            raise InputError(f"expert {expert} is not at home here: {self.experts.tolist()} are")
+        return slot
+
+    def homes(self) -> list[ExpertParts]:
+        """Every expert at home."""
+        every = {name: self.get_parameter(name).detach().unbind(0) for name in self.names}
+        return [ExpertParts.named({name: every[name][i] for name in every}) for i in range(self.experts.size)]
+
+    def write_flat(self, expert: int, row_P: Tensor) -> None:
+        """Copy an expert into its flat form."""
+        slot, row = self.slot_of(expert), row_P[None]
+        with torch.no_grad():
+            for name in self.names:
+                self.layout.part(name, row)[0].copy_(self.get_parameter(name)[slot])
+
+    @torch.no_grad()
+    def add_gradient(self, expert: int, row_P: Tensor) -> None:
+        """Add a gradient in flat form to that of an expert at home."""
+        slot, row = self.slot_of(expert), row_P[None]
+        for name in self.names:
+            gradient = self.gradient_of(name)
+            if gradient is not None:
+                gradient[slot] += self.layout.part(name, row)[0]
+
+    def gradient_of(self, name: str) -> Tensor | None:
+        """The stacked gradient of a part, zeros if there is none yet; None if the part does not learn."""
+        parameter = self.get_parameter(name)
+        if not parameter.requires_grad:
+            return None
+        if parameter.grad is None:
+            parameter.grad_dtype = self.gradient_dtype  # many micro-batches and copies are summed
+            parameter.grad = torch.zeros_like(parameter, dtype=self.gradient_dtype)
+        return parameter.grad
+
+    def home_gradients(self) -> list[ExpertGradients]:
+        """Views of the gradients of the experts at home: sums go straight into them."""
+        every = {name: self.gradient_of(name) for name in self.names}
+        rows = {name: gradient.unbind(0) for name, gradient in every.items() if gradient is not None}
+        return [ExpertGradients(**{name: rows[name][i] for name in rows}) for i in range(self.experts.size)]
+
+    # A copy of stale weights must be impossible: torch counts in-place changes of a tensor, and we compare. It does not
+    # count those of fused optimizers and of `.data`: on the host a sample of the weights is compared too.
+    def note_version(self) -> None:
+        """Remember the weights as they are now: copies made from here on are of this version."""
+        self._stamp = tuple(self._versions())
+
+    def check_version(self, layer: int) -> None:
+        """An error if the weights have changed since."""
+        if self._stamp is not None and self._stamp != tuple(self._versions()):
+            raise StaleError(
+                f"the experts of MoE layer {layer} have changed since their copies were made: call "
+                "Balancer.weights_changed() on every rank after whatever changes weights (an attached optimizer does)"
+            )
+
+    def _versions(self) -> Iterator[float]:
+        for parameter in self.parts():
+            yield parameter._version  # noqa: SLF001 - torch's own count of in-place changes
+            yield parameter.data_ptr()
+            if parameter.device.type == "cpu":
+                values = parameter.detach().view(-1)
+                yield float(values[:: max(values.numel() // SAMPLE, 1)].sum(dtype=torch.float64))
+
+
+def _check_experts(weights: ExpertWeights, state: dict[str, Any], prefix: str, *_more: object) -> None:
+    """Before a state_dict is loaded: it must be of the experts that are at home here."""
+    found = state.get(f"{prefix}_extra_state")
+    if found is not None and found.tolist() != weights.experts.tolist():
+        raise InputError(
+            f"the state_dict holds experts {found.tolist()}, experts {weights.experts.tolist()} are at home here: "
+            "homes have moved since; use equilibra's checkpoints, which know experts by their numbers"
+        )

@@ -1,0 +1,270 @@
+"""Weights as Hugging Face safetensors, in logical order: what inference engines load, and what training starts from.
+
+    export_safetensors(folder, runtime, naming_of("qwen3-moe"), dense)      # on all ranks
+    import_safetensors(folder, runtime, naming_of("qwen3-moe"), dense)
+
+dense: everything but experts, by name in the file; `dense_tensors` gives routers and shared experts. Every rank has it.
+
+    model-00001-of-00009.safetensors    everything dense, by world rank 0
+    model-00002-of-00009.safetensors    experts at home on one rank of the first group, written by it; where all experts
+    ...                                 of a layer are one tensor, a layer, gathered on one rank: layer n on rank n % R
+    model.safetensors.index.json        which tensor is in which file
+
+Which file holds what follows from placement and shapes alone. The folder appears at once, when everything is in it. A
+rank reads only what it is home of. Optimizer state is no part of it: see `checkpoint`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import partial
+from math import prod
+from operator import itemgetter
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
+
+from equilibra.core.atomic import atomic_folder, flush_to_disk
+from equilibra.core.errors import BrokenStateError, InputError
+from equilibra.execute.group import Channel
+from equilibra.execute.runtime import Runtime, homes_of
+from equilibra.execute.state.safetensors_names import Entry, Naming
+from equilibra.execute.state.safetensors_read import INDEX, Row, read_entries
+
+__all__ = ["export_safetensors", "import_safetensors"]
+
+DEFAULT_FILE_BYTES = 5 << 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class _File:
+    """One file to be written."""
+
+    rank: int
+    """of the first group, that writes it"""
+    names: dict[str, int]
+    """bytes by name"""
+
+
+def export_safetensors(
+    folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *, overwrite: bool = False,
+    max_file_bytes: int = DEFAULT_FILE_BYTES,
+) -> None:  # fmt: skip
+    """Collective: write the weights. All ranks share the file system."""
+    if runtime.broken is not None:
+        raise BrokenStateError(f"cannot export weights: {runtime.broken}")
+    group, target, what = runtime.group, Path(folder), f"exporting weights to {folder}"
+    files: list[_File] = []
+    room: list[Tensor] = []
+    name, values = [""], dict(dense)
+
+    def prepare() -> None:
+        files.extend(_files(runtime, naming, dense, max_file_bytes))
+        if naming.stacked:
+            room.extend(_room(runtime))
+        else:
+            values.update(_own_experts(runtime, naming))
+
+    group.all_succeed(prepare, what=what)
+    every = json.dumps([(file.rank, file.names) for file in files])
+    group.agree(hashlib.sha256(every.encode()).hexdigest()[:32], what="the tensors to export")
+    with ExitStack() as stack:
+
+        def begin() -> None:
+            if group.world_rank == 0:
+                if overwrite:
+                    _check_replaceable(target)
+                part = stack.enter_context(atomic_folder(target, overwrite=overwrite, replaceable_if=INDEX))
+                name[0] = part.name
+
+        def end() -> None:
+            if group.world_rank == 0:
+                _write_index(target.parent / name[0], files)
+            stack.close()
+
+        group.all_succeed(begin, what=what)
+        said = group.gather(np.frombuffer(name[0].encode(), np.uint8), what=what)
+        part = target.parent / said[0].tobytes().decode()
+        for numbers in _rounds(files):
+            write = partial(_write, part, runtime, naming, values, files, numbers, room)
+            group.all_succeed(write, what=what)
+        group.all_succeed(end, what=what)
+
+
+def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:
+    """Collective: fill experts and `dense` from published weights, which may be of another floating-point type."""
+    if runtime.broken is not None:
+        raise BrokenStateError(f"cannot import weights: {runtime.broken}")
+    group, what = runtime.group, f"importing weights from {folder}"
+    wanted: list[tuple[Row, Entry]] = [
+        (None, Entry(name=name, value=value.detach(), shape=tuple(value.shape))) for name, value in dense.items()
+    ]
+    spec = runtime.spec
+    for layer, weights in enumerate(runtime.weights):
+        for expert, parts in zip(weights.experts.tolist(), weights.homes(), strict=True):
+            row = (expert, spec.num_experts) if naming.stacked else None
+            wanted += [(row, entry) for entry in naming.entries(spec, layer, expert, parts)]
+    group.all_succeed(lambda: read_entries(Path(folder), wanted, fill=False), what=what)
+    runtime.disarm()
+    try:
+        group.all_succeed(lambda: read_entries(Path(folder), wanted, fill=True), what=what)
+    except BaseException as error:
+        runtime.broken = f"{what} was cut off ({type(error).__name__}): weights in memory are mixed; load a checkpoint"
+        raise
+    runtime.weights_changed()
+
+
+# --- which file holds what ---
+
+
+def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_bytes: int) -> list[_File]:
+    """The same on all ranks."""
+    if max_bytes < 1:
+        raise InputError(f"max_file_bytes must be a whole number from 1 on, not {max_bytes}")
+    layers, ranks, size = range(len(runtime.weights)), runtime.group.num_ranks, runtime.weights[0].dtype.itemsize
+    found = _split(0, ((name, value.nbytes) for name, value in dense.items()), max_bytes)
+    if naming.stacked:
+        for layer in layers:
+            row = naming.names_of_expert(runtime.spec, layer, 0)
+            every = {name: prod(shape) * size * runtime.spec.num_experts for name, shape in row.items()}
+            found.append(_File(rank=layer % ranks, names=every))
+    else:
+        for rank in range(ranks):
+            named = (
+                (name, prod(shape) * size)
+                for layer in layers
+                for expert in homes_of(runtime.placement, layer, rank)
+                for name, shape in naming.names_of_expert(runtime.spec, layer, expert).items()
+            )
+            found += _split(rank, named, max_bytes)
+    names = [name for file in found for name in file.names]
+    twice = next((name for name, number in zip(*np.unique(names, return_counts=True), strict=True) if number > 1), None)
+    if twice is not None:
+        raise InputError(f"two tensors would be called {twice}: names of dense tensors must not be those of experts")
+    return found
+
+
+def _split(rank: int, named: Iterator[tuple[str, int]], max_bytes: int) -> list[_File]:
+    """Files of at most `max_bytes`, unless a tensor alone is larger."""
+    found: list[_File] = []
+    size = 0
+    for name, num_bytes in named:
+        size += num_bytes
+        if not found or size > max_bytes:
+            found.append(_File(rank=rank, names={}))
+            size = num_bytes
+        found[-1].names[name] = num_bytes
+    return found
+
+
+def _file_name(number: int, files: list[_File]) -> str:
+    return f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
+
+
+def _check_replaceable(target: Path) -> None:
+    """A folder of somebody's other files is never replaced."""
+    others = [] if not target.is_dir() else [
+        path.name for path in target.iterdir()
+        if path.name != INDEX and not (path.name.startswith("model-") and path.name.endswith(".safetensors"))
+    ]  # fmt: skip
+    if others:
+        raise InputError(f"cannot export to {target}: it holds {min(others)}, too; export to a new folder")
+
+
+# --- writing ---
+
+
+def _rounds(files: list[_File]) -> list[list[int]]:
+    """Numbers of files that are written at the same time: at most one per rank, so ranks hear of each other often."""
+    rounds: list[list[int]] = []
+    of_rank: Counter[int] = Counter()
+    for number, file in enumerate(files):
+        if of_rank[file.rank] == len(rounds):
+            rounds.append([])
+        rounds[of_rank[file.rank]].append(number)
+        of_rank[file.rank] += 1
+    return rounds
+
+
+def _write(
+    part: Path, runtime: Runtime, naming: Naming, values: Mapping[str, Tensor], files: list[_File], numbers: list[int],
+    room: list[Tensor],
+) -> None:  # fmt: skip
+    """One round: gather layers, where experts are stacked, then write this rank's file."""
+    if runtime.group.index != 0:
+        return
+    first = len(files) - len(runtime.weights)
+    layer_of = {number: number - first for number in numbers if naming.stacked and number >= first}
+    for number, layer in layer_of.items():  # nothing that can fail on one rank comes before the last of these
+        _gather(runtime, layer, files[number].rank, room)
+    for number in numbers:
+        if files[number].rank == runtime.group.rank:
+            found = _stacked(runtime, naming, layer_of[number], room[1]) if number in layer_of else values
+            _save(part / _file_name(number, files), {name: found[name] for name in files[number].names})
+
+
+def _own_experts(runtime: Runtime, naming: Naming) -> dict[str, Tensor]:
+    return {
+        entry.name: entry.value
+        for layer, weights in enumerate(runtime.weights)
+        for expert, parts in zip(weights.experts.tolist(), weights.homes(), strict=True)
+        for entry in naming.entries(runtime.spec, layer, expert, parts)
+    }
+
+
+def _room(runtime: Runtime) -> list[Tensor]:
+    """Memory to send a layer's experts at home, and to gather a layer, taken before anything is sent."""
+    like, most = runtime.weights[0], max(weights.experts.size for weights in runtime.weights)
+    writes = runtime.group.rank < len(runtime.weights)
+    rows = (most, runtime.spec.num_experts if writes else 0)
+    return [torch.empty(number, like.layout.size, dtype=like.dtype, device=like.device) for number in rows]
+
+
+def _gather(runtime: Runtime, layer: int, target: int, room: list[Tensor]) -> None:
+    """All experts of a layer into the target's room, by home and number."""
+    group, weights, home = runtime.group, runtime.weights[layer], runtime.placement.home_of_expert[layer]
+    rows = room[0][: weights.experts.size]
+    for row, expert in enumerate(weights.experts.tolist()):
+        weights.write_flat(expert, rows[row])
+    here = group.rank == target
+    received = np.bincount(home, minlength=group.num_ranks).tolist() if here else [0] * group.num_ranks
+    sent = [len(rows) if rank == target else 0 for rank in range(group.num_ranks)]
+    what = f"gathering the experts of MoE layer {layer}"
+    group.all_to_all(Channel.STANDING, rows, sent, room[1][: sum(received)], received, what=what).wait()
+
+
+def _stacked(runtime: Runtime, naming: Naming, layer: int, rows_EP: Tensor) -> dict[str, Tensor]:
+    """The tensors [E, ...] of a layer that was gathered."""
+    experts = np.argsort(runtime.placement.home_of_expert[layer], kind="stable").tolist()
+    found: dict[str, list[Tensor]] = {}
+    for expert, parts in sorted(
+        zip(experts, runtime.weights[layer].layout.experts(rows_EP), strict=True), key=itemgetter(0)
+    ):
+        for entry in naming.entries(runtime.spec, layer, expert, parts):
+            found.setdefault(entry.name, []).append(entry.value.reshape(entry.shape))
+    return {name: torch.stack(values) for name, values in found.items()}
+
+
+def _save(path: Path, values: Mapping[str, Tensor]) -> None:
+    copies = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}
+    try:
+        save_file(copies, path, metadata={"format": "pt"})
+        flush_to_disk(path)
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot write {path}: {error}") from error
+
+
+def _write_index(part: Path, files: list[_File]) -> None:
+    of_tensor = {name: _file_name(number, files) for number, file in enumerate(files) for name in file.names}
+    total = sum(sum(file.names.values()) for file in files)
+    body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(of_tensor.items()))}
+    (part / INDEX).write_text(json.dumps(body, indent=2) + "\n")

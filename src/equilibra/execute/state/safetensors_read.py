@@ -1,0 +1,84 @@
+"""Reading published weights: only the tensors and rows that are asked for, compared before anything is filled."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from equilibra.core.errors import InputError
+from equilibra.execute.state.safetensors_names import Entry
+
+__all__ = ["INDEX", "Row", "read_entries"]
+
+INDEX = "model.safetensors.index.json"
+ALONE = "model.safetensors"
+KINDS = ("F64", "F32", "F16", "BF16")
+"""types that can be filled in; numbers of other types mean nothing without their scales"""
+
+Row = tuple[int, int] | None
+"""a row of a tensor that has so many; None: the whole tensor"""
+
+
+def read_entries(folder: Path, wanted: Iterable[tuple[Row, Entry]], *, fill: bool) -> None:
+    """Compare, or fill, every entry. Every way in which a file can be wrong is an InputError that names it."""
+    of_file: dict[str, list[tuple[Row, Entry]]] = {}
+    file_of = _index(folder)
+    for row, entry in wanted:
+        if entry.name not in file_of:
+            raise InputError(f"cannot import {folder}: it has no tensor {entry.name}; {_near(entry.name, file_of)}")
+        of_file.setdefault(file_of[entry.name], []).append((row, entry))
+    for name, entries in of_file.items():
+        path = folder / name
+        try:
+            with safe_open(path, framework="pt", device="cpu") as file:
+                for row, entry in entries:
+                    _read(path, file, row, entry, fill=fill)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"cannot read {path}: {error}") from error
+
+
+def _read(path: Path, file: Any, row: Row, entry: Entry, *, fill: bool) -> None:  # noqa: ANN401
+    found = file.get_slice(entry.name)
+    shape, kind = tuple(found.get_shape()), found.get_dtype()
+    required = entry.shape if row is None else (row[1], *entry.shape)
+    if shape != required:
+        raise InputError(
+            f"cannot import {entry.name} of {path}: its shape is {list(shape)}, required is {list(required)}"
+        )
+    if kind not in KINDS:
+        raise InputError(
+            f"cannot import {entry.name} of {path}: its type is {kind}, required is one of {', '.join(KINDS)}"
+        )
+    if fill:
+        values = file.get_tensor(entry.name) if row is None else found[row[0]]
+        entry.value.copy_(values.reshape(entry.value.shape))
+
+
+def _index(folder: Path) -> dict[str, str]:
+    """The file of every tensor."""
+    path = folder / INDEX
+    try:
+        if not path.is_file() and (folder / ALONE).is_file():
+            with safe_open(folder / ALONE, framework="pt", device="cpu") as file:
+                return dict.fromkeys(file.keys(), ALONE)
+        file_of = json.loads(path.read_bytes())["weight_map"]
+        names = {str(name): str(value) for name, value in file_of.items()}
+    except (OSError, SafetensorError) as error:
+        raise InputError(f"cannot read {path}, nor {ALONE} in its place: {error}") from error
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise InputError(f"{path} is no index of safetensors: it needs a weight_map of names ({error!r})") from error
+    for value in set(names.values()):
+        if Path(value).name != value or value in {"", ".", ".."}:
+            raise InputError(f"{path} names the file {value!r:.80}, which is not in its folder")
+    return names
+
+
+def _near(name: str, file_of: dict[str, str]) -> str:
+    """Names that look like the missing one, to see which naming would fit."""
+    prefix = ".".join(name.split(".")[:4])
+    near = sorted(other for other in file_of if other.startswith(prefix))[:3] or sorted(file_of)[:3]
+    return f"it has {len(file_of)} tensors, such as {', '.join(near)}"

@@ -1,0 +1,1 @@
+"""A step from routing to gradients, and what happened in it."""

@@ -1,0 +1,151 @@
+"""One step under way: its plan, the micro-batches this rank runs, and what happened in them.
+
+Symbols: S sequences, M micro-batches, L layers, E experts, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.errors import PlanError
+from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.schedule import step_load
+from equilibra.execute.runtime import Armed, Runtime
+from equilibra.execute.steps.counts import StepCounts
+from equilibra.execute.steps.exchange import Route, send_sequences
+from equilibra.execute.steps.measured import measured_record
+from equilibra.execute.visits.micro_batch import MicroBatch
+from equilibra.measure.run import PlannerRecord
+
+__all__ = ["Step", "begin_step"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """What `Balancer.begin` returns."""
+
+    runtime: Runtime
+    """of this rank"""
+    armed: Armed
+    """the plan that is executed, and the load it was made for"""
+    route: Route
+    """who has and who runs each sequence"""
+    sequences_of_micro_batch: dict[int, NDArray[np.int64]]
+    """numbers of this rank's sequences, by micro-batch"""
+    experts_of_sequence: dict[int, NDArray[np.int32]]
+    """[T, L, K] recorded experts of every sequence that runs here, -1 where there are none"""
+    as_planned_M: NDArray[np.bool_]
+    """[M] whether all ranks have exactly the routing that was planned for; other micro-batches exchange counts"""
+    sequence_loads: SequenceLoad
+    """loads and lengths of all ranks' sequences"""
+    tokens_without_routing: int
+    """of all ranks: routed live"""
+
+    @property
+    def num_tokens(self) -> int:
+        """Of all ranks."""
+        return int(self.sequence_loads.length_of_sequence.sum())
+
+    @property
+    def plan(self) -> StepPlan:
+        """The plan."""
+        return self.armed.plan
+
+    @property
+    def sequences(self) -> NDArray[np.int64]:
+        """Numbers of the sequences this rank runs."""
+        return self.route.run(self.runtime.group.world_rank)
+
+    def send(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Collective: data of this rank's own sequences in, data of those it runs out, in the order of `sequences`."""
+        return send_sequences(self.runtime.group, self.route, values)
+
+    def micro_batches(self, stage: Stage) -> list[MicroBatch]:
+        """Those this rank's group runs, in order. Every rank of the group runs all of them, also without tokens."""
+        nothing = np.zeros((0, self.plan.num_layers, self.runtime.spec.top_k), np.int32)
+        found = []
+        for number in self.armed.micro_batches:
+            sequences = self.sequences_of_micro_batch.get(number, np.zeros(0, np.int64))
+            experts = [self.experts_of_sequence[s] for s in sequences.tolist()]
+            found.append(MicroBatch(
+                self.runtime, stage=stage, number=number, sequences=sequences,
+                experts_TLK=np.concatenate([nothing, *experts]), planned=bool(self.as_planned_M[number]),
+            ))  # fmt: skip
+        return found
+
+    def record(self, *, seconds: float) -> PlannerRecord | None:
+        """Collective, at the end of the step: what happened on all ranks, on world rank 0; None elsewhere."""
+        group = self.runtime.group
+        rows = group.gather(self.runtime.recorder.taken(), what="gathering events of the step")
+        memory = group.gather(
+            np.array([list(self.runtime.memory_bytes().values())], np.float64), what="gathering memory of the step"
+        )
+        if group.world_rank:
+            return None
+        names = list(self.runtime.memory_bytes())
+        largest = dict(zip(names, np.concatenate(memory).max(axis=0).tolist(), strict=True))
+        return measured_record(
+            self.plan,
+            self.armed.load,
+            np.concatenate(rows),
+            memory=largest,
+            seconds=seconds,
+            num_tokens=self.num_tokens,
+        )
+
+
+def begin_step(
+    runtime: Runtime, plan: StepPlan, counts: StepCounts, group_of_micro_batch: NDArray[np.int64],
+    experts_TLK: NDArray[np.int32], lengths: NDArray[np.int64],
+) -> Step:  # fmt: skip
+    """Collective: send every sequence's routing to the rank that runs it, and compare it with the plan's load."""
+    schedule, group = plan.schedule, runtime.group
+    if schedule is None or schedule.ranks_per_sequence != 1:
+        raise PlanError("the runtime runs every sequence on one rank: the plan must have a schedule that says which")
+    runner = group_of_micro_batch[schedule.micro_batch_of_sequence] * group.num_ranks + schedule.rank_of_sequence
+    route = Route(owner_of_sequence=counts.rank_of_sequence, runner_of_sequence=runner)
+    own = [torch.from_numpy(part) for part in np.split(experts_TLK, np.cumsum(lengths)[:-1])] if lengths.size else []
+    arrived = send_sequences(group, route, own)
+    here = route.run(group.world_rank)
+    experts_of_sequence = {int(s): part.numpy() for s, part in zip(here, arrived, strict=True)}
+    of_micro_batch = {
+        int(m): here[schedule.micro_batch_of_sequence[here] == m]
+        for m in np.unique(schedule.micro_batch_of_sequence[here])
+    }
+    load = step_load(counts.sequences, schedule, group.cluster)
+    unrecorded_M = np.bincount(
+        schedule.micro_batch_of_sequence, weights=counts.unrecorded_of_sequence, minlength=plan.num_micro_batches
+    )
+    agrees_M = _agrees(load, group.rank, of_micro_batch, experts_of_sequence)
+    said = group.gather(agrees_M[None], what="comparing routing with the plan's load")
+    return Step(
+        runtime=runtime,
+        armed=Armed(plan=plan, load=load, micro_batches=np.flatnonzero(group_of_micro_batch == group.index).tolist()),
+        route=route,
+        sequences_of_micro_batch=of_micro_batch,
+        experts_of_sequence=experts_of_sequence,
+        as_planned_M=np.concatenate(said).all(axis=0) & (unrecorded_M == 0),
+        sequence_loads=counts.sequences,
+        tokens_without_routing=int(counts.unrecorded_of_sequence.sum()),
+    )
+
+
+def _agrees(
+    load: StepLoad, rank: int, sequences: dict[int, NDArray[np.int64]], experts: dict[int, NDArray[np.int32]]
+) -> NDArray[np.bool_]:
+    """[M] whether the routing that runs here has the counts that everybody planned with."""
+    agrees_M = np.ones(load.num_micro_batches, np.bool_)
+    for number, of_rank in sequences.items():
+        experts_TLK = np.concatenate([experts[int(s)] for s in of_rank])
+        known = experts_TLK[experts_TLK[:, 0, 0] >= 0]
+        for layer in range(load.num_layers):
+            counts = np.bincount(known[:, layer].ravel(), minlength=load.num_experts)
+            agrees_M[number] &= np.array_equal(counts, load.tokens_MLER[number, layer, :, rank])
+    return agrees_M

@@ -1,0 +1,85 @@
+"""A visit: one pass of one micro-batch through one layer on this rank, with everything that is known before it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from equilibra.core.plan import Stage
+from equilibra.execute.visits.tables import Instances, ReceiveTable, SendTable
+from equilibra.measure.events import StageNumber
+
+__all__ = ["NUMBER", "STAGE", "Tables", "Where", "on_device"]
+
+NUMBER = {Stage.RECOMPUTE: StageNumber.RECOMPUTE, Stage.UPDATE: StageNumber.UPDATE}
+STAGE = {number: stage for stage, number in NUMBER.items()}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Where:
+    """Which visit."""
+
+    stage: StageNumber
+    """recompute or update"""
+    micro_batch: int
+    """number in the plan, -1 where there is none"""
+    layer: int
+    """MoE layer"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Tables:
+    """Sizes on the host, indices on the device."""
+
+    instances: Instances
+    """of all ranks"""
+    sent_sizes: list[int]
+    """rows to each rank"""
+    received_sizes: list[int]
+    """rows from each rank"""
+    instance_sizes: list[int]
+    """rows of each of this rank's instances: homes, standing copies, flash copies"""
+    num_homes: int
+    """instances that are homes"""
+    num_standing: int
+    """instances that are standing copies; they follow the homes"""
+    token_of_row: Tensor
+    """[N sent]"""
+    row_of_pair: Tensor
+    """[T, K]"""
+    received_of_grouped: Tensor
+    """[N received]"""
+    grouped_of_received: Tensor
+    """[N received]"""
+
+    @property
+    def num_rows(self) -> int:
+        """Pairs this rank computes."""
+        return sum(self.instance_sizes)
+
+    @property
+    def flash_rows(self) -> int:
+        """Pairs its flash copies compute."""
+        return sum(self.instance_sizes[self.num_homes + self.num_standing :])
+
+
+def on_device(instances: Instances, sent: SendTable, received: ReceiveTable, rank: int, device: torch.device) -> Tables:
+    """Tables of one rank; index arrays go to the device without waiting for it."""
+
+    def index(values: object) -> Tensor:
+        return torch.as_tensor(values).to(device, non_blocking=True)
+
+    return Tables(
+        instances=instances,
+        sent_sizes=sent.counts_RE.sum(axis=1).tolist(),
+        received_sizes=received.size_of_source.tolist(),
+        instance_sizes=received.size_of_instance.tolist(),
+        num_homes=int((instances.home_of_expert == rank).sum()),
+        num_standing=int((instances.standing_rank == rank).sum()),
+        token_of_row=index(sent.token_of_row),
+        row_of_pair=index(sent.row_of_pair),
+        received_of_grouped=index(received.received_of_grouped),
+        grouped_of_received=index(received.grouped_of_received),
+    )
