@@ -129,7 +129,7 @@ def test_without_recordings_routing_is_synthetic_and_says_so(tmp_path):
 
 def test_shapes_fit_memory():
     shape = RuntimeSetting().shape_for(case())
-    assert (shape.hidden, shape.ffn) == (256, 768)
+    assert (shape.hidden, shape.ffn) == (512, 512)
     many = case(experts=1024, top_k=8)
     assert RuntimeSetting().shape_for(many).hidden == 128
     with pytest.raises(BudgetError, match="use smaller --hidden"):
