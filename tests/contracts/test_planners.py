@@ -98,6 +98,15 @@ def packable(cluster: Cluster) -> StepProblem:
     )  # fmt: skip
 
 
+def in_mini_batches(problem: StepProblem) -> StepProblem:
+    """The same with an optimizer step after the first micro-batch, and one after the other two."""
+    assert problem.schedule is not None
+    schedule = dataclasses.replace(problem.schedule, mini_batch_of_micro_batch=np.array([0, 1, 1], np.int32))
+    return dataclasses.replace(
+        problem, schedule=schedule, mini_batch_of_sequence=schedule.mini_batch_of_sequence, least_micro_batches=2
+    )
+
+
 PROBLEMS = {
     **{f"{kind}-{name}": given(kind, cluster) for kind in KINDS for name, cluster in CLUSTERS.items()},
     **{f"no-slots-{name}": given("skewed-32", cluster, spare_slots=0) for name, cluster in CLUSTERS.items()},
@@ -109,6 +118,7 @@ PROBLEMS = {
         ),
     ),
     "sequences-2x4": packable(CLUSTERS["2x4"]),
+    "mini-batches-2x4": in_mini_batches(packable(CLUSTERS["2x4"])),
 }
 
 every_planner = pytest.mark.parametrize("name", planner_names())
@@ -160,6 +170,17 @@ def test_every_plan_is_complete_and_within_its_limits(name: str, problem: StepPr
             np.testing.assert_array_equal(node_of_rank[copies.rank], node_of_rank[copies.origin])
     assert not respects_slots(planner) or within_slots(plan, problem)
     assert plan.previous == problem.home_now
+
+
+@every_planner
+def test_what_an_optimizer_step_learns_from_is_no_planners_business(name: str) -> None:
+    problem = PROBLEMS["mini-batches-2x4"]
+    assert problem.schedule is not None
+    schedule = planner_named(name).plan(problem).schedule
+    assert schedule is not None
+    np.testing.assert_array_equal(schedule.mini_batch_of_sequence, problem.mini_batch_of_sequence)
+    if name == "equilibra":
+        assert not np.array_equal(schedule.micro_batch_of_sequence, problem.schedule.micro_batch_of_sequence), "packed"
 
 
 @every_planner

@@ -140,6 +140,23 @@ def _check_folder(folder: Path, family: str) -> None:
     assert names[family] in index["weight_map"]
 
 
+def others_world(folder: Path) -> list[str]:
+    """Only world rank 0 gives files; bad ones are an error on all ranks, before anything is written."""
+    world = world_of("qwen3-moe", 1, 2)
+    first = world.runtime.group.rank == 0
+    others = {"config.json": b"{}", "tokenizer.json": b"[1]"} if first else None
+    export(world, folder / "model", "qwen3-moe", others=others)
+    bad = {"model-9.safetensors": b""} if first else None
+    return [error_of(lambda: export(world, folder / "bad", "qwen3-moe", others=bad))]
+
+
+def test_other_files_are_written_by_the_first_rank(tmp_path: Path) -> None:
+    for errors in run_ranks(2, others_world, tmp_path):
+        assert all(text.startswith("InputError") and "model-9.safetensors" in text for text in errors)
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+    assert (tmp_path / "model" / "tokenizer.json").read_bytes() == b"[1]"
+
+
 # --- one process ---
 
 
@@ -247,6 +264,42 @@ def test_what_cannot_be_imported_says_why_and_changes_nothing(tmp_path: Path, fa
     assert other.digests() != world.digests()
 
 
+def test_exports_with_other_files_replace_each_other_and_nothing_else(tmp_path: Path) -> None:
+    folder, world = tmp_path / "model", world_of("qwen3-moe")
+    export(world, folder, "qwen3-moe", others={"config.json": b"old", "tokenizer.json": b"{}"})
+    with pytest.raises(InputError, match="it exists"):
+        export(world, folder, "qwen3-moe", others={"config.json": b"new"})
+    (folder / "notes.txt").write_text("mine")
+    with pytest.raises(InputError, match=r"it holds notes.txt, too"):
+        export(world, folder, "qwen3-moe", others={"notes.txt": b"", "config.json": b""}, overwrite=True)
+    assert (folder / "config.json").read_bytes() == b"old"
+    (folder / "notes.txt").unlink()
+    (folder / "tokenizer.json").unlink()
+    (folder / "tokenizer.json").symlink_to(tmp_path)
+    with pytest.raises(InputError, match=r"it holds tokenizer.json, too"):
+        export(world, folder, "qwen3-moe", overwrite=True)
+    (folder / "tokenizer.json").unlink()
+    export(world, folder, "qwen3-moe", others={"config.json": b"new"}, overwrite=True)
+    names = {path.name for path in folder.iterdir()}
+    assert (folder / "config.json").read_bytes() == b"new"
+    assert "tokenizer.json" not in names
+    read(world_of("qwen3-moe", seed=5), folder, "qwen3-moe")
+    index = folder / "model.safetensors.index.json"
+    body = json.loads(index.read_text())
+    assert body["metadata"]["other_files"] == ["config.json"]
+    for text in ("{", json.dumps({**body, "metadata": {}}), json.dumps({**body, "metadata": {"other_files": 3}})):
+        index.write_text(text)  # nobody says that config.json is ours
+        with pytest.raises(InputError, match=r"it holds config.json, too"):
+            export(world, folder, "qwen3-moe", overwrite=True)
+    weights = ["model.safetensors", "model-00001-of-00002.safetensors", "Model.safetensors.index.json"]
+    for name in ("", ".", "..", "a/b", "/a", "a\0b", *weights):
+        with pytest.raises(InputError, match="must be a plain file name"):
+            export(world, tmp_path / "bad", "qwen3-moe", others={name: b""})
+    with pytest.raises(InputError, match="its content is str, not bytes"):
+        export(world, tmp_path / "bad", "qwen3-moe", others={"config.json": "{}"})
+    assert [path.name for path in tmp_path.iterdir()] == ["model"]
+
+
 def test_exports_replace_only_exports(tmp_path: Path) -> None:
     folder, world = tmp_path / "model", world_of("qwen3-moe")
     with pytest.raises(InputError, match="does not exist"):
@@ -262,6 +315,11 @@ def test_exports_replace_only_exports(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"it holds config.json, too"):
         export(world, folder, "qwen3-moe", overwrite=True)
     assert (folder / "config.json").exists()
+    (folder / "config.json").unlink()
+    (folder / "model-00009-of-00009.safetensors").mkdir()
+    with pytest.raises(InputError, match=r"it holds model-00009"):
+        export(world, folder, "qwen3-moe", overwrite=True)
+    (folder / "model-00009-of-00009.safetensors").rmdir()
     for family, spec, words in (
         ("mixtral", "deepseek", "has a bias that chooses experts"),
         ("qwen3-moe", "gpt-oss", "has a bias of router logits"),

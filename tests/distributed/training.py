@@ -103,14 +103,17 @@ def train_case(seed: int, group, unrecorded: float, sabotage: str) -> Gaps:
     for number, batch in enumerate(batches):
         step = balancer.begin() if ahead else balancer.begin(batch.routing_of(group.world_rank))
         ahead = bool(rng.integers(2)) and number + 1 < len(batches)
-        _recompute(step, model, reference, batch, gaps)
+        recompute(step, model, reference, batch, gaps)
         halves = min(2 if rng.random() < 0.4 else 1, step.plan.num_micro_batches)
         mode = str(rng.choice(["none", "full", "selective", "in flight"]))
         for half in range(halves):
-            _update(step, balancer, model, reference, batch, (half, halves), mode, (optimizer, plain), rng, gaps)
+            mine = lambda m: m * halves // step.plan.num_micro_batches == half  # noqa: B023, E731
+            chosen = np.flatnonzero([mine(m) for m in step.plan.schedule.micro_batch_of_sequence])
+            part = [micro_batch for micro_batch in step.micro_batches(Stage.UPDATE) if mine(micro_batch.number)]
+            update(step, balancer, model, reference, batch, part, chosen, mode, (optimizer, plain), rng, gaps)
             if ahead and half == 0:
                 balancer.prepare(batches[number + 1].routing_of(group.world_rank))
-        _compare_weights(model, reference, gaps)
+        compare_weights(model, reference, gaps)
         _check_counts(step, gaps)
         part = step.plan.stages[Stage.UPDATE]
         gaps.count(
@@ -141,10 +144,12 @@ def _wanted(reference: Stack, batch: Batch, sequences: np.ndarray) -> Tensor:
     return torch.cat([batch.tokens[0].new_empty(0, batch.tokens[0].shape[1]), *parts])
 
 
-def _recompute(step: Step, model: Stack, reference: Stack, batch: Batch, gaps: Gaps) -> None:
+def recompute(
+    step: Step, model: Stack, reference: Stack, batch: Batch, gaps: Gaps, mini_batch: int | None = None
+) -> None:
     data = _data(step, batch)
     with torch.no_grad():
-        for micro_batch in step.micro_batches(Stage.RECOMPUTE):
+        for micro_batch in step.micro_batches(Stage.RECOMPUTE, mini_batch):
             with micro_batch:
                 out = model(_tokens(step, batch, micro_batch, data))
             gaps.out = max(gaps.out, gap(out, _wanted(reference, batch, micro_batch.sequences)))
@@ -165,10 +170,8 @@ def _run(model: Stack, x: Tensor, mode: str) -> Tensor:
     return model(x)
 
 
-def _update(step, balancer, model, reference, batch, part, mode, optimizers, rng, gaps) -> None:
-    half, halves = part
-    schedule = step.plan.schedule
-    mine = lambda m: m * halves // step.plan.num_micro_batches == half  # noqa: E731
+def update(step, balancer, model, reference, batch, part, chosen, mode, optimizers, rng, gaps) -> None:
+    """Train both on a part of the step: these micro-batches of this rank, which hold these sequences of all ranks."""
     data = _data(step, batch)
     total = sum(len(tokens) for tokens in batch.tokens)
     optimizer, plain = optimizers
@@ -176,9 +179,7 @@ def _update(step, balancer, model, reference, batch, part, mode, optimizers, rng
     plain.zero_grad()
     waiting = []
     padding = rng.random() < 0.3 and mode == "none"  # groups have different numbers of micro-batches: draw no more
-    for micro_batch in step.micro_batches(Stage.UPDATE):
-        if not mine(micro_batch.number):
-            continue
+    for micro_batch in part:
         if padding:
             x = _tokens(step, batch, micro_batch, data)
             micro_batch.rows = torch.arange(len(x)) * 2
@@ -194,7 +195,6 @@ def _update(step, balancer, model, reference, batch, part, mode, optimizers, rng
             _backward(waiting, gaps)
     _backward(waiting, gaps)
     balancer.finish_gradients(model)
-    chosen = np.flatnonzero([mine(m) for m in schedule.micro_batch_of_sequence])
     loss_of(_wanted(reference, batch, chosen), 1 / total).backward()
     _compare_gradients(model, reference, gaps)
     norm = clip_gradients(model, balancer.runtime, 0.5)
@@ -240,7 +240,7 @@ def _compare_gradients(model: Stack, reference: Stack, gaps: Gaps) -> None:
         gaps.gradient = max(gaps.gradient, difference / (float(wanted.abs().max()) + 1e-4))
 
 
-def _compare_weights(model: Stack, reference: Stack, gaps: Gaps) -> None:
+def compare_weights(model: Stack, reference: Stack, gaps: Gaps) -> None:
     for _, mine, theirs, rows in _pairs(model, reference):
         gaps.weights = max(gaps.weights, gap(mine, theirs[rows]))
 

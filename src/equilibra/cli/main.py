@@ -12,7 +12,7 @@ import sys
 from collections.abc import Sequence
 
 import equilibra
-from equilibra.cli import bench, calibrate, plan, report, simulate, trace
+from equilibra.cli import bench, calibrate, plan, report, simulate, trace, train
 from equilibra.core.errors import EquilibraError, InputError
 
 __all__ = ["main"]
@@ -23,9 +23,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (simulate, report, plan, trace, calibrate, bench):
+    for command in (train, simulate, report, plan, trace, calibrate, bench):
         command.add_parser(commands)
-    parsed = parser.parse_args(arguments)
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and all("=" in word and not word.startswith("-") for word in rest) and parsed.command == "train":
+        parsed.overrides += rest  # argparse takes only those that stand together
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     signal.signal(signal.SIGTERM, _interrupt)  # ends like Ctrl-C: nothing half-written stays
     try:
         return int(parsed.run(parsed))

@@ -236,6 +236,8 @@ class StepPlan:
         if self.schedule is not None:
             arrays["micro_batch_of_sequence"] = self.schedule.micro_batch_of_sequence
             arrays["rank_of_sequence"] = self.schedule.rank_of_sequence
+            if self.schedule.mini_batch_of_micro_batch is not None:
+                arrays["mini_batch_of_micro_batch"] = self.schedule.mini_batch_of_micro_batch
         return arrays
 
     def check(self, load: StepLoad, *, spare_slots: int | None = None, standing_slots: int | None = None) -> None:

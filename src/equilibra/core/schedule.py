@@ -1,4 +1,8 @@
-"""Schedule: which micro-batch and which rank each sequence is given to. What pack decides."""
+"""Schedule: which micro-batch and which rank each sequence is given to. What pack decides.
+
+A step may have several mini-batches, with an optimizer step after each. Which sequences are in which is given, never
+decided: a micro-batch belongs to one mini-batch.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +15,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad, StepLoad
 
-__all__ = ["Schedule", "step_load"]
+__all__ = ["Schedule", "check_mini_batches", "step_load"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -26,6 +30,8 @@ class Schedule:
     """M"""
     ranks_per_sequence: int = 1
     """neighbouring ranks that share every sequence in equal parts (sequence or context parallelism)"""
+    mini_batch_of_micro_batch: NDArray[np.int32] | None = None
+    """[M] rises from 0 without gaps: micro-batches of a mini-batch follow each other; None: there is one mini-batch"""
 
     def __post_init__(self) -> None:
         micro_batch, rank = self.micro_batch_of_sequence, self.rank_of_sequence
@@ -38,11 +44,52 @@ class Schedule:
             )
         if self.ranks_per_sequence < 1 or (rank % self.ranks_per_sequence).any():
             raise InputError(f"sequences on {self.ranks_per_sequence} ranks each must start on a multiple of that")
+        mini = self.mini_batch_of_micro_batch
+        if mini is not None and (
+            mini.shape != (self.num_micro_batches,) or mini.dtype.kind not in "iu" or mini[0] != 0
+            or not np.isin(np.diff(mini), (0, 1)).all()
+        ):  # fmt: skip
+            raise InputError(
+                f"mini-batches of {self.num_micro_batches} micro-batches must rise from 0 without gaps, not {mini}"
+            )
 
     @property
     def num_sequences(self) -> int:
         """S."""
         return int(self.micro_batch_of_sequence.size)
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps."""
+        return 1 if self.mini_batch_of_micro_batch is None else int(self.mini_batch_of_micro_batch[-1]) + 1
+
+    @property
+    def mini_batch_of_sequence(self) -> NDArray[np.int32]:
+        """[S]."""
+        mini = self.mini_batch_of_micro_batch
+        return np.zeros(self.num_sequences, np.int32) if mini is None else mini[self.micro_batch_of_sequence]
+
+
+def check_mini_batches(
+    mini_batch_of_sequence: NDArray[np.integer], num_sequences: int, *, complete: bool = True
+) -> None:
+    """An error unless every sequence has a mini-batch, and every mini-batch up to the last has a sequence.
+
+    complete: whether these are the sequences of all ranks; those of one may leave mini-batches out.
+    """
+    mini = mini_batch_of_sequence
+    required = f"mini-batches of {num_sequences} sequences must be as many whole numbers from 0 on"
+    if mini.shape != (num_sequences,) or mini.dtype.kind not in "iu":
+        raise InputError(f"{required}, not {mini.dtype} {list(mini.shape)}")
+    if mini.min(initial=0) < 0:
+        raise InputError(f"{required}, not from {mini.min()} on")
+    used = np.unique(mini)
+    if complete and used.size and used.size <= used[-1]:
+        missing = int(np.argmax(used != np.arange(used.size)))
+        raise InputError(
+            f"mini-batch {missing} has no sequence on any rank, mini-batch {used[-1]} has: number mini-batches from 0 "
+            "on, each with a sequence"
+        )
 
 
 def step_load(sequences: SequenceLoad, schedule: Schedule, cluster: Cluster) -> StepLoad:

@@ -157,6 +157,15 @@ class ExpertGroup:
             )
         return _Work(what=what, work=work, keep=(sent, received))
 
+    def all_gather(self, channel: Channel, sent: Tensor, received: Tensor, *, what: str) -> Pending:
+        """Start to fill `received` with the members' `sent` in order, which are as large everywhere."""
+        if channel not in self.channels:
+            received.copy_(sent)
+            return Ready()
+        with lost_rank_is_an_error(what):
+            work = dist.all_gather_into_tensor(received, sent, group=self.channels[channel], async_op=True)
+        return _Work(what=what, work=work, keep=(sent, received))
+
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
         """Start to sum a tensor over the members, in place."""
         if channel not in self.channels:

@@ -30,7 +30,7 @@ from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule
 from equilibra.plan.spread import spread_experts
 
-__all__ = ["DENSE_COST", "cell_cost", "fewest_micro_batches", "in_order", "pack"]
+__all__ = ["DENSE_COST", "cell_cost", "check_budget", "fewest_micro_batches", "in_order", "pack"]
 
 DENSE_COST = 24_576
 """cost of a token's dense parts, in units of the attention cost s^2"""
@@ -47,7 +47,7 @@ def cell_cost(schedule: Schedule, lengths: NDArray[np.int64], num_ranks: int) ->
 
 def in_order(lengths: NDArray[np.int64], cluster: Cluster, *, tokens_per_rank: int) -> Schedule:
     """The schedule of a framework that does not look: sequences in file order, cell after cell."""
-    _check_budget(lengths, tokens_per_rank)
+    check_budget(lengths, tokens_per_rank)
     cell_of_sequence = np.zeros(lengths.size, np.int64)
     cell = used = 0
     for s, length in enumerate(lengths.tolist()):
@@ -84,7 +84,7 @@ def pack(
     """
     lengths = sequences.length_of_sequence.astype(np.int64)
     budget, num_cells = tokens_per_rank * ranks_per_sequence, cluster.num_ranks // ranks_per_sequence
-    _check_budget(lengths, budget)
+    check_budget(lengths, budget)
     cost = token_cost * lengths + lengths**2
     order = np.argsort(-lengths, kind="stable")
     num_micro_batches = max(fewest_micro_batches(lengths, num_cells, budget), least_micro_batches)
@@ -108,7 +108,8 @@ def pack(
     )
 
 
-def _check_budget(lengths: NDArray[np.int64], tokens_per_rank: int) -> None:
+def check_budget(lengths: NDArray[np.int64], tokens_per_rank: int) -> None:
+    """An error if there are no sequences, or one is longer than a cell."""
     if lengths.ndim != 1 or lengths.size == 0:
         raise InputError(f"cannot schedule sequences of lengths {lengths.shape}: a list of at least one is needed")
     if lengths.max() > tokens_per_rank:

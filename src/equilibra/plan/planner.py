@@ -17,7 +17,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
-from equilibra.core.schedule import Schedule, step_load
+from equilibra.core.schedule import Schedule, check_mini_batches, step_load
 from equilibra.cost.rates import Rates
 
 __all__ = [
@@ -46,10 +46,13 @@ class StepProblem:
     """the sequences, for planners that pack"""
     schedule: Schedule | None = None
     """where the framework would put the sequences; planners that do not pack keep it"""
+    mini_batch_of_sequence: NDArray[np.integer] | None = None
+    """[S] the optimizer step each sequence is for: given, not decided; the schedule must keep to it. None: all 0"""
     tokens_per_rank: int | None = None
     """token budget of a (micro-batch, rank), for planners that pack"""
     least_micro_batches: int = 1
-    """micro-batches that a planner that packs makes at least: a budget of the whole micro-batch may ask for them"""
+    """micro-batches that a planner that packs makes at least: a budget of the whole micro-batch may ask for them. With
+    mini-batches it is the least of each, but for micro-batches that would be empty"""
     previous: Placement | None = None
     """homes now; contiguous if not given"""
     history_LE: NDArray[np.int64] | None = None
@@ -81,6 +84,21 @@ class StepProblem:
             shape = self.previous.home_of_expert.shape
             if shape != (self.load.num_layers, self.load.num_experts) or self.previous.cluster != self.cluster:
                 raise InputError(f"the previous placement {shape} is of another model or cluster")
+        if self.mini_batch_of_sequence is not None:
+            self._check_mini_batches(self.mini_batch_of_sequence)
+
+    def _check_mini_batches(self, mini_batch_of_sequence: NDArray[np.integer]) -> None:
+        if self.sequences is None or self.schedule is None:
+            raise InputError("mini-batches are of sequences: a problem with a fixed load has none")
+        check_mini_batches(mini_batch_of_sequence, self.sequences.num_sequences)
+        other = np.flatnonzero(self.schedule.mini_batch_of_sequence != mini_batch_of_sequence)
+        if other.size:
+            s = int(other[0])
+            raise InputError(
+                f"sequence {s} is of mini-batch {mini_batch_of_sequence[s]}, the given schedule has it in mini-batch "
+                f"{self.schedule.mini_batch_of_sequence[s]}: make the schedule of each mini-batch by itself, and join "
+                "them (equilibra.plan.mini_batches.joined)"
+            )
 
     @cached_property
     def load(self) -> StepLoad:

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.core.schedule import Schedule
@@ -26,7 +26,8 @@ from equilibra.plan import bounds
 from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
 from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
 from equilibra.plan.micro_batch import NO_EXCHANGE
-from equilibra.plan.pack import pack
+from equilibra.plan.mini_batches import joined
+from equilibra.plan.pack import check_budget, pack
 from equilibra.plan.planner import StepProblem
 
 __all__ = ["Equilibra", "stage_plan", "usable_cores"]
@@ -121,11 +122,19 @@ class Equilibra:
         if not self.pack or problem.sequences is None or problem.tokens_per_rank is None:
             return problem.schedule
         tokens_per_rank = problem.tokens_per_rank
-        return pack(
-            problem.sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now,
-            ranks_per_sequence=problem.schedule.ranks_per_sequence if problem.schedule else 1,
-            least_micro_batches=problem.least_micro_batches, token_cost=problem.rates.token_cost,
-        )  # fmt: skip
+        ranks_per_sequence = problem.schedule.ranks_per_sequence if problem.schedule else 1
+
+        def packed(sequences: SequenceLoad) -> Schedule:
+            return pack(
+                sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now,
+                ranks_per_sequence=ranks_per_sequence, least_micro_batches=problem.least_micro_batches,
+                token_cost=problem.rates.token_cost,
+            )  # fmt: skip
+
+        if problem.mini_batch_of_sequence is None:
+            return packed(problem.sequences)
+        check_budget(problem.sequences.length_of_sequence, tokens_per_rank * ranks_per_sequence)
+        return joined(problem.sequences, problem.mini_batch_of_sequence, packed)
 
     def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:
         means = Means(

@@ -82,6 +82,7 @@ def _plan(about: dict[str, Any], arrays: dict[str, NDArray[Any]]) -> StepPlan:
             rank_of_sequence=arrays["rank_of_sequence"],
             num_micro_batches=int(bound_LM.shape[1]),
             ranks_per_sequence=int(about.get("ranks_per_sequence", 1)),
+            mini_batch_of_micro_batch=arrays.get("mini_batch_of_micro_batch"),
         )
     return StepPlan(
         planner=about["planner"],

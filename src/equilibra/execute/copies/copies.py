@@ -2,7 +2,8 @@
 
 Order. Every rank runs the same program, so calls that involve others are made in the same order everywhere. What is
 fetched ahead follows from the order of visits alone: in the forward pass the layers that come next, in the backward
-pass those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer.
+pass those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer. In
+the update nothing is fetched ahead across the end of a mini-batch: after the optimizer's step it would be stale.
 """
 
 from __future__ import annotations
@@ -153,7 +154,7 @@ class Copies:
                 continue
             layer += -1 if backward else 1
             if not 0 <= layer <= last:
-                following = self.armed.after(number)
+                following = self.armed.after(STAGE[where.stage], number)
                 if following is None:
                     return
                 number, layer, backward = following, 0, False

@@ -8,10 +8,14 @@ dense: everything but experts, by name in the file; `dense_tensors` gives router
     model-00001-of-00009.safetensors    everything dense, by world rank 0
     model-00002-of-00009.safetensors    experts at home on one rank of the first group, written by it; where all experts
     ...                                 of a layer are one tensor, a layer, gathered on one rank: layer n on rank n % R
-    model.safetensors.index.json        which tensor is in which file
+    config.json, tokenizer.json, ...    other files that were given, by world rank 0
+    model.safetensors.index.json        which tensor is in which file; its metadata names the other files
 
 Which file holds what follows from placement and shapes alone. The folder appears at once, when everything is in it. A
 rank reads only what it is home of. Optimizer state is no part of it: see `checkpoint`.
+
+An export replaces a folder only if it was one: it holds the index, files of weights, the other files that the index
+names, and nothing else.
 """
 
 from __future__ import annotations
@@ -24,20 +28,19 @@ from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from math import prod
-from operator import itemgetter
 from pathlib import Path
 
 import numpy as np
-import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
 from equilibra.core.atomic import atomic_folder, flush_to_disk
 from equilibra.core.errors import BrokenStateError, InputError
-from equilibra.execute.group import Channel
 from equilibra.execute.runtime import Runtime, homes_of
+from equilibra.execute.state.gathered import gather_layer, room_for_a_layer, tensors_of_layer
 from equilibra.execute.state.safetensors_names import Entry, Naming
+from equilibra.execute.state.safetensors_others import OTHER_FILES, check_others, check_replaceable, write_others
 from equilibra.execute.state.safetensors_read import INDEX, Row, read_entries
 
 __all__ = ["export_safetensors", "import_safetensors"]
@@ -56,21 +59,27 @@ class _File:
 
 
 def export_safetensors(
-    folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *, overwrite: bool = False,
-    max_file_bytes: int = DEFAULT_FILE_BYTES,
+    folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *,
+    others: Mapping[str, bytes] | None = None, overwrite: bool = False, max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Collective: write the weights. All ranks share the file system."""
+    """Collective: write the weights. All ranks share the file system.
+
+    others: further files by name, written by world rank 0; what other ranks give is not looked at.
+    """
     if runtime.broken is not None:
         raise BrokenStateError(f"cannot export weights: {runtime.broken}")
     group, target, what = runtime.group, Path(folder), f"exporting weights to {folder}"
     files: list[_File] = []
-    room: list[Tensor] = []
+    room: list[tuple[Tensor, Tensor]] = []
     name, values = [""], dict(dense)
+    more = dict(others or {}) if group.world_rank == 0 else {}
 
     def prepare() -> None:
+        check_others(more)
         files.extend(_files(runtime, naming, dense, max_file_bytes))
         if naming.stacked:
-            room.extend(_room(runtime))
+            writes = group.rank < len(runtime.weights)
+            room.append(room_for_a_layer(runtime, receives=writes))
         else:
             values.update(_own_experts(runtime, naming))
 
@@ -82,13 +91,14 @@ def export_safetensors(
         def begin() -> None:
             if group.world_rank == 0:
                 if overwrite:
-                    _check_replaceable(target)
+                    check_replaceable(target)
                 part = stack.enter_context(atomic_folder(target, overwrite=overwrite, replaceable_if=INDEX))
                 name[0] = part.name
+                write_others(part, more)
 
         def end() -> None:
             if group.world_rank == 0:
-                _write_index(target.parent / name[0], files)
+                _write_index(target.parent / name[0], files, sorted(more))
             stack.close()
 
         group.all_succeed(begin, what=what)
@@ -170,16 +180,6 @@ def _file_name(number: int, files: list[_File]) -> str:
     return f"model-{number + 1:05d}-of-{len(files):05d}.safetensors"
 
 
-def _check_replaceable(target: Path) -> None:
-    """A folder of somebody's other files is never replaced."""
-    others = [] if not target.is_dir() else [
-        path.name for path in target.iterdir()
-        if path.name != INDEX and not (path.name.startswith("model-") and path.name.endswith(".safetensors"))
-    ]  # fmt: skip
-    if others:
-        raise InputError(f"cannot export to {target}: it holds {min(others)}, too; export to a new folder")
-
-
 # --- writing ---
 
 
@@ -197,7 +197,7 @@ def _rounds(files: list[_File]) -> list[list[int]]:
 
 def _write(
     part: Path, runtime: Runtime, naming: Naming, values: Mapping[str, Tensor], files: list[_File], numbers: list[int],
-    room: list[Tensor],
+    room: list[tuple[Tensor, Tensor]],
 ) -> None:  # fmt: skip
     """One round: gather layers, where experts are stacked, then write this rank's file."""
     if runtime.group.index != 0:
@@ -205,10 +205,12 @@ def _write(
     first = len(files) - len(runtime.weights)
     layer_of = {number: number - first for number in numbers if naming.stacked and number >= first}
     for number, layer in layer_of.items():  # nothing that can fail on one rank comes before the last of these
-        _gather(runtime, layer, files[number].rank, room)
+        gather_layer(runtime, layer, room[0], target=files[number].rank)
     for number in numbers:
         if files[number].rank == runtime.group.rank:
-            found = _stacked(runtime, naming, layer_of[number], room[1]) if number in layer_of else values
+            found = values
+            if number in layer_of:
+                found = dict(tensors_of_layer(runtime, naming, layer_of[number], room[0][1]))
             _save(part / _file_name(number, files), {name: found[name] for name in files[number].names})
 
 
@@ -221,39 +223,6 @@ def _own_experts(runtime: Runtime, naming: Naming) -> dict[str, Tensor]:
     }
 
 
-def _room(runtime: Runtime) -> list[Tensor]:
-    """Memory to send a layer's experts at home, and to gather a layer, taken before anything is sent."""
-    like, most = runtime.weights[0], max(weights.experts.size for weights in runtime.weights)
-    writes = runtime.group.rank < len(runtime.weights)
-    rows = (most, runtime.spec.num_experts if writes else 0)
-    return [torch.empty(number, like.layout.size, dtype=like.dtype, device=like.device) for number in rows]
-
-
-def _gather(runtime: Runtime, layer: int, target: int, room: list[Tensor]) -> None:
-    """All experts of a layer into the target's room, by home and number."""
-    group, weights, home = runtime.group, runtime.weights[layer], runtime.placement.home_of_expert[layer]
-    rows = room[0][: weights.experts.size]
-    for row, expert in enumerate(weights.experts.tolist()):
-        weights.write_flat(expert, rows[row])
-    here = group.rank == target
-    received = np.bincount(home, minlength=group.num_ranks).tolist() if here else [0] * group.num_ranks
-    sent = [len(rows) if rank == target else 0 for rank in range(group.num_ranks)]
-    what = f"gathering the experts of MoE layer {layer}"
-    group.all_to_all(Channel.STANDING, rows, sent, room[1][: sum(received)], received, what=what).wait()
-
-
-def _stacked(runtime: Runtime, naming: Naming, layer: int, rows_EP: Tensor) -> dict[str, Tensor]:
-    """The tensors [E, ...] of a layer that was gathered."""
-    experts = np.argsort(runtime.placement.home_of_expert[layer], kind="stable").tolist()
-    found: dict[str, list[Tensor]] = {}
-    for expert, parts in sorted(
-        zip(experts, runtime.weights[layer].layout.experts(rows_EP), strict=True), key=itemgetter(0)
-    ):
-        for entry in naming.entries(runtime.spec, layer, expert, parts):
-            found.setdefault(entry.name, []).append(entry.value.reshape(entry.shape))
-    return {name: torch.stack(values) for name, values in found.items()}
-
-
 def _save(path: Path, values: Mapping[str, Tensor]) -> None:
     copies = {name: value.detach().to("cpu", copy=True).contiguous() for name, value in values.items()}
     try:
@@ -263,8 +232,9 @@ def _save(path: Path, values: Mapping[str, Tensor]) -> None:
         raise InputError(f"cannot write {path}: {error}") from error
 
 
-def _write_index(part: Path, files: list[_File]) -> None:
+def _write_index(part: Path, files: list[_File], others: list[str]) -> None:
     of_tensor = {name: _file_name(number, files) for number, file in enumerate(files) for name in file.names}
     total = sum(sum(file.names.values()) for file in files)
-    body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(of_tensor.items()))}
+    metadata = {"total_size": total, **({OTHER_FILES: others} if others else {})}
+    body = {"metadata": metadata, "weight_map": dict(sorted(of_tensor.items()))}
     (part / INDEX).write_text(json.dumps(body, indent=2) + "\n")

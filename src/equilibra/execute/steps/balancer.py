@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -28,51 +28,21 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.model import MoEModel
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Migration, Placement
 from equilibra.core.plan import StepPlan
-from equilibra.core.schedule import Schedule
-from equilibra.cost.rates import Rates, rates_for
+from equilibra.cost.rates import rates_for
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
 from equilibra.execute.steps.gradients import dense_parameters, sum_dense_gradients
 from equilibra.execute.steps.masters import LOW, hand_over_gradients, write_weights
-from equilibra.execute.steps.own_schedule import own_schedule
+from equilibra.execute.steps.planning import BalancerSetting, Limits, PlannedStep, plan_of_counts
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.execute.visits.visit import Where
 from equilibra.measure.events import Direction, Kind, Resource, StageNumber
-from equilibra.plan.planner import Planner, StepProblem, planner_named
 from equilibra.trace.routing import RoutingTrace
 
 __all__ = ["Balancer", "BalancerSetting"]
-
-STATIC = "static"
-
-
-@dataclass(frozen=True, kw_only=True)
-class BalancerSetting:
-    """How steps are planned. The same on every rank."""
-
-    tokens_per_rank: int
-    """token budget of a rank's part of a micro-batch"""
-    planner: str | Planner = "equilibra"
-    """"static" switches balancing off: contiguous homes, no copies"""
-    standing_slots: int = 2
-    """standing copies a node may hold per layer"""
-    max_moves_per_layer: int = -1
-    """homes that may move per layer and step, -1: as many as pay"""
-    move_sequences: bool = True
-    """whether sequences may run on other ranks than those that have them (their data is then sent there)"""
-    rates: Rates | None = None
-    """what rows, copies and moves cost; None: the model's experts on an H200"""
-    migration_bytes: int = 256 << 20
-    """memory that moving homes may take on a rank"""
-    seed: int = 0
-    """of every random choice of the planner"""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.tokens_per_rank, int) or not 1 <= self.tokens_per_rank < 2**31:
-            raise InputError(f"tokens_per_rank must be a whole number from 1 to 2^31 - 1, not {self.tokens_per_rank}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,8 +52,7 @@ class _Ahead:
     experts_TLK: NDArray[np.int32]
     lengths: NDArray[np.int64]
     counts: StepCounts
-    previous: Placement
-    plan: Future[tuple[StepPlan, NDArray[np.int64], float, float]]
+    plan: Future[PlannedStep]
 
 
 class Balancer:
@@ -117,59 +86,63 @@ class Balancer:
 
     # --- plans ---
 
-    def prepare(self, routing: RoutingTrace | None) -> None:
+    def prepare(self, routing: RoutingTrace | None, mini_batches: NDArray[np.integer] | None = None) -> None:
         """Collective: gather the next step's counts, and plan it in the background while this one runs.
 
-        routing: the recording of this rank's own sequences; None if it has none.
+        routing: the recording of this rank's own sequences; None if it has none. mini_batches: for each of them the
+        optimizer step it is for, from 0 on; None: all 0. Every number up to the largest has a sequence on some rank.
         """
         if self._ahead is not None or self._closed:
             reason = "this balancer is closed" if self._closed else "a step is prepared already: begin() it first"
             raise InputError(reason)
         runtime, spec = self.runtime, self.runtime.spec
         layers = len(runtime.weights)
+        lengths = np.zeros(0, np.int64) if routing is None else routing.length_of_sequence
+        mini = np.zeros(lengths.size, np.int64)
+        if mini_batches is not None and (lengths.size or np.size(mini_batches)):  # [] has floats, says numpy
+            mini = np.asarray(mini_batches)
         runtime.group.all_succeed(
-            lambda: check_routing(routing, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k),
+            lambda: check_routing(routing, mini, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k),
             what="comparing routing with the model",
         )
         experts = np.zeros((0, layers, spec.top_k), np.int32)
         if routing is not None:
             experts = recorded_experts(routing)
-        counts = gather_counts(runtime.group, routing, experts, num_layers=layers, num_experts=spec.num_experts)
-        lengths = np.zeros(0, np.int64) if routing is None else routing.length_of_sequence
-        previous = runtime.placement
-        self._ahead = _Ahead(
-            experts_TLK=experts, lengths=lengths, counts=counts, previous=previous,
-            plan=self._planning.submit(self._plan, counts, previous),
-        )  # fmt: skip
+        counts = gather_counts(runtime.group, routing, experts, mini, num_layers=layers, num_experts=spec.num_experts)
+        limits = Limits(rates=self._rates, spare_slots=runtime.setting.spare_slots, homes_move=bool(self.optimizers))
+        plan = self._planning.submit(plan_of_counts, counts, runtime.placement, runtime.group, self.setting, limits)
+        self._ahead = _Ahead(experts_TLK=experts, lengths=lengths, counts=counts, plan=plan)
 
-    def begin(self, routing: RoutingTrace | None = None) -> Step:
+    def begin(self, routing: RoutingTrace | None = None, mini_batches: NDArray[np.integer] | None = None) -> Step:
         """Collective: plan (or take the prepared plan), move homes, arm; returns the step to run.
 
-        Without routing the prepared step begins, or a step whose sequences are all on other ranks.
+        Arguments are those of `prepare`. Without routing the prepared step begins, or a step whose sequences are all on
+        other ranks.
         """
         self.runtime.check_whole()
         if self._ahead is None:
-            self.prepare(routing)
-        elif routing is not None:
-            raise InputError("a step is prepared already: begin() it without routing")
+            self.prepare(routing, mini_batches)
+        elif routing is not None or mini_batches is not None:
+            raise InputError("a step is prepared already: begin() it without routing and mini-batches")
         assert self._ahead is not None
         ahead, self._ahead = self._ahead, None
         runtime, group = self.runtime, self.runtime.group
         group.all_succeed(lambda: self._wait_for(ahead.plan), what="planning the step")
-        plan, group_of_micro_batch, started, ended = ahead.plan.result()
+        planned = ahead.plan.result()
+        plan = planned.plan
         group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
         group.barrier(what="beginning the step")
         runtime.recorder.begin_step()
-        waited = max(ended - runtime.recorder.began, 0.0)
+        waited = max(planned.ended - runtime.recorder.began, 0.0)
         where = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
         runtime.recorder.add(
             Kind.PLAN, Resource.CPU, where, Direction.FORWARD, runtime.recorder.began,
-            runtime.recorder.began + min(waited, ended - started),
+            runtime.recorder.began + min(waited, planned.ended - planned.began),
         )  # fmt: skip
         if plan.migration.num_moves:
-            self._move_homes(plan)
-        step = begin_step(runtime, plan, ahead.counts, group_of_micro_batch, ahead.experts_TLK, ahead.lengths)
+            self._move(plan.migration)
+        step = begin_step(runtime, planned, ahead.counts, ahead.experts_TLK, ahead.lengths)
         runtime.arm(step.armed)
         return step
 
@@ -180,7 +153,14 @@ class Balancer:
             message = f"the planner took more than the timeout of {self.runtime.group.timeout_s} s"
             raise ExecuteError(message) from None
 
-    def _move_homes(self, plan: StepPlan) -> None:
+    def move_homes(self, placement: Placement) -> None:
+        """Collective, between steps: move homes with their optimizer state, for example to where a run had them."""
+        self.runtime.disarm()
+        migration = Migration(before=self.runtime.placement, after=placement)
+        if migration.num_moves:
+            self._move(migration)
+
+    def _move(self, migration: Migration) -> None:
         if not self.optimizers:
             raise InputError(
                 "the plan moves homes, but no optimizer is attached whose moments would move along: pass it to "
@@ -191,36 +171,7 @@ class Balancer:
         def carried(parameter: nn.Parameter) -> dict[str, Tensor]:
             return {name: tensor for tensors in parts for name, tensor in tensors(parameter).items()}
 
-        migrate(self.runtime, plan.migration, carried, max_bytes=self.setting.migration_bytes)
-
-    def _plan(self, counts: StepCounts, previous: Placement) -> tuple[StepPlan, NDArray[np.int64], float, float]:
-        """The plan, the group that runs each micro-batch, and when planning began and ended."""
-        start = perf_counter()
-        setting, group = self.setting, self.runtime.group
-        own = own_schedule(
-            counts.sequences.length_of_sequence, counts.rank_of_sequence, num_ranks=group.num_ranks,
-            tokens_per_rank=setting.tokens_per_rank,
-        )  # fmt: skip
-        planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
-        off = planner.name == STATIC
-        layers, experts = counts.sequences.num_layers, counts.sequences.num_experts
-        plain = contiguous(group.cluster, num_layers=layers, num_experts=experts)
-        problem = StepProblem(
-            cluster=group.cluster, sequences=counts.sequences, schedule=own.schedule,
-            tokens_per_rank=setting.tokens_per_rank if setting.move_sequences else None,
-            least_micro_batches=group.num_groups, previous=plain if off else previous,
-            spare_slots=self.runtime.setting.spare_slots, standing_slots=setting.standing_slots,
-            max_moves_per_layer=setting.max_moves_per_layer if self.optimizers else 0, rates=self._rates,
-            seed=setting.seed,
-        )  # fmt: skip
-        plan = planner.plan(problem)
-        if off:
-            plan = replace(plan, previous=previous)  # homes that have moved go back
-        if plan.schedule is None or plan.schedule is own.schedule or _same(plan.schedule, own.schedule):
-            of_micro_batch = own.group_of_micro_batch
-        else:
-            of_micro_batch = np.arange(plan.num_micro_batches) % group.num_groups
-        return replace(plan, schedule=plan.schedule or own.schedule), of_micro_batch, start, perf_counter()
+        migrate(self.runtime, migration, carried, max_bytes=self.setting.migration_bytes)
 
     # --- gradients and weights ---
 
@@ -305,12 +256,6 @@ def _check_covered(
                     f"{name} of MoE layer {layer} is {part.dtype} and its gradient float32: give the optimizer float32 "
                     "masters (equilibra.execute.steps.masters.float32_masters) and pass them to Balancer"
                 )
-
-
-def _same(one: Schedule, other: Schedule) -> bool:
-    return np.array_equal(one.micro_batch_of_sequence, other.micro_batch_of_sequence) and np.array_equal(
-        one.rank_of_sequence, other.rank_of_sequence
-    )
 
 
 def _model_of(runtime: Runtime) -> MoEModel:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
+from equilibra.core.schedule import check_mini_batches
 from equilibra.execute.group import ExpertGroup
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
@@ -28,6 +29,8 @@ class StepCounts:
     """loads and lengths"""
     unrecorded_of_sequence: NDArray[np.int64]
     """[S] tokens whose routing was not recorded, or cannot be replayed"""
+    mini_batch_of_sequence: NDArray[np.int64]
+    """[S] the optimizer step each is for"""
     first_of_rank: NDArray[np.int64]
     """[world + 1] number of the first sequence of each rank"""
 
@@ -51,8 +54,12 @@ def recorded_experts(routing: RoutingTrace) -> NDArray[np.int32]:
     return experts
 
 
-def check_routing(routing: RoutingTrace | None, *, num_layers: int, num_experts: int, top_k: int) -> None:
-    """An error if the routing is of another model."""
+def check_routing(
+    routing: RoutingTrace | None, mini_batches: NDArray[np.integer], *, num_layers: int, num_experts: int, top_k: int
+) -> None:
+    """An error if the routing is of another model, or its sequences have no mini-batch each."""
+    num_sequences = 0 if routing is None else routing.length_of_sequence.size
+    check_mini_batches(mini_batches, num_sequences, complete=False)
     if routing is not None:
         found, required = (*routing.shape[1:], routing.num_experts), (num_layers, top_k, num_experts)
         if found != required:
@@ -66,12 +73,16 @@ def gather_counts(
     group: ExpertGroup,
     routing: RoutingTrace | None,
     experts_TLK: NDArray[np.int32],
+    mini_batches: NDArray[np.integer],
     *,
     num_layers: int,
     num_experts: int,
 ) -> StepCounts:
-    """Collective: every rank gives its own sequences (None: it has none) and gets the counts of all."""
-    mine = np.zeros((0, 2), np.int64)
+    """Collective: every rank gives its own sequences (None: it has none) and gets the counts of all.
+
+    mini_batches: one number per own sequence.
+    """
+    mine = np.zeros((0, 3), np.int64)
     loads = np.zeros((0, num_layers, num_experts), np.int32)
     if routing is not None:
         live_T = experts_TLK[:, 0, 0] < 0
@@ -83,15 +94,17 @@ def gather_counts(
         )
         loads = sequence_loads(known).tokens_SLE
         unrecorded = np.add.reduceat(live_T.astype(np.int64), routing.offsets[:-1])
-        mine = np.stack([routing.length_of_sequence, unrecorded], axis=1)
+        mine = np.stack([routing.length_of_sequence, unrecorded, mini_batches.astype(np.int64)], axis=1)
     every = group.gather(mine, what="gathering lengths of sequences")
-    lengths = np.concatenate(every)
-    if len(lengths) == 0:
+    lengths, unrecorded_of_sequence, mini_batch_of_sequence = np.concatenate(every).astype(np.int64).T.copy()
+    if lengths.size == 0:
         raise InputError("no rank has any sequence: there is nothing to plan")
-    narrow = np.uint16 if lengths[:, 0].max() < 2**16 else np.int32
+    check_mini_batches(mini_batch_of_sequence, lengths.size)
+    narrow = np.uint16 if lengths.max() < 2**16 else np.int32
     gathered = group.gather(loads.astype(narrow), what="gathering counts of routing")
-    sequences = SequenceLoad(
-        tokens_SLE=np.concatenate(gathered).astype(np.int32), length_of_sequence=lengths[:, 0].astype(np.int64)
+    return StepCounts(
+        sequences=SequenceLoad(tokens_SLE=np.concatenate(gathered).astype(np.int32), length_of_sequence=lengths),
+        unrecorded_of_sequence=unrecorded_of_sequence,
+        mini_batch_of_sequence=mini_batch_of_sequence,
+        first_of_rank=np.concatenate([[0], np.cumsum([len(part) for part in every])]),
     )
-    first = np.concatenate([[0], np.cumsum([len(part) for part in every])])
-    return StepCounts(sequences=sequences, unrecorded_of_sequence=lengths[:, 1].astype(np.int64), first_of_rank=first)

@@ -1,4 +1,4 @@
-"""Sequences to the ranks that run them: one all-to-all over all ranks, of whatever belongs to a sequence."""
+"""Sequences to the ranks that run them, and back: one all-to-all over all ranks, of whatever belongs to a sequence."""
 
 from __future__ import annotations
 
@@ -33,6 +33,10 @@ class Route:
         """Numbers of the sequences a rank runs."""
         return np.flatnonzero(self.runner_of_sequence == rank)
 
+    def back(self) -> Route:
+        """The way back: from those that run sequences to those that have them."""
+        return Route(owner_of_sequence=self.runner_of_sequence, runner_of_sequence=self.owner_of_sequence)
+
 
 def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -> list[Tensor]:
     """Collective: one tensor [n, ...] per own sequence in, one per sequence that runs here out, by sequence number.
@@ -43,12 +47,14 @@ def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -
     mine = route.owned(me)
     if len(values) != mine.size:
         raise InputError(
-            f"this rank has {mine.size} sequences, {len(values)} tensors were given: one for each is needed"
+            f"{mine.size} sequences are on this rank, {len(values)} tensors were given: one for each is needed"
         )
     rest, dtype = _common_form(group, values)
     row_bytes = int(np.prod(rest, dtype=np.int64)) * dtype.itemsize
     own_lengths = np.array([len(value) for value in values], np.int64)
-    lengths = np.concatenate(group.gather(own_lengths, what="gathering lengths of sequences' data"))
+    lengths = np.zeros(route.owner_of_sequence.size, np.int64)
+    by_owner = np.argsort(route.owner_of_sequence, kind="stable")  # gathered by rank; on the way back not by number
+    lengths[by_owner] = np.concatenate(group.gather(own_lengths, what="gathering lengths of sequences' data"))
     order = mine[np.lexsort((mine, route.runner_of_sequence[mine]))]
     flat = [_bytes(values[int(np.searchsorted(mine, s))]) for s in order]
     sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
@@ -59,7 +65,7 @@ def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -
     received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8)
     group.all_to_all(
         Channel.CONTROL, sent, sent_sizes.tolist(), received, received_sizes.tolist(),
-        what="sending sequences to the ranks that run them",
+        what="sending sequences' data between ranks",
     ).wait()  # fmt: skip
     arrived = here[np.lexsort((here, route.owner_of_sequence[here]))]
     pieces = dict(zip(arrived.tolist(), torch.split(received, sizes[arrived].tolist()), strict=True))

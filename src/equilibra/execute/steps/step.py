@@ -7,21 +7,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.errors import PlanError
+from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import step_load
+from equilibra.core.schedule import Schedule, step_load
 from equilibra.execute.runtime import Armed, Runtime
 from equilibra.execute.steps.counts import StepCounts
 from equilibra.execute.steps.exchange import Route, send_sequences
 from equilibra.execute.steps.measured import measured_record
+from equilibra.execute.steps.planning import PlannedStep
 from equilibra.execute.visits.micro_batch import MicroBatch
+from equilibra.measure.imbalance import imbalance
 from equilibra.measure.run import PlannerRecord
 
 __all__ = ["Step", "begin_step"]
@@ -47,6 +50,9 @@ class Step:
     """loads and lengths of all ranks' sequences"""
     tokens_without_routing: int
     """of all ranks: routed live"""
+    static_imbalance: float
+    """slowest over mean rank, mean over layers and micro-batches, if sequences had stayed with their ranks, homes were
+    contiguous and there were no copies; the same on every rank"""
 
     @property
     def num_tokens(self) -> int:
@@ -58,6 +64,21 @@ class Step:
         """The plan."""
         return self.armed.plan
 
+    @cached_property
+    def planned_imbalance(self) -> float:
+        """The same of the plan: rows that every rank computes in the update, with copies."""
+        return float(imbalance(self.plan.rank_load(self.armed.load, Stage.UPDATE)).mean())
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps."""
+        return self._schedule.num_mini_batches
+
+    @property
+    def _schedule(self) -> Schedule:
+        assert self.plan.schedule is not None
+        return self.plan.schedule
+
     @property
     def sequences(self) -> NDArray[np.int64]:
         """Numbers of the sequences this rank runs."""
@@ -67,11 +88,22 @@ class Step:
         """Collective: data of this rank's own sequences in, data of those it runs out, in the order of `sequences`."""
         return send_sequences(self.runtime.group, self.route, values)
 
-    def micro_batches(self, stage: Stage) -> list[MicroBatch]:
-        """Those this rank's group runs, in order. Every rank of the group runs all of them, also without tokens."""
+    def send_back(self, values: Sequence[Tensor]) -> list[Tensor]:
+        """Collective, the inverse of `send`: one tensor per sequence that ran here, in the order of `sequences`, in.
+
+        Out comes one per own sequence, in their order.
+        """
+        return send_sequences(self.runtime.group, self.route.back(), values)
+
+    def micro_batches(self, stage: Stage, mini_batch: int | None = None) -> list[MicroBatch]:
+        """Those this rank's group runs, in order; those of one mini-batch, if it is given.
+
+        Every rank of the group runs all of them, also without tokens. A group may have none of a mini-batch; its ranks
+        still take part in `finish_gradients` and the optimizer's step.
+        """
         nothing = np.zeros((0, self.plan.num_layers, self.runtime.spec.top_k), np.int32)
         found = []
-        for number in self.armed.micro_batches:
+        for number in self._numbers(mini_batch):
             sequences = self.sequences_of_micro_batch.get(number, np.zeros(0, np.int64))
             experts = [self.experts_of_sequence[s] for s in sequences.tolist()]
             found.append(MicroBatch(
@@ -79,6 +111,18 @@ class Step:
                 experts_TLK=np.concatenate([nothing, *experts]), planned=bool(self.as_planned_M[number]),
             ))  # fmt: skip
         return found
+
+    def _numbers(self, mini_batch: int | None) -> list[int]:
+        """Of this group's micro-batches."""
+        if mini_batch is None:
+            return self.armed.micro_batches
+        if not 0 <= mini_batch < self.num_mini_batches:
+            raise InputError(f"there is no mini-batch {mini_batch}: this step has 0 to {self.num_mini_batches - 1}")
+        of_micro_batch = self._schedule.mini_batch_of_micro_batch
+        return [
+            number for number in self.armed.micro_batches
+            if of_micro_batch is None or of_micro_batch[number] == mini_batch
+        ]  # fmt: skip
 
     def record(self, *, seconds: float) -> PlannerRecord | None:
         """Collective, at the end of the step: what happened on all ranks, on world rank 0; None elsewhere."""
@@ -102,11 +146,12 @@ class Step:
 
 
 def begin_step(
-    runtime: Runtime, plan: StepPlan, counts: StepCounts, group_of_micro_batch: NDArray[np.int64],
-    experts_TLK: NDArray[np.int32], lengths: NDArray[np.int64],
+    runtime: Runtime, planned: PlannedStep, counts: StepCounts, experts_TLK: NDArray[np.int32],
+    lengths: NDArray[np.int64],
 ) -> Step:  # fmt: skip
     """Collective: send every sequence's routing to the rank that runs it, and compare it with the plan's load."""
-    schedule, group = plan.schedule, runtime.group
+    plan, group_of_micro_batch, group = planned.plan, planned.group_of_micro_batch, runtime.group
+    schedule = plan.schedule
     if schedule is None or schedule.ranks_per_sequence != 1:
         raise PlanError("the runtime runs every sequence on one rank: the plan must have a schedule that says which")
     runner = group_of_micro_batch[schedule.micro_batch_of_sequence] * group.num_ranks + schedule.rank_of_sequence
@@ -134,6 +179,7 @@ def begin_step(
         as_planned_M=np.concatenate(said).all(axis=0) & (unrecorded_M == 0),
         sequence_loads=counts.sequences,
         tokens_without_routing=int(counts.unrecorded_of_sequence.sum()),
+        static_imbalance=planned.static_imbalance,
     )
 
 

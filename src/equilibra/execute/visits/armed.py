@@ -30,7 +30,13 @@ class Armed:
             self._instances[key] = instances_of(self.plan, stage, layer, micro_batch)
         return self._instances[key]
 
-    def after(self, micro_batch: int) -> int | None:
-        """The micro-batch that this group runs next."""
+    def after(self, stage: Stage, micro_batch: int) -> int | None:
+        """The micro-batch that this group runs next with the same weights; None if there is none."""
         at = self.micro_batches.index(micro_batch) + 1
-        return self.micro_batches[at] if at < len(self.micro_batches) else None
+        if at == len(self.micro_batches):
+            return None
+        following, schedule = self.micro_batches[at], self.plan.schedule
+        mini = None if schedule is None else schedule.mini_batch_of_micro_batch
+        if stage is Stage.UPDATE and mini is not None and mini[following] != mini[micro_batch]:
+            return None  # the optimizer comes between
+        return following

@@ -1,0 +1,247 @@
+"""`equilibra train`: a complete RL training run, balanced, on this machine or under torchrun."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equilibra.cli.arguments import positive
+from equilibra.core.errors import EquilibraError, InputError
+
+if TYPE_CHECKING:
+    from equilibra.train.config import TrainConfig
+    from equilibra.train.launch import Place
+    from equilibra.train.observers import Screen
+    from equilibra.train.run_folder import FolderLock, RunFolder
+
+__all__ = ["add_parser", "finish"]
+
+WORKER = "equilibra.train.worker:run_worker"
+"""what a rank runs; tests put their own here"""
+NEEDED = ("torch", "transformers", "safetensors", "tensorboard", "rich")
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "train",
+        help="train a MoE model by reinforcement learning, balanced; a small one on any laptop without options",
+        usage="equilibra train [section.key=value ...] [--config FILE] [--output DIR | --resume DIR] ...",
+        description="Trains a MoE language model on verifiable problems, with the experts of every step balanced. "
+        "Starts cluster.nodes x ranks_per_node x groups processes here; under torchrun, uses torchrun's. Ctrl-C once "
+        "ends with a checkpoint.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options, as in run.steps=20")
+    parser.add_argument("--config", metavar="FILE", help="options from a TOML file")
+    parser.add_argument("--output", metavar="DIR", help="folder of the run (runs/<date and time>)")
+    parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder from its last checkpoint")
+    parser.add_argument("--planner", metavar="NAME", help="short for balance.planner=NAME; static: no balancing")
+    parser.add_argument("--seed", metavar="N", help="short for run.seed=N")
+    parser.add_argument("--steps", metavar="N", type=positive, help="short for run.steps=N")
+    parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
+    parser.add_argument("--json", action="store_true", help="at the end, print one JSON object")
+    parser.add_argument("--options", action="store_true", help="print every option with its default, and end")
+    parser.set_defaults(run=run, worker=WORKER)
+
+
+@dataclass(frozen=True, kw_only=True)
+class _Asked:
+    """A run that is ready to start."""
+
+    config: TrainConfig
+    folder: RunFolder
+    resume: bool
+    """whether there is a checkpoint to go on from"""
+    fresh: bool
+    """whether the folder was made for this run"""
+    place: Place | None
+    """who this process is, under torchrun"""
+    lock: FolderLock | None
+    """of the folder: world rank 0 has it, or whoever starts the ranks"""
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process talks to the user."""
+        return self.place is None or self.place.rank == 0
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train, then say what came of it."""
+    from equilibra.train.options import options_text
+
+    if arguments.options:
+        print(options_text(), end="")
+        return 0
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(f"equilibra train needs {', '.join(missing)}: install it with pip install 'equilibra[train]'")
+    asked = _asked(arguments)
+    try:
+        stopped = _train(asked, arguments)
+    finally:
+        if asked.lock is not None:
+            asked.lock.close()
+    return _end(asked, arguments, stopped=stopped)
+
+
+def _asked(arguments: argparse.Namespace) -> _Asked:
+    """Understand what is wanted, and make or open the folder of the run."""
+    from equilibra.plan.planner import planner_named
+    from equilibra.train.config import TrainConfig
+    from equilibra.train.config_files import load_config
+    from equilibra.train.launch import place_under_torchrun
+    from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
+    from equilibra.train.run_folder import reopen_run
+
+    overrides = _overrides(arguments)
+    folder: RunFolder | None = None
+    if arguments.resume is not None:
+        if arguments.config is not None or arguments.output is not None:
+            raise InputError("--resume takes configuration and folder from the run: leave --config and --output out")
+        folder, before = reopen_run(Path(arguments.resume))
+        config = with_overrides(before, overrides)
+        check_resumable(before, config)
+    else:
+        base = load_config(arguments.config) if arguments.config is not None else TrainConfig()
+        config = with_absolute_paths(with_overrides(base, overrides))
+    planner_named(config.balance.planner)  # an error now, not after the warm-up
+    place = place_under_torchrun(config.cluster)
+    if place is not None and folder is None:
+        folder = _folder_under_torchrun(arguments, place)
+    return _opened(arguments, config, folder, place)
+
+
+def _overrides(arguments: argparse.Namespace) -> Sequence[str]:
+    short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
+    return [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
+
+
+def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFolder | None:
+    """The folder, if there is nothing to make: for other ranks than 0, and when torchrun starts all of them again."""
+    from equilibra.train.run_folder import RunFolder
+
+    if arguments.output is None:
+        raise InputError("under torchrun every rank must know the folder of the run: give --output DIR")
+    folder = RunFolder(path=Path(arguments.output))
+    return folder if place.rank != 0 or (place.restarts > 0 and folder.config.is_file()) else None
+
+
+def _opened(
+    arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None
+) -> _Asked:  # fmt: skip
+    """Make the folder, or take the one there is."""
+    from datetime import datetime
+
+    from equilibra.train.run_folder import FolderLock, begin_run, default_output
+
+    if folder is None:
+        now = datetime.now().astimezone()
+        output = Path(arguments.output) if arguments.output is not None else default_output(now)
+        folder, lock = begin_run(output, config)
+        return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
+    own = FolderLock(folder) if place is None or place.rank == 0 else None
+    if own is not None:
+        folder.write_config(config)
+    resume = arguments.resume is not None or (place is not None and place.restarts > 0)
+    resume = resume and folder.has_checkpoint
+    return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
+
+
+def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
+    """Run all steps; returns whether the run was told to stop before."""
+    from equilibra.train.launch import launch
+    from equilibra.train.plain_log import LogFile
+    from equilibra.train.rank import Job
+
+    job = Job(config=asked.config, folder=asked.folder, resume=asked.resume, worker=arguments.worker)
+    screen = _screen(asked, arguments)
+    try:
+        return launch(job, screen=screen, place=asked.place, lock=asked.lock)
+    except InputError:
+        if asked.fresh:
+            asked.folder.discard_if_worthless()
+        raise
+    except EquilibraError as error:
+        if asked.is_first:
+            LogFile(asked.folder.log)(f"{type(error).__name__}: {error}")
+        raise
+    except KeyboardInterrupt:
+        if asked.folder.has_checkpoint:
+            print(f"continue with: equilibra train --resume {asked.folder.path}", file=sys.stderr)
+        raise
+    finally:
+        screen.close()
+
+
+def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
+    """The live view on a terminal, plain lines elsewhere; stdout stays free for JSON."""
+    from equilibra.train.metrics_file import read_history
+    from equilibra.train.plain_log import PlainLog, to_stream
+
+    steps, stream = asked.config.run.steps, sys.stderr if arguments.json else sys.stdout
+    if not asked.is_first:
+        return PlainLog(lambda _line: None, steps=steps)
+    cluster = asked.config.cluster
+    what = "continuing" if asked.resume else "starting"
+    print(
+        f"{what} {asked.folder.path}: {cluster.num_processes} ranks ({cluster.nodes} nodes x {cluster.ranks_per_node}"
+        f"{f' x {cluster.groups} groups' if cluster.groups > 1 else ''}), planner {asked.config.balance.planner}",
+        file=stream,
+        flush=True,
+    )
+    if not arguments.plain:
+        from equilibra.train.view import LiveView, can_draw
+
+        if can_draw(stream):
+            history = read_history(asked.folder.metrics)
+            return LiveView(title=f"equilibra train · {asked.folder.path}", steps=steps, history=history, stream=stream)
+    return PlainLog(to_stream(stream), steps=steps)
+
+
+def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
+    """The table, or the JSON object, and what to do next."""
+    from equilibra.train.metrics_file import read_history
+    from equilibra.train.summary import summary, summary_table
+
+    folder, steps = asked.folder, asked.config.run.steps
+    history = read_history(folder.metrics)
+    done = max(history.steps, default=-1) + 1
+    stopped = stopped and done < steps
+    if asked.is_first:
+        report = _report(folder.path)
+        if arguments.json:
+            print(json.dumps(summary(history, folder, steps=steps, stopped=stopped, report=report)))
+        else:
+            print(f"\n{summary_table(history)}\n\nrun: {folder.path}" + (f"\nreport: {report}" if report else ""))
+        if stopped:
+            print(f"stopped after {done} of {steps} steps; continue with: equilibra train --resume {folder.path}",
+                  file=sys.stderr)  # fmt: skip
+    return 130 if stopped else 0
+
+
+def _report(folder: Path) -> str | None:
+    """The path of the report; a page that cannot be written is no reason to lose the rest."""
+    try:
+        report = finish(folder)
+    except EquilibraError as error:
+        print(f"note: there is no report: {error}", file=sys.stderr)
+        return None
+    return None if report is None else str(report)
+
+
+def finish(folder: Path) -> Path | None:
+    """Write the report of the run's last step; None if the run kept no such step."""
+    from equilibra.measure.run import load_run
+    from equilibra.report.page import write_report
+
+    step, report = folder / "step.run", folder / "report.html"
+    if not step.is_dir():
+        return None
+    write_report(load_run(step), report, overwrite=True)
+    return report

@@ -1,0 +1,229 @@
+"""Replica: the embedded rollout engine. A whole transformers model on each rank that samples in batches with a KV cache.
+
+Symbols: B requests of a batch, T tokens of the longest, L MoE layers, K experts per token.
+
+Requests with the same tokens share their prefill. Prompts are padded on the left, so that all answers grow at the same
+place; requests that are through leave the batch when half of it is. Every token that is processed tells its experts.
+Answers do not depend on the batch they are in, but for rounding: each brings its own noise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor, nn
+from transformers import AutoModelForCausalLM, DynamicCache
+
+from equilibra.core.errors import InputError
+from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.state.safetensors_names import Naming
+from equilibra.integrations.hf.experts import use_plain_experts
+from equilibra.integrations.hf.folder import ModelFolder
+from equilibra.rl.engine import Generation, Request
+
+__all__ = ["Replica"]
+
+
+class Replica:
+    """All weights, for sampling."""
+
+    def __init__(
+        self, folder: ModelFolder, *, dtype: torch.dtype, device: torch.device, end: int, pad: int, batch: int = 256
+    ) -> None:
+        """Build without weights: they come by `load_weights`. batch: requests that are answered at the same time."""
+        self.folder, self.device, self.end, self.pad, self.batch = folder, device, end, pad, batch
+        model: Any = AutoModelForCausalLM.from_config(folder.config, dtype=dtype).to(device).eval()
+        self.model = model.requires_grad_(requires_grad=False)
+        use_plain_experts(model, transposed=folder.family.returns_scores)
+        self.blocks = {n: layer.mlp for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
+        self.naming: Naming = folder.family.naming_for(list(self.blocks))
+        self._places = self._named()
+        self._seen: list[Tensor] = []
+        """experts of the tokens of one forward pass, layer by layer"""
+
+    # --- weights ---
+
+    def _named(self) -> dict[str, Tensor]:
+        """Where every published weight is kept."""
+        experts = {f"model.layers.{n}.mlp." for n in self.blocks}
+        found: dict[str, Tensor] = {
+            name: value for name, value in self.model.state_dict().items()
+            if not any(name.startswith(prefix) for prefix in experts)
+        }  # fmt: skip
+        if self.folder.config.tie_word_embeddings:
+            found.pop("lm_head.weight", None)
+        for number, block in enumerate(self.blocks.values()):
+            found.update(self._dense_of(number, block))
+            found.update(self._experts_of(number, block.experts))
+        return found
+
+    def _dense_of(self, layer: int, block: Any) -> dict[str, Tensor]:  # noqa: ANN401
+        router, naming = getattr(block, self.folder.family.router), self.naming
+        found = {naming.name(naming.router, layer, "a router"): router.weight}
+        if getattr(router, "bias", None) is not None:
+            found[naming.name(naming.router_bias, layer, "a bias")] = router.bias
+        if hasattr(router, "e_score_correction_bias"):
+            found[naming.name(naming.selection_bias, layer, "a bias")] = router.e_score_correction_bias
+        if hasattr(block, "shared_experts"):
+            for matrix in ("gate_proj", "up_proj", "down_proj"):
+                name = naming.name(naming.shared, layer, "a shared expert", matrix=matrix)
+                found[name] = getattr(block.shared_experts, matrix).weight
+        return found
+
+    def _experts_of(self, layer: int, experts: Any) -> dict[str, Tensor]:  # noqa: ANN401
+        """Views of transformers' stacked parameters, by published name."""
+        spec, naming = self.folder.spec, self.naming
+        if naming.stacked:  # published as transformers keeps them
+            parts = [experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias]
+            return dict(zip(naming.names_of_expert(spec, layer, 0), parts, strict=True))
+        found = {}
+        for expert in range(spec.num_experts):
+            parts = ExpertParts(experts.gate_up_proj[expert], experts.down_proj[expert])
+            found.update({entry.name: entry.value for entry in naming.entries(spec, layer, expert, parts)})
+        return found
+
+    @torch.no_grad()
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights; all of them must come."""
+        missing = set(self._places)
+        for name, value in weights:
+            place = self._places.get(name)
+            if place is None or place.shape != value.shape:
+                shape = "no such weight" if place is None else f"one of shape {tuple(place.shape)}"
+                raise InputError(f"a weight {name} of shape {tuple(value.shape)} came, the engine has {shape}")
+            place.copy_(value)
+            missing.discard(name)
+        if missing:
+            raise InputError(f"{len(missing)} weights did not come, among them {min(missing)}")
+
+    # --- sampling ---
+
+    @torch.no_grad()
+    def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
+        """Answer all requests, batch by batch, those of similar length together."""
+        order = sorted(range(len(requests)), key=lambda i: (requests[i].tokens.size, requests[i].tokens.tobytes()))
+        done: dict[int, Generation] = {}
+        with self._capture():
+            for first in range(0, len(order), self.batch):
+                chosen = order[first : first + self.batch]
+                answers = self._batch([requests[i] for i in chosen], temperature)
+                done.update(zip(chosen, answers, strict=True))
+        return [done[i] for i in range(len(requests))]
+
+    @contextmanager
+    def _capture(self) -> Iterator[None]:
+        def keep(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
+            self._seen.append(output[2])
+
+        routers = [getattr(block, self.folder.family.router) for block in self.blocks.values()]
+        hooks = [router.register_forward_hook(keep) for router in routers]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def _forward(self, tokens_BT: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, NDArray[np.int32]]:
+        """Logits of the last tokens [B, V] and experts of all [B, T, L, K]."""
+        self._seen.clear()
+        positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
+        out = self.model(
+            input_ids=tokens_BT, attention_mask=mask, position_ids=positions, past_key_values=cache, use_cache=True,
+            logits_to_keep=1,
+        )  # fmt: skip
+        experts = torch.stack([seen.view(*tokens_BT.shape, -1) for seen in self._seen], dim=2)
+        return out.logits[:, -1], experts.to(torch.int32).cpu().numpy()
+
+    def _batch(self, requests: list[Request], temperature: float) -> list[Generation]:
+        """One batch: prefill each different prompt once, then token by token."""
+        prompts, of_request = _distinct(requests)
+        longest = max(prompt.size for prompt in prompts)
+        tokens = torch.full((len(prompts), longest), self.pad)
+        mask = torch.zeros(len(prompts), longest, dtype=torch.long)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - prompt.size :] = torch.from_numpy(prompt)
+            mask[row, longest - prompt.size :] = 1
+        cache = DynamicCache(config=self.model.config)
+        mask = mask.to(self.device)
+        logits, experts = self._forward(tokens.to(self.device), mask, cache)
+        growing = [_Growing(request, experts[row, longest - request.tokens.size :])
+                   for request, row in zip(requests, of_request.tolist(), strict=True)]  # fmt: skip
+        rows = torch.from_numpy(of_request).to(self.device)
+        cache.batch_select_indices(rows)
+        logits, mask, active = logits[rows], mask[rows], list(growing)
+        while True:
+            chosen, logprobs = _draw(logits, [one.next_noise() for one in active], temperature)
+            for one, token, logprob in zip(active, chosen.tolist(), logprobs.tolist(), strict=True):
+                one.add(token, logprob, self.end)
+            going = [row for row, one in enumerate(active) if not one.through]
+            if not going:
+                return [one.generation() for one in growing]
+            if 2 * len(going) <= len(active):
+                kept = torch.tensor(going, device=self.device)
+                cache.batch_select_indices(kept)
+                mask, chosen, active = mask[kept], chosen[kept], [active[row] for row in going]
+            mask = torch.cat([mask, mask.new_ones(len(active), 1)], dim=1)
+            logits, experts = self._forward(chosen[:, None], mask, cache)
+            for one, of_token in zip(active, experts, strict=True):
+                one.processed(of_token)
+
+
+class _Growing:
+    """An answer under way."""
+
+    def __init__(self, request: Request, experts: NDArray[np.int32]) -> None:
+        self.request = request
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.experts = [experts]
+        self.through = request.max_new == 0
+        self.ended = False
+
+    def next_noise(self) -> float:
+        """Of the token that comes; of no use when it is through."""
+        return 0.0 if self.through else float(self.request.noise[len(self.tokens)])
+
+    def add(self, token: int, logprob: float, end: int) -> None:
+        """A token was drawn."""
+        if not self.through:
+            self.tokens.append(token)
+            self.logprobs.append(logprob)
+            self.ended = token == end
+            self.through = self.ended or len(self.tokens) == self.request.max_new
+
+    def processed(self, experts: NDArray[np.int32]) -> None:
+        """The last token went through the model."""
+        if not self.through:
+            self.experts.append(experts)
+
+    def generation(self) -> Generation:
+        """The answer."""
+        return Generation(
+            tokens=np.array(self.tokens, np.int64), logprobs=np.array(self.logprobs, np.float64),
+            experts=np.concatenate(self.experts), ended=self.ended,
+        )  # fmt: skip
+
+
+def _distinct(requests: list[Request]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
+    """The different prompts, and which of them each request has."""
+    prompts: dict[bytes, int] = {}
+    found = [prompts.setdefault(request.tokens.tobytes(), len(prompts)) for request in requests]
+    return [np.frombuffer(raw, np.int64).copy() for raw in prompts], np.array(found, np.int64)
+
+
+def _draw(logits_BV: Tensor, noise: list[float], temperature: float) -> tuple[Tensor, Tensor]:
+    """A token for each row and its log-probability: the first whose cumulated probability exceeds the noise."""
+    logits = logits_BV.double()
+    if temperature == 0:
+        chosen = logits.argmax(dim=-1)
+    else:
+        logits = logits / temperature
+        sums = logits.softmax(dim=-1).cumsum(dim=-1)
+        level = torch.tensor(noise, dtype=torch.float64, device=logits.device)[:, None] * sums[:, -1:]
+        chosen = torch.searchsorted(sums, level, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return chosen, logits.log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]

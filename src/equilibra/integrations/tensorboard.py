@@ -1,0 +1,80 @@
+"""TensorBoard files of a run, by TensorBoard's own record writer (no torch, no TensorFlow).
+
+Each run of the program writes a file of its own. The first step it holds tells TensorBoard to drop that step and later
+ones of the files before, so that a resumed run is one curve.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from tensorboard.compat.proto.event_pb2 import Event, SessionLog  # type: ignore[import-untyped]
+from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-untyped]
+from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
+
+from equilibra.core.atomic import cannot
+
+__all__ = ["TensorBoard"]
+
+
+class TensorBoard:
+    """An observer that writes every metric as a scalar, grouped as TensorBoard groups by the name before a slash."""
+
+    def __init__(self, folder: Path) -> None:
+        """The folder and the file are made with the first metric."""
+        self.folder = folder
+        self._writer: RecordWriter | None = None
+
+    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
+        """Nothing."""
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of a step."""
+        self._write(step, {f"{_group(name)}/{name}": value for name, value in metrics.items()})
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        """The metrics of an evaluation."""
+        self._write(step, {f"evaluation/{name}": value for name, value in metrics.items()})
+
+    def close(self) -> None:
+        """Close the file."""
+        if self._writer is not None:
+            self._writer.close()
+            self._writer = None
+
+    def _write(self, step: int, values: Mapping[str, float]) -> None:
+        try:
+            if self._writer is None:
+                self._writer = self._begin(step)
+            scalars = [Summary.Value(tag=tag, simple_value=float(value)) for tag, value in values.items()]
+            self._put(self._writer, Event(step=step, summary=Summary(value=scalars)))
+        except OSError as error:
+            raise cannot("write", self.folder, error) from error
+
+    def _begin(self, step: int) -> RecordWriter:
+        self.folder.mkdir(parents=True, exist_ok=True)
+        name = f"events.out.tfevents.{time.time_ns() // 1000}.{socket.gethostname()}.{os.getpid()}"
+        writer = RecordWriter((self.folder / name).open("xb"))
+        self._put(writer, Event(file_version="brain.Event:2"))
+        self._put(writer, Event(step=step, session_log=SessionLog(status=SessionLog.START)))
+        return writer
+
+    @staticmethod
+    def _put(writer: RecordWriter, event: Event) -> None:
+        event.wall_time = time.time()
+        writer.write(event.SerializeToString())
+        writer.flush()
+
+
+def _group(name: str) -> str:
+    if name.startswith("seconds"):
+        return "time"
+    return "balance" if name in BALANCE else "train"
+
+
+BALANCE = ("imbalance_static", "imbalance", "copies", "moves", "exposed", "tokens_without_routing")
+"""metrics of the balancer"""

@@ -1,0 +1,1 @@
+"""Reinforcement learning around the runtime: rollout, reward, advantage, loss, learner, loop. Needs torch."""

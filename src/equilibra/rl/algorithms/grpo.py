@@ -1,0 +1,100 @@
+"""GRPO: answers to one prompt are compared with each other; no value model.
+
+Symbols: n answers of a group, r_i reward of answer i, A answer tokens.
+
+    advantage of every token of answer i = (r_i - mean r) / (std r + 1e-6), with n - 1 in the standard deviation
+
+A group in which all rewards are equal, one of a single answer too, says nothing: its advantages are exactly 0.
+Variants by options: Dr. GRPO is normalise=False with the loss average sequence-sum-over-max; RLOO is leave_one_out=True
+with normalise=False: the mean is that of the other answers, which makes the difference n / (n - 1) times as large.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+from equilibra.rl.algorithms.algorithm import Target, check_finished
+from equilibra.rl.loss import LossSetting, Total
+from equilibra.rl.sample import Sample
+
+__all__ = ["Grpo", "group_advantages"]
+
+SMALLEST_STD = 1e-6
+"""added to the standard deviation"""
+
+LOSS = LossSetting(clip_low=0.2, clip_high=0.28)
+"""clip-higher, all tokens the same"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Grpo:
+    """Group-relative advantages."""
+
+    name: ClassVar[str] = "grpo"
+    needs_values: ClassVar[bool] = False
+    windowed: ClassVar[bool] = False
+    value_clip: ClassVar[float] = 0.0
+
+    loss: LossSetting = LOSS
+    """of the policy"""
+    normalise: bool = True
+    """divide by the standard deviation of the group"""
+    leave_one_out: bool = False
+    """subtract the mean of the other answers, not of all"""
+
+    def __post_init__(self) -> None:
+        for name in ("normalise", "leave_one_out"):
+            value = getattr(self, name)
+            if not isinstance(value, bool):
+                raise InputError(f"{name} of {self.name} must be true or false, not {value!r}")
+
+    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        """[A] all."""
+        return np.ones(sample.answer.size, np.bool_)
+
+    def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        """[A] none."""
+        return np.zeros(sample.answer.size, np.bool_)
+
+    def targets(
+        self,
+        samples: Sequence[Sample],
+        values: Sequence[NDArray[np.float64]] | None,  # noqa: ARG002
+        total: Total,  # noqa: ARG002
+    ) -> list[Target]:
+        """The same advantage for all tokens of an answer."""
+        check_finished(self.name, samples)
+        members: dict[int, list[int]] = defaultdict(list)
+        for number, sample in enumerate(samples):
+            members[sample.group].append(number)
+        advantage = np.zeros(len(samples))
+        rewards = np.array([sample.reward for sample in samples])
+        for group in members.values():
+            advantage[group] = group_advantages(
+                rewards[group], normalise=self.normalise, leave_one_out=self.leave_one_out
+            )
+        return [
+            Target(advantages=np.full(sample.answer.size, one)) for sample, one in zip(samples, advantage, strict=True)
+        ]
+
+
+def group_advantages(
+    rewards: NDArray[np.float64], *, normalise: bool, leave_one_out: bool = False
+) -> NDArray[np.float64]:
+    """[n] from the rewards of one group."""
+    num = rewards.size
+    if num < 2 or rewards.min() == rewards.max():  # exactly 0: a rounded mean would be divided by almost nothing
+        return np.zeros(num)
+    above: NDArray[np.float64] = rewards - rewards.mean()
+    if leave_one_out:
+        above *= num / (num - 1)
+    if normalise:
+        above /= rewards.std(ddof=1) + SMALLEST_STD
+    return above

@@ -1,0 +1,60 @@
+"""Rollout engines: whatever turns prompts into answers and says which experts every token went to.
+
+An engine has weights of its own: after every update it is given the new ones by their published names, in logical
+order, whatever the placement of the trainer is. The embedded one is `integrations.hf.Replica` under `Sampler`; others
+(vLLM, SGLang) implement the same protocol.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Engine", "Generation", "Request"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Request:
+    """One answer to begin, or to go on with."""
+
+    tokens: NDArray[np.int64]
+    """[N] prompt, and the answer so far"""
+    noise: NDArray[np.float64]
+    """one number in [0, 1) for each token to come: the same noise gives the same answer, whatever the batch is"""
+
+    @property
+    def max_new(self) -> int:
+        """Tokens that may be generated."""
+        return int(self.noise.size)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Generation:
+    """What was generated for a request."""
+
+    tokens: NDArray[np.int64]
+    """[A] new tokens, with the one that ends the answer if it came"""
+    logprobs: NDArray[np.float64]
+    """[A] log-probability of each, under the temperature it was drawn with"""
+    experts: NDArray[np.int32]
+    """[N + A - 1, L, K] experts of every token that was processed, -1 where the engine does not know; the last token
+    is never processed"""
+    ended: bool
+    """whether the token that ends an answer came"""
+
+
+class Engine(Protocol):
+    """Prompts in, answers with routing out."""
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Take new weights. All ranks call it together; every engine must read the stream to its end."""
+        ...
+
+    def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
+        """Answer all requests; temperature 0 takes the likeliest token."""
+        ...

@@ -1,0 +1,291 @@
+"""The losses: one for the policy, whatever the algorithm, and one for the value model.
+
+Symbols: T answer tokens of a micro-batch, A answer tokens of one sample, r ratio of the probabilities of a token under
+the new policy and under the one that generated it, c dual clip.
+
+    policy loss = Σ_t weight_t · ( -objective_t + kl_weight · divergence_t - entropy_weight · entropy_t )
+    objective_t = min(r·A_t, clamp(r, 1 - clip_low, 1 + clip_high)·A_t), and not below c·A_t if A_t < 0 and c > 0
+
+All averaging is in the weights, which `token_weights` makes for a whole mini-batch. So the loss of a micro-batch is its
+share of the whole: losses add up over micro-batches and ranks, and gradients are summed, never averaged. Tokens of
+weight 0 have no influence, whatever their numbers are, NaN too. Sums are in float32 or better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import StrEnum
+from math import inf
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.errors import InputError
+
+__all__ = [
+    "Average", "Divergence", "LossSetting", "PolicyLoss", "Ratio", "Total", "policy_loss", "token_weights",
+    "value_loss",
+]  # fmt: skip
+
+Total = Callable[[NDArray[np.float64]], NDArray[np.float64]]
+"""sums an array over all ranks; every rank must call it the same number of times"""
+
+MAX_LOG_RATIO = 20.0
+"""larger log-ratios count as this one: e^20 is far outside any clip, and infinity would make gradients NaN"""
+
+
+class Ratio(StrEnum):
+    """What the clipped ratio is of."""
+
+    TOKEN = "token"  # noqa: S105
+    """each token has its own"""
+    SEQUENCE = "sequence"
+    """GSPO: the geometric mean over the trained tokens of the sequence, for all of them"""
+
+
+class Divergence(StrEnum):
+    """How far the policy is from the reference, by token; d = log π - log reference."""
+
+    NONE = "none"
+    """no reference"""
+    K1 = "k1"
+    """d: right on average, but as a part of the loss its gradient is zero on average"""
+    K2 = "k2"
+    """d² / 2: as a part of the loss its gradient is that of the divergence, on average"""
+    K3 = "k3"
+    """exp(-d) + d - 1: right on average, never negative"""
+
+
+class Average(StrEnum):
+    """What the loss of a mini-batch is the average of."""
+
+    TOKEN = "token"  # noqa: S105
+    """all trained tokens count the same"""
+    SEQUENCE = "sequence"
+    """all sequences count the same, and within one its trained tokens"""
+    SEQUENCE_SUM_OVER_MAX = "sequence-sum-over-max"
+    """Dr. GRPO: the sum over tokens, divided by the number of sequences and by one length for all"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class LossSetting:
+    """The policy loss. Words stand for the members of the same name: ratio="sequence"."""
+
+    clip_low: float = 0.2
+    """the ratio counts from 1 - clip_low on; above 0, at most 1"""
+    clip_high: float = 0.2
+    """the ratio counts up to 1 + clip_high; above 0"""
+    dual_clip: float = 0.0
+    """c: the objective of a token with a negative advantage is at least c times it; above 1, or 0 for off"""
+    ratio: Ratio = Ratio.TOKEN
+    """of tokens or sequences"""
+    divergence: Divergence = Divergence.NONE
+    """from the reference; measured also where its weight is 0"""
+    kl_weight: float = 0.0
+    """of the divergence in the loss"""
+    entropy_weight: float = 0.0
+    """of the entropy in the loss: above 0 it is rewarded"""
+    average: Average = Average.TOKEN
+    """over a mini-batch"""
+
+    def __post_init__(self) -> None:
+        for name in ("clip_low", "clip_high", "dual_clip", "kl_weight", "entropy_weight"):
+            self._check(name, isinstance(getattr(self, name), int | float), "a number")
+        for name, kind in (("ratio", Ratio), ("divergence", Divergence), ("average", Average)):
+            object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
+        self._check("clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1")
+        self._check("clip_high", self.clip_high > 0, "above 0")
+        self._check("dual_clip", self.dual_clip == 0 or 1 < self.dual_clip < inf, "above 1, or 0 for off")
+        self._check("kl_weight", 0 <= self.kl_weight < inf, "0 or more, and finite")
+        self._check("entropy_weight", 0 <= self.entropy_weight < inf, "0 or more, and finite")
+        if self.kl_weight > 0 and self.divergence is Divergence.NONE:
+            raise InputError(f"kl_weight {self.kl_weight} needs a divergence; use k1, k2 or k3, or weight 0")
+
+    def _check(self, name: str, fits: bool, required: str) -> None:  # noqa: FBT001
+        if not fits:
+            raise InputError(f"{name} must be {required}, not {getattr(self, name)!r}")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PolicyLoss:
+    """The loss of a micro-batch, and what it is made of: sums that add up over micro-batches and ranks.
+
+    For averages divide the summed statistics by the summed `weight`, which is 1 over a mini-batch except under
+    `Average.SEQUENCE_SUM_OVER_MAX`.
+    """
+
+    loss: Tensor
+    """[] with its gradient"""
+    policy: Tensor
+    """[] weighted sum of -objective"""
+    kl: Tensor
+    """[] weighted sum of r - 1 - log r: how far the new policy is from the one that generated"""
+    divergence: Tensor
+    """[] weighted sum of the divergence from the reference, without kl_weight"""
+    entropy: Tensor
+    """[] weighted sum of the entropy, without entropy_weight"""
+    clipped: Tensor
+    """[] weight of the tokens that a clip leaves without gradient"""
+    weight: Tensor
+    """[] sum of the weights"""
+
+
+def token_weights(
+    masks: Sequence[NDArray[np.bool_]], setting: LossSetting, total: Total, max_length: int
+) -> list[NDArray[np.float64]]:
+    """[A] for each own sample of a mini-batch: what each token counts in the loss; `masks` say which are trained.
+
+    Sequences without a trained token are not counted. `total` is called once, so ranks without samples call this too.
+    """
+    if max_length < 1:
+        raise InputError(f"the length that sums of tokens are divided by must be at least 1, not {max_length}")
+    lengths = [int(np.count_nonzero(mask)) for mask in masks]
+    own = np.array([sum(lengths), sum(length > 0 for length in lengths)], np.float64)
+    num_tokens, num_sequences = (float(count) for count in total(own))
+
+    def weight(length: int) -> float:
+        if setting.average is Average.TOKEN:
+            return 1 / num_tokens
+        return 1 / (num_sequences * (length if setting.average is Average.SEQUENCE else max_length))
+
+    return [
+        np.where(mask, weight(length), 0.0) if length else np.zeros(mask.shape)
+        for mask, length in zip(masks, lengths, strict=True)
+    ]
+
+
+def policy_loss(
+    new_T: Tensor, old_T: Tensor, advantages_T: Tensor, weights_T: Tensor, sequence_T: Tensor, setting: LossSetting, *,
+    reference_T: Tensor | None = None, entropy_T: Tensor | None = None,
+) -> PolicyLoss:  # fmt: skip
+    """The policy loss of a micro-batch of whole sequences; only `new_T` and `entropy_T` get gradients.
+
+    `new_T`, `old_T` and `reference_T` are log-probabilities of the tokens now, when they were generated (or before the
+    first mini-batch), and under the reference. `sequence_T` numbers the sequences of the micro-batch from 0.
+    """
+    _check_parts(setting, reference_T, entropy_T)
+    _check_shapes(
+        new=new_T, old=old_T, advantages=advantages_T, weights=weights_T, sequence=sequence_T, reference=reference_T,
+        entropy=entropy_T,
+    )  # fmt: skip
+    clean = _Cleaner(weights_T, new_T)
+    new, advantages = clean(new_T), clean(advantages_T).detach()
+    token_log_ratio = log_ratio = new - clean(old_T).detach()
+    if setting.ratio is Ratio.SEQUENCE:
+        log_ratio = _sequence_means(token_log_ratio, sequence_T, clean.trained_T)
+    ratio = _exp(log_ratio)
+    objective = _bounded(ratio, advantages, setting)
+    policy = clean.sum(-objective)
+    divergence = entropy = torch.zeros_like(policy)
+    if reference_T is not None:
+        divergence = clean.sum(_divergence(new - clean(reference_T).detach(), setting.divergence))
+    if entropy_T is not None:
+        entropy = clean.sum(clean(entropy_T))
+    return PolicyLoss(
+        loss=policy + _part(setting.kl_weight, divergence) - _part(setting.entropy_weight, entropy),
+        policy=policy.detach(),
+        kl=clean.sum(_divergence(-token_log_ratio.detach(), Divergence.K3)),
+        divergence=divergence.detach(),
+        entropy=entropy.detach(),
+        clipped=clean.sum((objective != ratio * advantages).to(clean.dtype)),
+        weight=clean.weights_T.sum(),
+    )
+
+
+def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, clip: float) -> Tensor:
+    """[] half the squared error, weighted. Only `values_T` gets a gradient.
+
+    With a clip above 0 values gain nothing by moving further than that from the old ones.
+    """
+    if not 0 <= clip < inf:
+        raise InputError(f"the clip of values must be 0 for off, or above, not {clip}")
+    _check_shapes(values=values_T, old_values=old_values_T, returns=returns_T, weights=weights_T)
+    clean = _Cleaner(weights_T, values_T)
+    values, old, returns = clean(values_T), clean(old_values_T).detach(), clean(returns_T).detach()
+    error = (values - returns).square()
+    if clip:
+        error = torch.maximum(error, (old + (values - old).clamp(-clip, clip) - returns).square())
+    return 0.5 * clean.sum(error)
+
+
+class _Cleaner:
+    """Brings numbers to one device and type, float32 or better, and sets them to 0 where the weight is."""
+
+    def __init__(self, weights_T: Tensor, like_T: Tensor) -> None:
+        self.dtype, self.device = torch.promote_types(like_T.dtype, torch.float32), like_T.device
+        self.weights_T = weights_T.detach().to(dtype=self.dtype, device=self.device)
+        self.trained_T = self.weights_T != 0
+
+    def __call__(self, numbers_T: Tensor) -> Tensor:
+        """Chosen before anything is computed of them, so that neither a NaN nor its gradient passes."""
+        numbers_T = numbers_T.to(dtype=self.dtype, device=self.device)
+        return torch.where(self.trained_T, numbers_T, torch.zeros_like(numbers_T))
+
+    def sum(self, numbers_T: Tensor) -> Tensor:
+        """[] weighted."""
+        return (self.weights_T * numbers_T).sum()
+
+
+def _sequence_means(log_ratio_T: Tensor, sequence_T: Tensor, trained_T: Tensor) -> Tensor:
+    """[T] for each token the mean of the log-ratios of its sequence, over trained tokens; others must be 0 here."""
+    sequence_T = sequence_T.to(log_ratio_T.device)
+    zeros_S = log_ratio_T.new_zeros(int(sequence_T.max()) + 1 if sequence_T.numel() else 0)
+    sums_S = zeros_S.index_add(0, sequence_T, log_ratio_T)
+    counts_S = zeros_S.index_add(0, sequence_T, trained_T.to(log_ratio_T.dtype))
+    means_T: Tensor = (sums_S / counts_S.clamp(min=1))[sequence_T]
+    return means_T
+
+
+def _bounded(ratio_T: Tensor, advantages_T: Tensor, setting: LossSetting) -> Tensor:
+    """[T] the objective: clipped, and perhaps clipped again."""
+    clamped = ratio_T.clamp(1 - setting.clip_low, 1 + setting.clip_high)
+    objective = torch.minimum(ratio_T * advantages_T, clamped * advantages_T)
+    if not setting.dual_clip:
+        return objective
+    bounded = torch.maximum(objective, setting.dual_clip * advantages_T)
+    return torch.where(advantages_T < 0, bounded, objective)
+
+
+def _divergence(d_T: Tensor, kind: Divergence) -> Tensor:
+    """[T] by token; d is the log-ratio of the policy that samples over the other one."""
+    if kind is Divergence.K1:
+        return d_T
+    if kind is Divergence.K2:
+        return 0.5 * d_T.square()
+    if kind is Divergence.K3:
+        d_T = d_T.clamp(min=-MAX_LOG_RATIO)
+        return _exp(-d_T) + d_T - 1
+    return torch.zeros_like(d_T)
+
+
+def _part(weight: float, number: Tensor) -> Tensor:
+    """What a statistic adds to the loss; without a weight nothing, not even a gradient of 0 times infinity."""
+    return weight * number if weight else torch.zeros_like(number)
+
+
+def _exp(log_ratio_T: Tensor) -> Tensor:
+    return log_ratio_T.clamp(max=MAX_LOG_RATIO).exp()
+
+
+def _member(kind: type[StrEnum], name: str, value: object) -> StrEnum:
+    """The member that a word stands for."""
+    words = [str(member) for member in kind]
+    if value not in words:
+        raise InputError(f"{name} must be one of {', '.join(words)}, not {value!r}")
+    return kind(str(value))
+
+
+def _check_parts(setting: LossSetting, reference_T: Tensor | None, entropy_T: Tensor | None) -> None:
+    if setting.divergence is not Divergence.NONE and reference_T is None:
+        raise InputError(f"the divergence {setting.divergence} needs log-probabilities under the reference")
+    if setting.entropy_weight and entropy_T is None:
+        raise InputError(f"entropy_weight {setting.entropy_weight} needs the entropy of each token")
+
+
+def _check_shapes(**numbers: Tensor | None) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in numbers.items() if tensor is not None}
+    if len(set(shapes.values())) != 1 or any(len(shape) != 1 for shape in shapes.values()):
+        raise InputError(f"a loss needs one number per token, in flat tensors of the same length, not {shapes}")

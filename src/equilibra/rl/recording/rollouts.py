@@ -1,0 +1,191 @@
+"""A folder of recorded rollouts: every rank writes a file per step, any number of ranks reads them.
+
+    FOLDER/about.json                         the model, and what else the run says of itself; rank 0 writes it once
+    FOLDER/step-00000012-rank-3-of-4.npz      the samples that rank 3 of 4 had in step 12: see `sample_file`
+
+Readers take whole groups, since advantages compare the answers of a group: groups in order are dealt out to the ranks
+in turn, and each rank's samples come by group and number, whichever rank wrote them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equilibra.core.atomic import atomic_file, cannot
+from equilibra.core.errors import InputError
+from equilibra.rl.recording.model_shape import ModelShape
+from equilibra.rl.recording.sample_file import read_keys, read_samples, write_samples
+from equilibra.rl.sample import Sample
+
+__all__ = ["RolloutAbout", "load_rollout", "read_about", "recorded_steps", "save_rollout"]
+
+FORMAT, VERSION = "equilibra-rollout", 1
+ABOUT, MAX_ABOUT_BYTES = "about.json", 1 << 16
+FILE_NAME = re.compile(r"step-([0-9]{8,18})-rank-([0-9]{1,7})-of-([0-9]{1,7})\.npz")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutAbout:
+    """What a folder is a recording of."""
+
+    model: ModelShape
+    """the model that answered"""
+    about: Mapping[str, object]
+    """what the run says of itself, plain values: task, seed"""
+
+
+@dataclass(frozen=True, kw_only=True, order=True)
+class _File:
+    """A file of a step."""
+
+    rank: int
+    """that wrote it"""
+    world_size: int
+    """ranks that wrote"""
+    path: Path
+    """where it is"""
+
+
+def save_rollout(
+    folder: Path | str, step: int, samples: Sequence[Sample], *, rank: int, world_size: int, model: ModelShape,
+    about: Mapping[str, object],
+) -> Path:  # fmt: skip
+    """Write what this rank has of a step; every rank calls it. A step that is done again replaces the old one."""
+    folder = Path(folder)
+    _check_rank(rank, world_size)
+    if step < 0:
+        raise InputError(f"cannot record step {step}: steps count from 0")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if rank == 0:
+            _write_about(folder, RolloutAbout(model=model, about=about))
+            for file in _files(folder, step):
+                if file.world_size != world_size:  # a run that was resumed with other ranks
+                    file.path.unlink(missing_ok=True)
+    except OSError as error:
+        raise cannot("write", folder, error) from error
+    path = folder / f"step-{step:08d}-rank-{rank}-of-{world_size}.npz"
+    write_samples(path, samples, overwrite=True)
+    return path
+
+
+def load_rollout(
+    folder: Path | str, step: int, *, model: ModelShape, rank: int = 0, world_size: int = 1
+) -> list[Sample]:
+    """Read the share of this rank of a recorded step, if it is a recording of the model at hand."""
+    folder = Path(folder)
+    _check_rank(rank, world_size)
+    differences = read_about(folder).model.differences(model)
+    if differences:
+        raise InputError(
+            f"{folder} is a recording of a model {'; '.join(differences)}: train the model that was recorded, "
+            "or record a rollout of yours"
+        )
+    paths = _complete(folder, step)
+    keys = np.concatenate([read_keys(path) for path in paths])
+    distinct, counts = np.unique(keys, axis=0, return_counts=True)
+    if (counts > 1).any():
+        group, number = distinct[np.argmax(counts > 1)]
+        raise InputError(f"{folder}: step {step} has answer {number} of group {group} twice; files were mixed up")
+    mine = np.unique(keys[:, 0])[rank::world_size]
+    samples = [sample for path in paths for sample in read_samples(path, model=model, groups=mine)]
+    return sorted(samples, key=lambda sample: (sample.group, sample.number))
+
+
+def recorded_steps(folder: Path | str) -> list[int]:
+    """Steps of which there are files."""
+    return sorted({int(match[1]) for path in _listed(Path(folder)) if (match := FILE_NAME.fullmatch(path.name))})
+
+
+def read_about(folder: Path | str) -> RolloutAbout:
+    """Read what a folder is a recording of."""
+    path = Path(folder) / ABOUT
+    try:
+        if not path.is_file():
+            raise InputError(f"{folder} is no recording of rollouts: it has no file {ABOUT}")
+        with path.open("rb") as file:
+            content = file.read(MAX_ABOUT_BYTES + 1)
+        body = json.loads(content.decode()) if len(content) <= MAX_ABOUT_BYTES else None
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{path} is damaged: it is no JSON ({error}); record again") from error
+    if not isinstance(body, dict) or (body.get("format"), body.get("version")) != (FORMAT, VERSION):
+        raise InputError(f"{path} is damaged, or not of the format {FORMAT}, version {VERSION}; record again")
+    try:
+        return _about(body)
+    except (InputError, TypeError) as error:
+        raise InputError(f"{path} is damaged: {error}; record again") from error
+
+
+def _about(body: dict[str, Any]) -> RolloutAbout:
+    model, about = body.get("model"), body.get("about")
+    if not isinstance(model, dict) or not isinstance(about, dict):
+        raise InputError("it must hold tables model and about")
+    return RolloutAbout(model=ModelShape(**model), about=about)
+
+
+def _write_about(folder: Path, new: RolloutAbout) -> None:
+    path = folder / ABOUT
+    body = {"format": FORMAT, "version": VERSION, "model": asdict(new.model), "about": dict(new.about)}
+    try:
+        content = json.dumps(body, indent=2, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise InputError(f"a recording is described by plain values, not by {new.about!r:.200}: {error}") from error
+    if not path.exists():
+        with atomic_file(path) as part:
+            part.write_text(content, "utf-8")
+        return
+    old = read_about(folder)
+    if old != RolloutAbout(model=new.model, about=json.loads(content)["about"]):  # JSON has lists for tuples
+        changed = old.model.differences(new.model) or [f"about {dict(old.about)}, yours is about {dict(new.about)}"]
+        raise InputError(f"{folder} is a recording of a model {'; '.join(changed)}; choose another folder")
+
+
+def _check_rank(rank: int, world_size: int) -> None:
+    if not 0 <= rank < world_size:
+        raise InputError(f"there is no rank {rank} of {world_size}: ranks count from 0")
+
+
+def _listed(folder: Path) -> list[Path]:
+    try:
+        return list(folder.iterdir())
+    except OSError as error:
+        raise cannot("read", folder, error) from error
+
+
+def _files(folder: Path, step: int) -> list[_File]:
+    found = ((path, FILE_NAME.fullmatch(path.name)) for path in _listed(folder))
+    return sorted(
+        _File(rank=int(match[2]), world_size=int(match[3]), path=path)
+        for path, match in found
+        if match and int(match[1]) == step
+    )
+
+
+def _complete(folder: Path, step: int) -> list[Path]:
+    """The files of a step, one of each rank that wrote."""
+    files = _files(folder, step)
+    if not files:
+        steps = recorded_steps(folder)
+        held = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"
+        raise InputError(f"{folder} has no recording of step {step}: {held}")
+    sizes = sorted({file.world_size for file in files})
+    if len(sizes) > 1:
+        raise InputError(f"{folder} has step {step} of {sizes} ranks; remove the files of all but one of these")
+    missing = sorted(set(range(sizes[0])) - {file.rank for file in files})
+    if missing or len(files) != sizes[0]:
+        raise InputError(
+            f"{folder} has {len(files)} files of step {step}, of {sizes[0]} ranks: those of ranks {missing[:8]} are "
+            "missing; copy them here too, or take another step"
+        )
+    return [file.path for file in files]

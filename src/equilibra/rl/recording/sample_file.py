@@ -1,0 +1,219 @@
+"""Samples in one .npz file: of a recorded rollout, or unfinished answers in a checkpoint.
+
+Symbols: N samples, P and A prompt and answer tokens of all of them, M segments, R rows of routing, L MoE layers,
+K experts per token. The arrays:
+
+    problem, group, number, prompt_length, answer_length, num_segments, finished, reward    [N]
+    version, start, end, first_row, num_rows                                                [M]
+    prompt [P], answer [A], logprobs [A], experts [R, L, K]
+
+They are stored as they are, not compressed, so that no file asks for more memory than it has bytes. Nothing is
+unpickled; what a file says is compared with its size, with itself and with the model before a sample is made of it.
+"""
+
+from __future__ import annotations
+
+import warnings
+import zipfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.atomic import atomic_file, cannot
+from equilibra.core.errors import InputError
+from equilibra.rl.recording.model_shape import ModelShape
+from equilibra.rl.sample import Sample, Segment
+from equilibra.trace.npz import _Member as StoredArray
+
+__all__ = ["read_keys", "read_samples", "write_samples"]
+
+Arrays: TypeAlias = dict[str, NDArray[Any]]
+MAX_ROWS = 1 << 31
+OF_SAMPLE = {
+    "problem": "<i8", "group": "<i8", "number": "<i8", "prompt_length": "<i8", "answer_length": "<i8",
+    "num_segments": "<i8", "finished": "|b1", "reward": "<f8",
+}  # fmt: skip
+OF_SEGMENT = dict.fromkeys(("version", "start", "end", "first_row", "num_rows"), "<i8")
+OF_TOKEN = {"prompt": "<i8", "answer": "<i8", "logprobs": "<f8"}
+FLAT = {**OF_SAMPLE, **OF_SEGMENT, **OF_TOKEN}
+NAMES = (*FLAT, "experts")
+LENGTHS = {"prompt_length": "prompt", "answer_length": "answer", "num_segments": "version", "num_rows": "experts"}
+
+
+def write_samples(path: Path | str, samples: Sequence[Sample], *, overwrite: bool = False) -> None:
+    """Write samples; the file appears when it is complete and on the disk."""
+    segments = [segment for sample in samples for segment in sample.segments]
+    with atomic_file(Path(path), overwrite=overwrite) as part, zipfile.ZipFile(part, "x") as archive:
+        _write_table(archive, OF_SAMPLE, [
+            (s.problem, s.group, s.number, s.prompt.size, s.answer.size, len(s.segments), s.finished, s.reward)
+            for s in samples
+        ])  # fmt: skip
+        _write_table(archive, OF_SEGMENT, [(s.version, s.start, s.end, s.first_row, len(s.experts)) for s in segments])
+        for name, dtype in OF_TOKEN.items():
+            parts = [getattr(sample, name) for sample in samples]
+            _write(archive, name, dtype, (sum(part.size for part in parts),), parts)
+        _write_experts(archive, [segment.experts for segment in segments])
+
+
+def _write_table(archive: zipfile.ZipFile, dtypes: dict[str, str], table: list[tuple[Any, ...]]) -> None:
+    for column, (name, dtype) in enumerate(dtypes.items()):
+        _write(archive, name, dtype, (len(table),), [[row[column] for row in table]])
+
+
+def _write_experts(archive: zipfile.ZipFile, experts: list[NDArray[np.int32]]) -> None:
+    shapes = {array.shape[1:] for array in experts}
+    if len(shapes) > 1:
+        raise InputError(f"samples of one file must be of one model, and have layers and experts {sorted(shapes)}")
+    largest = max((int(array.max(initial=-1)) for array in experts), default=-1)
+    shape = (sum(map(len, experts)), *(shapes.pop() if shapes else (0, 0)))
+    _write(archive, "experts", "<i2" if largest < 1 << 15 else "<i4", shape, experts)
+
+
+def _write(
+    archive: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...], parts: Iterable[Any]
+) -> None:  # fmt: skip
+    """An array from its parts along the first axis."""
+    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
+        np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
+        for part in parts:
+            file.write(np.ascontiguousarray(part, dtype=dtype).tobytes())
+
+
+def read_keys(path: Path) -> NDArray[np.int64]:
+    """[N, 2] group and number of each sample of a file."""
+    with _opened(path) as arrays:
+        index = _index(arrays)
+        return np.stack([index["group"], index["number"]], axis=1)
+
+
+def read_samples(
+    path: Path | str, *, model: ModelShape | None = None, groups: NDArray[np.int64] | None = None
+) -> list[Sample]:
+    """The samples of a file, in its order, or those of some groups; checked against the model if it is given."""
+    with _opened(Path(path)) as arrays:
+        index = _index(arrays)
+        sample = np.ones(len(index["group"]), np.bool_) if groups is None else np.isin(index["group"], groups)
+        segment = np.repeat(sample, index["num_segments"])
+        prompt, answer = (np.repeat(sample, index[name]) for name in ("prompt_length", "answer_length"))
+        kept = {name: index[name][sample if name in OF_SAMPLE else segment] for name in index}
+        kept["prompt"] = _rows(arrays["prompt"], prompt)
+        kept["answer"], kept["logprobs"] = _rows(arrays["answer"], answer), _rows(arrays["logprobs"], answer)
+        kept["experts"] = _rows(arrays["experts"], np.repeat(segment, index["num_rows"])).astype(np.int32)
+        _check_values(kept, model)
+        return list(_samples(kept))
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[dict[str, StoredArray]]:
+    """The arrays of a file, their headers read and compared with its size; whatever is wrong inside names the file."""
+    if not path.is_file():
+        raise InputError(f"cannot read {path}: there is no such file of samples")
+    try:
+        with warnings.catch_warnings(), zipfile.ZipFile(path) as archive:
+            warnings.simplefilter("ignore")  # of numpy, about odd headers
+            yield _arrays(archive, path.stat().st_size)
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except InputError as error:
+        raise InputError(f"cannot read {path}: {error}") from error
+    except Exception as error:  # zipfile and numpy raise anything on damaged files
+        raise InputError(
+            f"{path} is not a readable file of samples ({error or type(error).__name__}): truncated or corrupted; "
+            "copy or record it again"
+        ) from error
+
+
+def _arrays(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, StoredArray]:
+    entries = archive.infolist()
+    found = sorted(entry.filename for entry in entries)
+    if found != sorted(f"{name}.npy" for name in NAMES):
+        raise InputError(f"it must hold the arrays {', '.join(NAMES)}, and holds {', '.join(found[:30])!r:.400}")
+    if any(entry.compress_type or entry.file_size != entry.compress_size for entry in entries):
+        raise InputError("it is compressed, which files of samples are not; write it again")
+    if sum(entry.file_size for entry in entries) > file_bytes:
+        raise InputError(f"its arrays claim more than its {file_bytes} bytes; copy or record it again")
+    arrays = {name: StoredArray.find(archive, name) for name in NAMES}
+    for name, dtype in FLAT.items():
+        if arrays[name].dtype.str != dtype or len(arrays[name].shape) != 1:
+            raise InputError(f"{name} must be {dtype} in one dimension, not {arrays[name].dtype} {arrays[name].shape}")
+    experts = arrays["experts"]
+    if experts.dtype.str not in ("<i2", "<i4") or len(experts.shape) != 3 or (experts.shape[0] and 0 in experts.shape):
+        raise InputError(f"experts must be whole numbers [rows, layers, k], not {experts.dtype} {experts.shape}")
+    return arrays
+
+
+def _rows(array: StoredArray, mask: NDArray[np.bool_] | None = None) -> NDArray[Any]:
+    """The array, or its rows that the mask chooses, and never more of it in memory."""
+    kept, first = [np.empty((0, *array.shape[1:]), array.dtype)], 0
+    for piece in array.pieces() if array.shape[0] else ():
+        kept.append(piece if mask is None else piece[mask[first : first + len(piece)]])
+        first += len(piece)
+    return np.concatenate(kept)
+
+
+def _index(arrays: dict[str, StoredArray]) -> Arrays:
+    """What is known of every sample and segment, once it is certain that numbers and lengths add up."""
+    for names in (tuple(OF_SAMPLE), tuple(OF_SEGMENT), ("answer", "logprobs")):
+        sizes = {name: arrays[name].shape[0] for name in names}
+        if len(set(sizes.values())) > 1:
+            raise InputError(f"these must be of one length: {sizes}")
+    index = {name: _rows(arrays[name]) for name in (*OF_SAMPLE, *OF_SEGMENT)}
+    for name, what in LENGTHS.items():
+        lengths, total = index[name], arrays[what].shape[0]
+        if max(total, len(lengths)) > MAX_ROWS or lengths.min(initial=0) < 0 or lengths.max(initial=0) > total:
+            raise InputError(f"{name} holds lengths below 0 or above the {total} of {what}")
+        if lengths.sum() != total:
+            raise InputError(f"{name} adds up to {lengths.sum()}, and {what} has {total}")
+    return index
+
+
+def _check_values(kept: Arrays, model: ModelShape | None) -> None:
+    tokens, experts = (model.vocabulary, model.num_experts) if model else (1 << 62, 1 << 30)
+    limits = dict.fromkeys(("problem", "group", "number", "version", "start", "end", "first_row"), (0, 1 << 62))
+    limits |= {"prompt": (0, tokens), "answer": (0, tokens), "experts": (-1, experts)}
+    for name, (least, most) in limits.items():
+        low, high = kept[name].min(initial=0), kept[name].max(initial=0)
+        if low < least or high >= most:
+            raise InputError(f"{name} must be from {least} to {most - 1}, and holds {low if low < least else high}")
+    for name in ("logprobs", "reward"):
+        if not np.isfinite(kept[name]).all():
+            raise InputError(f"{name} must be finite, and holds {kept[name][~np.isfinite(kept[name])][0]}")
+    shape = kept["experts"].shape
+    if model and shape[0] and shape[1:] != (model.num_layers, model.top_k):
+        raise InputError(f"routing is of {shape[1:]} layers and experts, not {(model.num_layers, model.top_k)}")
+
+
+def _samples(kept: Arrays) -> Iterator[Sample]:
+    prompts, answers, segments, rows = (np.cumsum([0, *kept[name]]) for name in LENGTHS)
+    all_segments = [
+        Segment(
+            **{name: int(kept[name][at]) for name in ("version", "start", "end", "first_row")},
+            experts=kept["experts"][rows[at] : rows[at + 1]],
+        )
+        for at in range(len(kept["version"]))
+    ]
+    for at in range(len(kept["problem"])):
+        answer = slice(answers[at], answers[at + 1])
+        sample = Sample(
+            **{name: int(kept[name][at]) for name in ("problem", "group", "number")},
+            prompt=kept["prompt"][prompts[at] : prompts[at + 1]],
+            answer=kept["answer"][answer],
+            logprobs=kept["logprobs"][answer],
+            segments=tuple(all_segments[segments[at] : segments[at + 1]]),
+            finished=bool(kept["finished"][at]),
+            reward=float(kept["reward"][at]),
+        )
+        _check_segments(sample)
+        yield sample
+
+
+def _check_segments(sample: Sample) -> None:
+    for segment in sample.segments:
+        if segment.end < segment.start or segment.first_row + len(segment.experts) > sample.num_rows:
+            raise InputError(f"a segment of answer {sample.number} of group {sample.group} lies outside of it")
+    if sample.segments and len(sample.experts) != sample.num_rows:
+        raise InputError(f"answer {sample.number} of group {sample.group} lacks routing of some of its tokens")

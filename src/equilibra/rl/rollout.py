@@ -1,0 +1,186 @@
+"""Rollout: which problems a step asks, who asks them, and what came back.
+
+Everything depends on the seed and on numbers of steps, groups and answers alone. So the same answers come whatever the
+number of ranks is and wherever a run was interrupted.
+
+Two ways of filling a batch of prompts x answers:
+  whole answers    step s asks problems s * prompts ... (s + 1) * prompts - 1, each `answers` times
+  windows (T-PPO)  there are prompts x answers places; a place keeps its answer until it is finished, window by window,
+                   and then goes on to the problem that is as many numbers further as there are places
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+from equilibra.rl.engine import Engine, Generation, Request
+from equilibra.rl.sample import Sample
+from equilibra.rl.tasks.task import Problem, Task
+
+__all__ = ["Rollout", "RolloutSetting", "Words", "share_of_rank"]
+
+
+class Words(Protocol):
+    """From words to tokens and back."""
+
+    end: int
+
+    def prompt(self, text: str) -> NDArray[np.int64]:
+        """Tokens of a question."""
+        ...
+
+    def answer(self, text: str) -> NDArray[np.int64]:
+        """Tokens of an answer, with the one that ends it."""
+        ...
+
+    def read(self, tokens: NDArray[np.int64]) -> str:
+        """Text of an answer."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutSetting:
+    """How a batch is filled."""
+
+    seed: int
+    """of all noise"""
+    prompts: int
+    """different problems of a step"""
+    answers: int
+    """answers to each"""
+    max_prompt_tokens: int
+    """longest prompt"""
+    max_answer_tokens: int
+    """an answer is cut off here, and gets no reward then"""
+    temperature: float
+    """answers are drawn with"""
+    window: int = 0
+    """tokens generated per step and answer, 0: whole answers"""
+
+
+def share_of_rank(total: int, rank: int, world: int) -> range:
+    """The part of 0 to total - 1 that a rank takes: neighbours, as even as possible."""
+    return range(total * rank // world, total * (rank + 1) // world)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Rollout:
+    """This rank's part of every step's rollout."""
+
+    engine: Engine
+    """of this rank"""
+    task: Task
+    """asks and rewards"""
+    words: Words
+    """between text and tokens"""
+    setting: RolloutSetting
+    """what a batch is"""
+    rank: int
+    """of all ranks"""
+    world: int
+    """ranks"""
+
+    def begin(self, step: int) -> list[Sample]:
+        """Whole answers: this rank's samples of a step, none of them begun. A group is on one rank."""
+        setting = self.setting
+        groups = [step * setting.prompts + p for p in share_of_rank(setting.prompts, self.rank, self.world)]
+        return [
+            Sample(problem=group, group=group, number=number, prompt=self._prompt(self.task.problem(group)))
+            for group in groups
+            for number in range(setting.answers)
+        ]
+
+    def places(self) -> list[Sample]:
+        """Windows: what this rank's places begin with."""
+        return [self._begun(place) for place in share_of_rank(self.num_places, self.rank, self.world)]
+
+    @property
+    def num_places(self) -> int:
+        """Answers that grow at the same time, on all ranks."""
+        return self.setting.prompts * self.setting.answers
+
+    def here(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Windows: those of any samples that are in this rank's places, in the order of places."""
+        mine = set(share_of_rank(self.num_places, self.rank, self.world))
+        found = [sample for sample in samples if sample.group % self.num_places in mine]
+        return sorted(found, key=lambda sample: sample.group % self.num_places)
+
+    def succeed(self, samples: Sequence[Sample]) -> list[Sample]:
+        """Windows: unfinished answers go on, finished ones are replaced."""
+        return [
+            self._begun(sample.group + self.num_places) if sample.finished else replace(sample, reward=0.0)
+            for sample in samples
+        ]
+
+    def _begun(self, number: int) -> Sample:
+        return Sample(problem=number, group=number, number=0, prompt=self._prompt(self.task.problem(number)))
+
+    def generate(self, samples: Sequence[Sample], *, version: int) -> list[Sample]:
+        """Let the engine go on with all samples, to their end or for a window."""
+        setting = self.setting
+        requests = [
+            Request(tokens=sample.tokens, noise=_noise(setting, sample)[self._from_to(sample)]) for sample in samples
+        ]
+        said = self.engine.generate(requests, temperature=setting.temperature)
+        return [self._grown(sample, one, version) for sample, one in zip(samples, said, strict=True)]
+
+    def _from_to(self, sample: Sample) -> slice:
+        first, limit = sample.answer.size, self.setting.max_answer_tokens
+        return slice(first, min(first + self.setting.window, limit) if self.setting.window else limit)
+
+    def _grown(self, sample: Sample, said: Generation, version: int) -> Sample:
+        full = sample.answer.size + said.tokens.size >= self.setting.max_answer_tokens
+        return sample.grown(
+            answer=said.tokens, logprobs=said.logprobs, experts=said.experts, version=version,
+            finished=said.ended or full,
+        )  # fmt: skip
+
+    def rewarded(self, samples: Sequence[Sample]) -> list[Sample]:
+        """With the rewards of finished answers; one that was cut off gets none."""
+        return [
+            replace(sample, reward=self._reward(self.task.problem(sample.problem), sample.answer))
+            if sample.finished else sample
+            for sample in samples
+        ]  # fmt: skip
+
+    def _reward(self, problem: Problem, answer: NDArray[np.int64]) -> float:
+        if answer.size == 0 or answer[-1] != self.words.end:
+            return 0.0
+        return self.task.reward(problem, self.words.read(answer))
+
+    def _prompt(self, problem: Problem) -> NDArray[np.int64]:
+        tokens = self.words.prompt(problem.prompt)
+        if not 0 < tokens.size <= self.setting.max_prompt_tokens:
+            raise InputError(
+                f"the prompt of problem {problem.number} of {self.task.name} has {tokens.size} tokens: allow at least "
+                f"that many with rollout.max_prompt_tokens, now {self.setting.max_prompt_tokens}, or take it out"
+            )
+        return tokens
+
+    def held_out(self, count: int, total: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> float:
+        """Collective: mean reward of answers to held-out problems, drawn as in training, always with the same noise."""
+        setting = self.setting
+        problems = [self.task.held_out(n) for n in share_of_rank(count, self.rank, self.world)]
+        noise = [
+            np.random.default_rng([setting.seed, 1, problem.number]).random(setting.max_answer_tokens)
+            for problem in problems
+        ]
+        requests = [
+            Request(tokens=self._prompt(problem), noise=own) for problem, own in zip(problems, noise, strict=True)
+        ]
+        said = self.engine.generate(requests, temperature=setting.temperature)
+        rewards = [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
+        reward, number = total(np.array([sum(rewards), len(rewards)], np.float64))
+        return float(reward / max(number, 1.0))
+
+
+def _noise(setting: RolloutSetting, sample: Sample) -> NDArray[np.float64]:
+    """One number for every token that the answer may have, the same in whichever windows it is generated."""
+    random = np.random.default_rng([setting.seed, 0, sample.group, sample.number])
+    return random.random(setting.max_answer_tokens)

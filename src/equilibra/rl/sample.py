@@ -1,0 +1,111 @@
+"""Samples: answers to prompts, with everything that training needs to know of them.
+
+Symbols: P prompt tokens, A answer tokens so far, L MoE layers, K experts per token.
+
+An answer may grow over several windows of generation (T-PPO), each under another version of the weights: a segment per
+window. The engine processes every token but the last one, so P + A - 1 tokens have routing, and only these are
+trained on: the last token is a target, never an input.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+
+__all__ = ["Sample", "Segment"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Segment:
+    """What one window of generation added to an answer."""
+
+    version: int
+    """of the weights that generated it: the number of optimizer steps before"""
+    start: int
+    """first answer token of the segment"""
+    end: int
+    """behind its last answer token"""
+    first_row: int
+    """the first token of prompt + answer that `experts` is about"""
+    experts: NDArray[np.int32]
+    """[rows, L, K] experts of the tokens that were processed in this window, -1 where unknown; the newest segment has
+    those of all tokens from the prompt on, older ones keep those of their own"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sample:
+    """One answer, perhaps unfinished."""
+
+    problem: int
+    """number of the problem in its task"""
+    group: int
+    """samples of one step with the same prompt have the same group, wherever they are"""
+    number: int
+    """of the answer within its group"""
+    prompt: NDArray[np.int64]
+    """[P] token ids"""
+    answer: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
+    """[A] token ids, with the end-of-text token if there is one"""
+    logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0, np.float64))
+    """[A] log-probability of each answer token when it was generated"""
+    segments: tuple[Segment, ...] = ()
+    """in order; together they cover the answer"""
+    finished: bool = False
+    """whether the answer ended, by an end-of-text token or at the limit"""
+    reward: float = 0.0
+    """of a finished answer"""
+
+    def __post_init__(self) -> None:
+        ends = [0, *(segment.end for segment in self.segments)]
+        starts = [*(segment.start for segment in self.segments), self.answer.size]
+        if ends != starts or self.logprobs.shape != self.answer.shape or self.prompt.size == 0:
+            raise InputError(
+                f"a sample of {self.prompt.size} + {self.answer.size} tokens has {self.logprobs.size} log-probabilities "
+                f"and segments that end at {ends[1:]}: each answer token needs one, and segments must cover the answer"
+            )
+
+    @property
+    def tokens(self) -> NDArray[np.int64]:
+        """[P + A] prompt and answer."""
+        return np.concatenate([self.prompt, self.answer])
+
+    @property
+    def num_rows(self) -> int:
+        """Tokens that go through the model: all but the last."""
+        return self.prompt.size + self.answer.size - 1
+
+    @property
+    def experts(self) -> NDArray[np.int32]:
+        """[P + A - 1, L, K] routing to replay: that of the window which generated the newest tokens."""
+        return self.segments[-1].experts
+
+    @property
+    def fresh(self) -> int:
+        """First answer token of the newest segment."""
+        return self.segments[-1].start if self.segments else 0
+
+    def grown(
+        self, *, answer: NDArray[np.int64], logprobs: NDArray[np.float64], experts: NDArray[np.int32], version: int,
+        finished: bool,
+    ) -> Sample:  # fmt: skip
+        """The sample with the tokens of one more window; older segments keep the routing of their own tokens only."""
+        start, end = self.answer.size, self.answer.size + answer.size
+        rows = self.prompt.size + end - 1
+        if len(experts) != rows:
+            raise InputError(f"a sample of {rows + 1} tokens needs routing of {rows} of them, not of {len(experts)}")
+        older = list(self.segments)
+        if older:
+            last, first_row = older[-1], 0 if len(older) == 1 else self.prompt.size + older[-1].start - 1
+            older[-1] = replace(last, first_row=first_row, experts=last.experts[first_row - last.first_row :])
+        newest = Segment(version=version, start=start, end=end, first_row=0, experts=experts)
+        return replace(
+            self,
+            answer=np.concatenate([self.answer, answer]),
+            logprobs=np.concatenate([self.logprobs, logprobs]),
+            segments=(*older, newest),
+            finished=finished,
+        )

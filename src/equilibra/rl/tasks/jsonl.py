@@ -1,0 +1,181 @@
+r"""Problems from a file: one JSON object per line, as GSM8K has them.
+
+    {"question": "Ann has 3 apples and buys 4. How many has she?", "answer": "3 + 4 = 7\n#### 7"}
+
+"prompt" may stand for "question"; other keys are ignored, and so are empty lines. The reward is 1 for the right final
+answer and 0 for any other. Held-out problems are the prompts with the smallest hashes: they are the same whichever way
+the lines are sorted, and for any seed. Training takes the other lines in a new order on every pass over them.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import IO, Any, NoReturn
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.atomic import cannot
+from equilibra.core.errors import InputError
+from equilibra.rl.tasks.final_answer import same_final_answer
+from equilibra.rl.tasks.reward import RewardFunction, judged
+from equilibra.rl.tasks.task import Problem, Task, check_number, check_share, hash_of_prompt
+
+__all__ = ["JsonlTask", "jsonl_task"]
+
+MAX_LINE_BYTES, MAX_FILE_BYTES = 4 << 20, 4 << 30
+EXAMPLE = '{"question": "2 + 3?", "answer": "5"}'
+
+
+@dataclass(frozen=True, kw_only=True)
+class Line:
+    """A problem as the file has it."""
+
+    number: int
+    """of the line, from 1 on"""
+    prompt: str
+    """text of the question"""
+    answer: str
+    """text of the answer"""
+
+    def as_problem(self, number: int) -> Problem:
+        """The problem under its number in the task."""
+        return Problem(number=number, prompt=self.prompt, answer=self.answer, metadata={"line": self.number})
+
+
+@dataclass(frozen=True, kw_only=True)
+class JsonlTask:
+    """The problems of a file; `jsonl_task` makes it."""
+
+    name: str
+    """the file's"""
+    seed: int
+    """of the order in which training takes the lines"""
+    training: tuple[Line, ...]
+    """in the order of the file"""
+    kept_out: tuple[Line, ...]
+    """every held-out prompt once, by its hash"""
+
+    @property
+    def num_held_out(self) -> int:
+        """How many held-out problems there are."""
+        return len(self.kept_out)
+
+    def problem(self, number: int) -> Problem:
+        """A training problem: pass after pass over the lines, each in its own order."""
+        check_number(self.name, number)
+        passes, place = divmod(number, len(self.training))
+        line = int(_order(self.seed, passes, len(self.training))[place])
+        return self.training[line].as_problem(number)
+
+    def held_out(self, number: int) -> Problem:
+        """A held-out problem."""
+        check_number(self.name, number, self.num_held_out)
+        return self.kept_out[number].as_problem(number)
+
+    def reward(self, problem: Problem, answer_text: str) -> float:
+        """1 for the right final answer, else 0."""
+        return float(same_final_answer(problem.answer, answer_text))
+
+
+def jsonl_task(
+    path: Path | str, *, seed: int = 0, reward: RewardFunction | None = None, held_out_share: float = 0.1
+) -> Task:
+    """Read the file, keeping a share of its prompts, at least one, for evaluation; `reward`: the user's own."""
+    path = Path(path)
+    check_share(held_out_share)
+    if seed < 0:
+        raise InputError(f"a seed must not be negative, and is {seed}")
+    lines = _read(path)
+    prompts = sorted({line.prompt for line in lines}, key=lambda prompt: (hash_of_prompt(prompt), prompt))
+    if len(prompts) < 2:
+        raise InputError(
+            f"{path} holds {len(prompts)} different prompt(s): training and evaluation need at least one each; add some"
+        )
+    num_held_out = min(max(1, round(held_out_share * len(prompts))), len(prompts) - 1)
+    answers: dict[str, list[Line]] = {prompt: [] for prompt in prompts[:num_held_out]}
+    for line in lines:
+        answers.get(line.prompt, []).append(line)
+    task = JsonlTask(
+        name=path.name,
+        seed=seed,
+        training=tuple(line for line in lines if line.prompt not in answers),
+        kept_out=tuple(min(same, key=lambda line: line.answer) for same in answers.values()),
+    )
+    return judged(task, reward)
+
+
+@lru_cache(maxsize=2)
+def _order(seed: int, passes: int, num_lines: int) -> NDArray[np.int64]:
+    """A permutation per pass, from raw bits, which no release of numpy changes."""
+    return np.random.Philox(key=[seed % (1 << 64), passes % (1 << 64)]).random_raw(num_lines).argsort(kind="stable")
+
+
+def _read(path: Path) -> list[Line]:
+    try:
+        if path.is_dir():
+            raise InputError(f"cannot read {path}: it is a folder; give a file with one problem per line")
+        size = path.stat().st_size
+        if not path.is_file() or size > MAX_FILE_BYTES:
+            raise InputError(f"cannot read {path}: it must be a file of at most {MAX_FILE_BYTES} bytes, not {size}")
+        with path.open("rb") as file:
+            return [_line(path, number, text) for number, text in _texts(path, file) if text.strip()]
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except ValueError as error:  # a zero byte in the name
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"cannot read {str(path)!r}: {error}") from error
+
+
+def _texts(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
+    number = 0
+    while content := file.readline(MAX_LINE_BYTES + 1):
+        number += 1
+        if len(content) > MAX_LINE_BYTES:
+            _refuse(path, number, f"it is longer than {MAX_LINE_BYTES} bytes; one problem per line")
+        try:
+            yield number, content.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            _refuse(path, number, f"it is not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
+
+
+def _line(path: Path, number: int, text: str) -> Line:
+    try:
+        entry = json.loads(text, parse_constant=lambda word: _refuse(path, number, f"{word} is no JSON"))
+    except InputError:
+        raise
+    except (ValueError, RecursionError) as error:
+        _refuse(path, number, f"it is no JSON ({error}); a line must be like {EXAMPLE}")
+    if not isinstance(entry, dict):
+        _refuse(path, number, f"it must be an object like {EXAMPLE}, not {type(entry).__name__}")
+    asked = [key for key in ("question", "prompt") if key in entry]
+    if len(asked) != 1 or "answer" not in entry:
+        keys = ", ".join(map(repr, list(entry)[:8])) or "none"
+        _refuse(path, number, f'it must have "answer" and one of "question" and "prompt"; its keys are {keys}')
+    return Line(
+        number=number,
+        prompt=_text(path, number, asked[0], entry[asked[0]]),
+        answer=_text(path, number, "answer", entry["answer"]),
+    )
+
+
+def _text(path: Path, number: int, key: str, value: Any) -> str:  # noqa: ANN401 - whatever JSON holds
+    if key == "answer" and type(value) in (int, float):
+        return repr(value)
+    if not isinstance(value, str) or not value.strip():
+        wanted = "text or a number" if key == "answer" else "text"
+        _refuse(path, number, f"{key!r} must be {wanted}, not empty, and is {value!r:.40}")
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        _refuse(path, number, f"{key!r} holds half a character (\\ud800 to \\udfff), which no tokenizer takes")
+    return value
+
+
+def _refuse(path: Path, number: int, why: str) -> NoReturn:
+    raise InputError(f"{path}, line {number}: {why}")

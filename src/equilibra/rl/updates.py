@@ -1,0 +1,82 @@
+"""From targets to updates: what of every sample goes into the loss, and the losses that the learners call.
+
+Columns of a sample's answer tokens, for the policy: old log-probability, advantage, weight, reference log-probability;
+for the value model: old value, return, weight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.rl.algorithms.algorithm import Algorithm, Target
+from equilibra.rl.learner import LossSums, Predictions
+from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
+from equilibra.rl.sample import Sample
+
+__all__ = ["mini_batches_of", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
+
+Numbers = Sequence[NDArray[np.float64]]
+
+
+def mini_batches_of(samples: Sequence[Sample], number: int) -> NDArray[np.int64]:
+    """[S] by group: neither planner nor ranks have a say in it."""
+    return np.array([sample.group % number for sample in samples], np.int64)
+
+
+def _weights(
+    masks: Sequence[NDArray[np.bool_]], mini_batches: NDArray[np.int64], number: int, setting: LossSetting, total: Total,
+    max_length: int,
+) -> list[NDArray[np.float64]]:  # fmt: skip
+    """[A] of every sample, each within its mini-batch."""
+    found: dict[int, NDArray[np.float64]] = {}
+    for mini_batch in range(number):
+        chosen = np.flatnonzero(mini_batches == mini_batch).tolist()
+        weights = token_weights([masks[i] for i in chosen], setting, total, max_length)
+        found.update(zip(chosen, weights, strict=True))
+    return [found[i] for i in range(len(masks))]
+
+
+def policy_columns(
+    samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], old: Numbers, reference: Numbers | None,
+    mini_batches: NDArray[np.int64], number: int, total: Total, max_length: int,
+) -> list[NDArray[np.float64]]:  # fmt: skip
+    """Collective: [A, 4] of every own sample."""
+    masks = [algorithm.policy_mask(sample) for sample in samples]
+    weights = _weights(masks, mini_batches, number, algorithm.loss, total, max_length)
+    reference = old if reference is None else reference
+    return [
+        np.stack([old[i], targets[i].advantages, weights[i], reference[i]], axis=1) for i in range(len(samples))
+    ]  # fmt: skip
+
+
+def value_columns(
+    samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], values: Numbers,
+    mini_batches: NDArray[np.int64], number: int, total: Total,
+) -> list[NDArray[np.float64]]:  # fmt: skip
+    """Collective: [A, 3] of every own sample."""
+    masks = [algorithm.value_mask(sample) for sample in samples]
+    weights = _weights(masks, mini_batches, number, LossSetting(), total, 1)
+    returns = [values[i] if target.returns is None else target.returns for i, target in enumerate(targets)]
+    return [np.stack([values[i], returns[i], weights[i]], axis=1) for i in range(len(samples))]
+
+
+def policy_loss_of(setting: LossSetting, predictions: Predictions, columns_NC: Tensor) -> LossSums:
+    """The policy's share of a micro-batch."""
+    old, advantages, weights, reference = columns_NC.unbind(dim=1)
+    part = policy_loss(
+        predictions.logprobs, old, advantages, weights, predictions.sequence, setting,
+        reference_T=None if setting.divergence is Divergence.NONE else reference, entropy_T=predictions.entropy,
+    )  # fmt: skip
+    names = ("policy", "kl", "divergence", "entropy", "clipped", "weight")
+    return LossSums(loss=part.loss, sums={"loss": float(part.loss.detach())} | {n: float(getattr(part, n)) for n in names})
+
+
+def value_loss_of(clip: float, predictions: Predictions, columns_NC: Tensor) -> LossSums:
+    """The value model's share of a micro-batch."""
+    old, returns, weights = columns_NC.unbind(dim=1)
+    loss = value_loss(predictions.logprobs, old, returns, weights, clip)
+    return LossSums(loss=loss, sums={"value_loss": float(loss.detach())})

@@ -1,0 +1,160 @@
+"""From a configuration to the parts of a run on this rank: task, text, models, engine, learners."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.plan import Stage
+from equilibra.execute.copies.copies import CopySetting
+from equilibra.execute.copies.transfer import Path as CopyPath
+from equilibra.execute.group import ExpertGroup
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
+from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
+from equilibra.integrations.hf import ModelFolder, Replica, ShardedModel, Text, build_model, open_model_folder, text_of
+from equilibra.integrations.reasoning_gym import reasoning_gym_task
+from equilibra.rl.algorithms.algorithm import Algorithm, algorithm_named
+from equilibra.rl.learner import Learner
+from equilibra.rl.rollout import Rollout, RolloutSetting
+from equilibra.rl.tasks.jsonl import jsonl_task
+from equilibra.rl.tasks.reward import reward_function
+from equilibra.rl.tasks.task import Task
+from equilibra.train.config import TrainConfig
+
+__all__ = [
+    "Parts", "algorithm_of", "build_learner", "build_model_of", "build_parts", "build_rollout", "cluster_of",
+    "model_folder_of", "task_of",
+]  # fmt: skip
+
+TOKENIZER_TEXTS = 512
+"""problems that a tokenizer is trained on"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Parts:
+    """What a run is made of, before anything learns."""
+
+    config: TrainConfig
+    """all settings"""
+    group: ExpertGroup
+    """the ranks"""
+    device: torch.device
+    """of this rank"""
+    dtype: torch.dtype
+    """of the models"""
+    folder: ModelFolder
+    """what the model is"""
+    task: Task
+    """problems"""
+    text: Text
+    """words and tokens"""
+    algorithm: Algorithm
+    """targets and loss"""
+
+
+def cluster_of(config: TrainConfig) -> Cluster:
+    """One expert-parallel group."""
+    return Cluster(num_nodes=config.cluster.nodes, ranks_per_node=config.cluster.ranks_per_node)
+
+
+def model_folder_of(config: TrainConfig) -> ModelFolder:
+    """The embedded model's folder, or the user's."""
+    if config.model.source == "embedded":
+        return open_model_folder(Path(str(files("equilibra.train") / "embedded")))
+    return open_model_folder(config.model.source)
+
+
+def task_of(config: TrainConfig) -> Task:
+    """The problems, with the user's reward if there is one."""
+    task, reward = config.task, None
+    if task.reward:
+        reward = reward_function(task.reward)
+    if task.kind == "jsonl":
+        return jsonl_task(task.path, seed=config.run.seed, reward=reward)
+    return reasoning_gym_task(task.name, dict(task.options), seed=config.run.seed, reward=reward)
+
+
+def algorithm_of(config: TrainConfig) -> Algorithm:
+    """The algorithm with its options; those of its loss are written loss.clip_low and so on."""
+    options = dict(config.algorithm.options)
+    loss = {name.removeprefix("loss."): options.pop(name) for name in list(options) if name.startswith("loss.")}
+    algorithm = algorithm_named(config.algorithm.name, loss=loss, **options)
+    if config.rollout.window and not algorithm.windowed:
+        raise InputError(
+            f"rollout.window is {config.rollout.window}, but {algorithm.name} needs whole answers: use tppo, or window 0"
+        )
+    return algorithm
+
+
+def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -> Parts:
+    """Everything that is read or made of nothing but the configuration."""
+    folder, task = model_folder_of(config), task_of(config)
+    problems = [task.problem(number) for number in range(TOKENIZER_TEXTS)] if not folder.has_tokenizer else []
+    text = text_of(folder, [text for problem in problems for text in (problem.prompt, problem.answer)])
+    return Parts(
+        config=config, group=group, device=device, dtype=getattr(torch, config.run.dtype), folder=folder, task=task,
+        text=text, algorithm=algorithm_of(config),
+    )  # fmt: skip
+
+
+def build_model_of(parts: Parts, *, value: bool = False) -> ShardedModel:
+    """Collective: the policy, or a value model that starts from the same weights."""
+    config = parts.config
+    copies = CopySetting(
+        spare_slots=config.balance.spare_slots, prefetch_depth=config.balance.prefetch_depth,
+        path=dict.fromkeys(Stage, CopyPath(config.balance.path)),
+    )  # fmt: skip
+    return build_model(
+        parts.folder, parts.group, copies, seed=config.run.seed + value, dtype=parts.dtype, device=parts.device,
+        value=value, checkpointing=config.model.activation_checkpointing,
+    )  # fmt: skip
+
+
+def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value: bool = False) -> Learner:
+    """A model's balancer and optimizer; without a learning rate it does not learn."""
+    config = parts.config
+    optimizer, masters = None, {}
+    if lr is not None:
+        low = parts.dtype in (torch.bfloat16, torch.float16)
+        masters = float32_masters(model) if low else {}
+        learning: list[nn.Parameter] = masters_or_parameters(model, masters)
+        optimizer = torch.optim.AdamW(
+            learning, lr=lr, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.epsilon,
+            weight_decay=config.optimizer.weight_decay,
+        )  # fmt: skip
+    else:
+        model.requires_grad_(requires_grad=False)
+    balance = config.balance
+    setting = BalancerSetting(
+        tokens_per_rank=balance.tokens_per_rank, planner=balance.planner if lr is not None else "static",
+        standing_slots=balance.standing_slots, max_moves_per_layer=balance.max_moves_per_layer,
+        move_sequences=balance.move_sequences, seed=config.run.seed,
+    )  # fmt: skip
+    return Learner(
+        model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),
+        optimizer=optimizer, pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,
+        max_norm=config.optimizer.max_norm, values=value,
+    )  # fmt: skip
+
+
+def build_rollout(parts: Parts) -> Rollout:
+    """The embedded engine, and what it is asked."""
+    rollout = parts.config.rollout
+    engine = Replica(
+        parts.folder, dtype=parts.dtype, device=parts.device, end=parts.text.end, pad=parts.text.pad
+    )  # fmt: skip
+    setting = RolloutSetting(
+        seed=parts.config.run.seed, prompts=rollout.prompts, answers=rollout.answers,
+        max_prompt_tokens=rollout.max_prompt_tokens, max_answer_tokens=rollout.max_answer_tokens,
+        temperature=rollout.temperature, window=rollout.window,
+    )  # fmt: skip
+    return Rollout(
+        engine=engine, task=parts.task, words=parts.text, setting=setting, rank=parts.group.world_rank,
+        world=parts.group.world_size,
+    )  # fmt: skip

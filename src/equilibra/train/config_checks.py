@@ -1,0 +1,81 @@
+"""What a value of the configuration may be. Each check raises one line: the option, what it must be, what it was."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from difflib import get_close_matches
+
+from equilibra.core.errors import InputError
+
+__all__ = ["MOST", "check_choice", "check_flag", "check_number", "check_table", "check_text", "check_whole", "shown"]
+
+MOST = 2**31 - 1
+"""the largest whole number, where an option has no smaller limit"""
+SHOWN = 60
+
+
+def shown(value: object) -> str:
+    """The value as a message shows it: short, on one line."""
+    try:
+        text = repr(value)
+    except (ValueError, RecursionError):  # a whole number of thousands of digits
+        return f"a {type(value).__name__}"
+    return text if len(text) <= SHOWN else text[:SHOWN] + "..."
+
+
+def check_whole(name: str, value: object, *, low: int, high: int = MOST) -> None:
+    """A whole number from `low` to `high`; True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
+        raise InputError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}")
+
+
+def check_number(
+    name: str, value: object, *, above: float | None = None, low: float = 0.0, high: float = 1e9, below: bool = False
+) -> None:
+    """A finite number: more than `above` or from `low` on, up to `high` (`below`: less than `high`)."""
+    start = f"more than {above:g}" if above is not None else f"from {low:g}"
+    end = f"{'to below' if below and above is None else 'and below' if below else 'to'} {high:g}"
+    if not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
+        enough = value > above if above is not None else value >= low
+        if enough and (value < high if below else value <= high):
+            return
+    raise InputError(f"{name} must be a number {start} {end}, not {shown(value)}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """True or false."""
+    if not isinstance(value, bool):
+        raise InputError(f"{name} must be true or false, not {shown(value)}")
+
+
+def check_text(name: str, value: object, *, empty: bool = False) -> None:
+    """Text that a file and a path can hold."""
+    if not isinstance(value, str):
+        raise InputError(f"{name} must be text, not {shown(value)}")
+    if not value and not empty:
+        raise InputError(f"{name} must not be empty")
+    if "\0" in value or any("\ud800" <= sign <= "\udfff" for sign in value):
+        raise InputError(f"{name} must be text without NUL and broken characters, not {shown(value)}")
+
+
+def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
+    """One of a few words."""
+    if not isinstance(value, str) or value not in choices:
+        near = get_close_matches(value, choices, 1) if isinstance(value, str) else []
+        hint = f"; did you mean {near[0]!r}?" if near else ""
+        raise InputError(f"{name} must be one of {', '.join(choices)}, not {shown(value)}{hint}")
+
+
+def check_table(name: str, value: object) -> None:
+    """A table of text, whole numbers, finite numbers, true and false."""
+    if not isinstance(value, Mapping):
+        raise InputError(f"{name} must be a table of keys and values, not {shown(value)}")
+    for key, entry in value.items():
+        check_text(f"a key of {name}", key)
+        if isinstance(entry, str):
+            check_text(f"{name}.{key}", entry, empty=True)
+        elif not (isinstance(entry, int) and abs(entry) < 2**63) and not (
+            isinstance(entry, float) and math.isfinite(entry)
+        ):
+            raise InputError(f"{name}.{key} must be text, a finite number, true or false, not {shown(entry)}")

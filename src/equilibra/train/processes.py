@@ -1,0 +1,241 @@
+"""The ranks of a run on this machine: started, listened to, and never left behind.
+
+They are forked from a server that has the worker's libraries loaded, so that these are loaded once. Ctrl-C or SIGTERM
+tells every rank to end after its step; a second one ends them at once. When a rank fails or dies, the others get a few
+seconds to notice; then they are ended too, and one error says which rank it was, and how.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import signal
+import socket
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from multiprocessing import forkserver
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from multiprocessing.reduction import send_handle
+from time import monotonic
+
+from equilibra.core.errors import ExecuteError, InputError
+from equilibra.train.interrupts import Interrupts
+from equilibra.train.observers import Screen
+from equilibra.train.rank import STOP, Done, Failure, Job, Told, rank_main
+from equilibra.train.run_folder import FolderLock
+
+__all__ = ["run_processes"]
+
+MOST_PROCESSES = 128
+"""on one machine"""
+GRACE_S = 6.0
+"""in which the other ranks may say that they lost one, or what really went wrong"""
+TERMINATE_S = 2.0
+"""between asking a process to end and ending it"""
+TICK_S = 0.2
+"""how often signals are looked for"""
+STOPPING = "stopping: this step is finished and a checkpoint written; once more ends at once"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Rank:
+    """A process that was started."""
+
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    ending: Done | Failure | None = None
+    """what it said last"""
+    ended_at: float = 0.0
+    """when that was heard"""
+    speaks: bool = True
+    """whether more may come through the pipe"""
+    ended: bool = False
+
+    def listen(self, screen: Screen) -> None:
+        """Pass on what it said, and find out whether it ended."""
+        code = self.process.exitcode  # before the pipe: what it said last is still in there
+        try:
+            while self.speaks and self.pipe.poll():
+                said = self.pipe.recv()
+                if isinstance(said, Told):
+                    getattr(screen, said.method)(*said.arguments, **said.keywords)
+                else:
+                    self.ending, self.ended_at = said, monotonic()
+        except (EOFError, OSError):
+            self.speaks = False
+        if code is not None:
+            self.ended = True
+            if self.ending is None:
+                self.ending, self.ended_at = _death(code), monotonic()
+
+    def tell(self, what: str) -> None:
+        """Say something to it, if it still listens."""
+        with suppress(OSError):
+            self.pipe.send(what)
+
+
+def _death(code: int) -> Failure:
+    if code >= 0:
+        return Failure(text=f"ended with exit code {code} without a word")
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
+    return Failure(text=f"was killed by {name}{hint}")
+
+
+def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
+    """Run all ranks until they are done; returns whether they were told to stop before."""
+    world = job.config.cluster.num_processes
+    if world > MOST_PROCESSES:
+        raise InputError(
+            f"{world} processes (cluster.nodes x ranks_per_node x groups) are too many for one machine: "
+            f"use at most {MOST_PROCESSES}, or start them on several machines with torchrun"
+        )
+    ranks: list[_Rank] = []
+    with Interrupts() as interrupts:
+        try:
+            screen.stage("start", step=0)
+            for rank in _started(job, world, lock):
+                ranks.append(rank)  # noqa: PERF402 - those started so far must end if the next one cannot start
+            hung = _listen(ranks, screen, interrupts, job.config.run.timeout_s)
+        finally:
+            _end(ranks)
+    _raise_failure(job, ranks, hung)
+    return interrupts.count > 0
+
+
+def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
+    """Start one rank after another."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["equilibra.train.rank", job.worker.partition(":")[0]])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() and int(given) > 0 else max(1, cores // world)
+    shared = {
+        "OMP_NUM_THREADS": str(threads),
+        "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),  # AMX tiles can fail in forks
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    with _environment(shared), _ignoring_interrupts():  # libraries read some of it when they are loaded
+        forkserver.ensure_running()
+    for number in range(world):
+        mine, theirs = context.Pipe()
+        environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
+        process: BaseProcess = context.Process(
+            target=rank_main, args=(number, environment, threads, theirs, job), name=f"rank {number}", daemon=True
+        )
+        process.start()
+        theirs.close()
+        yield _Rank(number=number, process=process, pipe=mine)
+        assert process.pid is not None
+        with suppress(OSError):  # one that is gone already is noticed later
+            send_handle(mine, lock.file, process.pid)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _environment(values: Mapping[str, str]) -> Iterator[None]:
+    """Variables that processes started meanwhile inherit."""
+    before = {name: os.environ.get(name) for name in values}
+    os.environ.update(values)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+@contextmanager
+def _ignoring_interrupts() -> Iterator[None]:
+    """Processes started meanwhile never see Ctrl-C, not even before they can say so themselves."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
+    """Until all ranks have ended, or one failed and the others had their time; returns those that did not end."""
+    told, deadline = False, float("inf")
+    while running := [rank for rank in ranks if not rank.ended]:
+        if monotonic() > deadline:
+            return running
+        wait([rank.process.sentinel for rank in running] + [rank.pipe for rank in running if rank.speaks], TICK_S)
+        for rank in running:
+            rank.listen(screen)
+        if interrupts.count > 1:
+            raise KeyboardInterrupt
+        if interrupts.count and not told:
+            told = True
+            screen.note(STOPPING)
+            for rank in running:
+                rank.tell(STOP)
+        if any(isinstance(rank.ending, Failure) for rank in ranks):
+            deadline = min(deadline, monotonic() + GRACE_S)
+        elif any(rank.ended for rank in ranks):  # done, but another one is not
+            deadline = min(deadline, monotonic() + timeout_s + GRACE_S)
+    return []
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    """Make sure that no process stays."""
+    running = [rank for rank in ranks if rank.process.exitcode is None]
+    for rank in running:
+        rank.process.terminate()
+    _join(running, TERMINATE_S)
+    for rank in running:
+        rank.process.kill()
+    _join(running, TERMINATE_S)
+    for rank in ranks:
+        rank.pipe.close()
+
+
+def _join(ranks: Sequence[_Rank], seconds: float) -> None:
+    end = monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(0.0, end - monotonic()))
+
+
+def _raise_failure(job: Job, ranks: Sequence[_Rank], hung: Sequence[_Rank]) -> None:
+    """The first failure that is not an echo of another; ranks that neither failed nor ended, if all are echoes."""
+    in_order = sorted(ranks, key=lambda rank: rank.ended_at)
+    failed = [(rank, rank.ending) for rank in in_order if isinstance(rank.ending, Failure)]
+    causes = [(rank, failure) for rank, failure in failed if not failure.is_echo]
+    world, folder = len(ranks), job.folder
+    resume = f"continue with: equilibra train --resume {folder.path}"
+    if causes and causes[0][1].is_input:
+        raise InputError(causes[0][1].text + (f"; {resume}" if folder.has_checkpoint else ""))
+    what = ""
+    if causes:
+        rank, failure = causes[0]
+        what = f"rank {rank.number} of {world} {_said(failure)}"
+    elif hung:
+        numbers = ", ".join(str(rank.number) for rank in hung)
+        what = f"rank {numbers} of {world} did not answer and was ended"
+        what += f" (rank {failed[0][0].number}: {failed[0][1].text})" if failed else ""
+    elif failed:
+        what = f"rank {failed[0][0].number} of {world} {_said(failed[0][1])}"
+    if what:
+        raise ExecuteError(f"{what}; {resume} (what the ranks printed is in {folder.output})")
+
+
+def _said(failure: Failure) -> str:
+    return failure.text if failure.text.startswith(("was ", "ended ")) else f"failed: {failure.text}"
