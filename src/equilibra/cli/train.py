@@ -138,6 +138,7 @@ def _opened(
     """Make the folder, or take the one there is."""
     from datetime import datetime
 
+    from equilibra.train.config_files import load_config
     from equilibra.train.run_folder import FolderLock, begin_run, default_output
 
     if folder is None:
@@ -146,7 +147,7 @@ def _opened(
         folder, lock = begin_run(output, config)
         return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
     own = FolderLock(folder) if place is None or place.rank == 0 else None
-    if own is not None:
+    if own is not None and load_config(folder.config) != config:
         folder.write_config(config)
     resume = arguments.resume is not None or (place is not None and place.restarts > 0)
     resume = resume and folder.has_checkpoint

@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["Channel", "ExpertGroup", "Pending", "Ready", "join_expert_group"]
 
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""torch 2.13 has a new name for it"""
 OWN_ERRORS: dict[str, type[EquilibraError]] = {name: getattr(errors, name) for name in errors.__all__}
 """by name: a failure that one rank tells the others stays of its kind"""
 
@@ -163,7 +165,7 @@ class ExpertGroup:
             received.copy_(sent)
             return Ready()
         with lost_rank_is_an_error(what):
-            work = dist.all_gather_into_tensor(received, sent, group=self.channels[channel], async_op=True)
+            work = _all_gather(received, sent, group=self.channels[channel], async_op=True)
         return _Work(what=what, work=work, keep=(sent, received))
 
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:

@@ -71,7 +71,7 @@ class Predictions:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LossSums:
-    """This rank's share of the loss of a mini-batch, and of what is reported with it."""
+    """A rank's share of the loss of a mini-batch, and of what is reported with it."""
 
     loss: Tensor
     """to go backward from"""
@@ -218,7 +218,7 @@ class Batch:
                 predictions = learner.predict(micro_batch, inputs)
                 columns = torch.cat(parts) if parts else torch.zeros(0, len(_any(self.columns)), dtype=torch.float64)
                 share = loss(predictions, columns.to(learner.device, predictions.logprobs.dtype))
-                share.loss.backward()
+                share.loss.backward()  # type: ignore[no-untyped-call]
             for name, value in share.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
         learner.balancer.finish_gradients(model)

@@ -29,7 +29,10 @@ __all__ = ["Rollout", "RolloutSetting", "Words", "share_of_rank"]
 class Words(Protocol):
     """From words to tokens and back."""
 
-    end: int
+    @property
+    def end(self) -> int:
+        """Token that ends an answer."""
+        ...
 
     def prompt(self, text: str) -> NDArray[np.int64]:
         """Tokens of a question."""
@@ -57,7 +60,9 @@ class RolloutSetting:
     max_prompt_tokens: int
     """longest prompt"""
     max_answer_tokens: int
-    """an answer is cut off here, and gets no reward then"""
+    """an answer is cut off here"""
+    reward_cut_off: bool = False
+    """whether an answer that was cut off is rewarded for what it says"""
     temperature: float
     """answers are drawn with"""
     window: int = 0
@@ -71,7 +76,7 @@ def share_of_rank(total: int, rank: int, world: int) -> range:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Rollout:
-    """This rank's part of every step's rollout."""
+    """One rank's part of every step's rollout."""
 
     engine: Engine
     """of this rank"""
@@ -142,7 +147,7 @@ class Rollout:
         )  # fmt: skip
 
     def rewarded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """With the rewards of finished answers; one that was cut off gets none."""
+        """With the rewards of finished answers."""
         return [
             replace(sample, reward=self._reward(self.task.problem(sample.problem), sample.answer))
             if sample.finished else sample
@@ -150,7 +155,8 @@ class Rollout:
         ]  # fmt: skip
 
     def _reward(self, problem: Problem, answer: NDArray[np.int64]) -> float:
-        if answer.size == 0 or answer[-1] != self.words.end:
+        ended = answer.size > 0 and answer[-1] == self.words.end
+        if not ended and not self.setting.reward_cut_off:
             return 0.0
         return self.task.reward(problem, self.words.read(answer))
 

@@ -64,7 +64,7 @@ class Sample:
         starts = [*(segment.start for segment in self.segments), self.answer.size]
         if ends != starts or self.logprobs.shape != self.answer.shape or self.prompt.size == 0:
             raise InputError(
-                f"a sample of {self.prompt.size} + {self.answer.size} tokens has {self.logprobs.size} log-probabilities "
+                f"{self.prompt.size} + {self.answer.size} tokens have {self.logprobs.size} log-probabilities "
                 f"and segments that end at {ends[1:]}: each answer token needs one, and segments must cover the answer"
             )
 

@@ -82,7 +82,7 @@ class RecordedSource:
         self.folder, self.group, self.model = folder, group, model
 
     def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:  # noqa: ARG002 - answers have their own
-        """This rank's part of a step."""
+        """Own part of a step."""
         with clock.stage("rollout"):
             return load_rollout(
                 self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model

@@ -7,34 +7,53 @@ for the value model: old value, return, weight.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equilibra.core.errors import InputError
 from equilibra.rl.algorithms.algorithm import Algorithm, Target
 from equilibra.rl.learner import LossSums, Predictions
 from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
 from equilibra.rl.sample import Sample
 
-__all__ = ["mini_batches_of", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
+__all__ = ["MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
 
 Numbers = Sequence[NDArray[np.float64]]
 
 
-def mini_batches_of(samples: Sequence[Sample], number: int) -> NDArray[np.int64]:
-    """[S] by group: neither planner nor ranks have a say in it."""
-    return np.array([sample.group % number for sample in samples], np.int64)
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MiniBatches:
+    """Which samples share an optimizer step: by group, so that neither planner nor ranks have a say in it."""
+
+    of_sample: NDArray[np.int64]
+    """[S] of own samples"""
+    number: int
+    """of them"""
+    epochs: int
+    """times that all are gone through"""
+
+    @classmethod
+    def of(cls, samples: Sequence[Sample], number: int, epochs: int) -> MiniBatches:
+        """Groups in turn."""
+        chosen = np.array([sample.group % number for sample in samples], np.int64)
+        return cls(of_sample=chosen, number=number, epochs=epochs)
+
+    @property
+    def order(self) -> list[int]:
+        """Numbers of mini-batches, one for each optimizer step."""
+        return list(range(self.number)) * self.epochs
 
 
 def _weights(
-    masks: Sequence[NDArray[np.bool_]], mini_batches: NDArray[np.int64], number: int, setting: LossSetting, total: Total,
-    max_length: int,
-) -> list[NDArray[np.float64]]:  # fmt: skip
+    masks: Sequence[NDArray[np.bool_]], parts: MiniBatches, setting: LossSetting, total: Total, max_length: int
+) -> list[NDArray[np.float64]]:
     """[A] of every sample, each within its mini-batch."""
     found: dict[int, NDArray[np.float64]] = {}
-    for mini_batch in range(number):
-        chosen = np.flatnonzero(mini_batches == mini_batch).tolist()
+    for mini_batch in range(parts.number):
+        chosen = np.flatnonzero(parts.of_sample == mini_batch).tolist()
         weights = token_weights([masks[i] for i in chosen], setting, total, max_length)
         found.update(zip(chosen, weights, strict=True))
     return [found[i] for i in range(len(masks))]
@@ -42,24 +61,27 @@ def _weights(
 
 def policy_columns(
     samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], old: Numbers, reference: Numbers | None,
-    mini_batches: NDArray[np.int64], number: int, total: Total, max_length: int,
+    parts: MiniBatches, total: Total, max_length: int,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Collective: [A, 4] of every own sample."""
     masks = [algorithm.policy_mask(sample) for sample in samples]
-    weights = _weights(masks, mini_batches, number, algorithm.loss, total, max_length)
-    reference = old if reference is None else reference
+    weights = _weights(masks, parts, algorithm.loss, total, max_length)
+    if reference is None:
+        if algorithm.loss.divergence is not Divergence.NONE:
+            raise InputError(f"a loss with divergence {algorithm.loss.divergence} needs a reference policy")
+        reference = old
     return [
         np.stack([old[i], targets[i].advantages, weights[i], reference[i]], axis=1) for i in range(len(samples))
     ]  # fmt: skip
 
 
 def value_columns(
-    samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], values: Numbers,
-    mini_batches: NDArray[np.int64], number: int, total: Total,
+    samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], values: Numbers, parts: MiniBatches,
+    total: Total,
 ) -> list[NDArray[np.float64]]:  # fmt: skip
     """Collective: [A, 3] of every own sample."""
     masks = [algorithm.value_mask(sample) for sample in samples]
-    weights = _weights(masks, mini_batches, number, LossSetting(), total, 1)
+    weights = _weights(masks, parts, LossSetting(), total, 1)
     returns = [values[i] if target.returns is None else target.returns for i, target in enumerate(targets)]
     return [np.stack([values[i], returns[i], weights[i]], axis=1) for i in range(len(samples))]
 
@@ -72,7 +94,8 @@ def policy_loss_of(setting: LossSetting, predictions: Predictions, columns_NC: T
         reference_T=None if setting.divergence is Divergence.NONE else reference, entropy_T=predictions.entropy,
     )  # fmt: skip
     names = ("policy", "kl", "divergence", "entropy", "clipped", "weight")
-    return LossSums(loss=part.loss, sums={"loss": float(part.loss.detach())} | {n: float(getattr(part, n)) for n in names})
+    sums = {name: float(getattr(part, name)) for name in names}
+    return LossSums(loss=part.loss, sums={"loss": float(part.loss.detach()), **sums})
 
 
 def value_loss_of(clip: float, predictions: Predictions, columns_NC: Tensor) -> LossSums:

@@ -54,7 +54,8 @@ def warm_up(
             observer.stage("warm-up", step=0, done=step, total=setting.steps)
             for options in optimizer.param_groups:
                 options["lr"] = setting.lr * min(1.0, (step + 1) / RAMP)
-            _loss(model, _own_problems(group, task, words, setting, step), pad, device).backward()
+            loss = _loss(model, _own_problems(group, task, words, setting, step), pad, device)
+            loss.backward()  # type: ignore[no-untyped-call]
             balancer.finish_gradients(model)
             clip_gradients(model, model.runtime, 1.0)
             optimizer.step()

@@ -87,7 +87,8 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
     algorithm = algorithm_named(config.algorithm.name, loss=loss, **options)
     if config.rollout.window and not algorithm.windowed:
         raise InputError(
-            f"rollout.window is {config.rollout.window}, but {algorithm.name} needs whole answers: use tppo, or window 0"
+            f"rollout.window is {config.rollout.window}, but {algorithm.name} needs whole answers: use tppo, or "
+            "no window"
         )
     return algorithm
 
@@ -153,6 +154,7 @@ def build_rollout(parts: Parts) -> Rollout:
         seed=parts.config.run.seed, prompts=rollout.prompts, answers=rollout.answers,
         max_prompt_tokens=rollout.max_prompt_tokens, max_answer_tokens=rollout.max_answer_tokens,
         temperature=rollout.temperature, window=rollout.window,
+        reward_cut_off=rollout.reward_cut_off,
     )  # fmt: skip
     return Rollout(
         engine=engine, task=parts.task, words=parts.text, setting=setting, rank=parts.group.world_rank,

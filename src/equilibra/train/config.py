@@ -1,8 +1,7 @@
 """The configuration of a training run: one complete, typed, frozen value that checks itself.
 
 A section of a file is a class, a key is a field. The docstring under a field says unit, meaning and allowed values: it
-is what `equilibra train --options` prints. Checks are made when the value is, whether it comes from a file, the command
-line or code.
+is what `equilibra train --options` prints. A value is checked when it is made, wherever it comes from.
 """
 
 from __future__ import annotations
@@ -37,11 +36,11 @@ class RunConfig:
     timeout_s: float = 120.0
     """seconds after which a silent rank is lost, more than 0"""
     checkpoint_every: int = 10
-    """steps between checkpoints, from 1 on; one is also written at the end and when the run is stopped"""
+    """steps between checkpoints; 0: only at the end and when the run is stopped"""
     keep: int = 2
     """newest checkpoints that are kept, from 1 on"""
     evaluate_every: int = 20
-    """steps between evaluations on held-out problems, besides one before the first and after the last step; 0: none"""
+    """steps between evaluations on held-out problems; 0: only before the first and after the last step"""
     evaluate_problems: int = 128
     """held-out problems of an evaluation, from 1 on"""
 
@@ -50,9 +49,8 @@ class RunConfig:
         check_choice("run.dtype", self.dtype, ("float64", "float32", "bfloat16"))
         check_choice("run.device", self.device, ("auto", "cpu", "cuda"))
         check_number("run.timeout_s", self.timeout_s, above=0, high=1e6, below=True)
-        for name in ("steps", "checkpoint_every", "keep", "evaluate_problems"):
-            check_whole(f"run.{name}", getattr(self, name), low=1)
-        check_whole("run.evaluate_every", self.evaluate_every, low=0)
+        for name in ("steps", "keep", "evaluate_problems", "checkpoint_every", "evaluate_every"):
+            check_whole(f"run.{name}", getattr(self, name), low=0 if name.endswith("_every") else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,9 +148,11 @@ class RolloutConfig:
     answers: int = 8
     """answers to each problem, from 1 on"""
     max_prompt_tokens: int = 64
-    """longest prompt, in tokens, from 1 on; problems with longer ones are left out"""
+    """longest prompt, in tokens, from 1 on; a problem with a longer one is an error"""
     max_answer_tokens: int = 16
-    """longest answer, in tokens, from 1 on"""
+    """longest answer, in tokens, from 1 on; longer ones are cut off"""
+    reward_cut_off: bool = False
+    """true: answers that were cut off are rewarded for what they say; false: they get no reward"""
     temperature: float = 1.0
     """of sampling, more than 0"""
     window: int = 0
@@ -164,6 +164,7 @@ class RolloutConfig:
             check_whole(f"rollout.{name}", getattr(self, name), low=1)
         check_number("rollout.temperature", self.temperature, above=0, high=1e3)
         check_whole("rollout.window", self.window, low=0)
+        check_flag("rollout.reward_cut_off", self.reward_cut_off)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -133,7 +133,10 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         process: BaseProcess = context.Process(
             target=rank_main, args=(number, environment, threads, theirs, job), name=f"rank {number}", daemon=True
         )
-        process.start()
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # the server has ended: what it loads cannot be loaded
+            raise ExecuteError(f"cannot start rank {number}: {error or 'the worker cannot be loaded'}") from error
         theirs.close()
         yield _Rank(number=number, process=process, pipe=mine)
         assert process.pid is not None

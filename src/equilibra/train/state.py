@@ -125,7 +125,7 @@ class State:
         return found
 
     def _restore(self, name: str, homes: Any) -> None:  # noqa: ANN401 - as it was saved
-        """Homes where they were, if the ranks are the same: then every sum has its old order, and results their bits."""
+        """Homes where they were, if the ranks are the same: then sums have their old order, and results their bits."""
         learner = self.learners[name]
         cluster = learner.model.runtime.group.cluster
         if not isinstance(homes, dict) or learner.optimizer is None:

@@ -1,7 +1,7 @@
 """One rank of a training run: join the others, build, warm up or resume, train, save.
 
-Every rank of a run calls `run_worker` with the same configuration; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say who
-it is, as torchrun does.
+Every rank of a run calls `run_worker` with the same configuration. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say
+who it is, as under torchrun.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.stream import logical_weights
 from equilibra.integrations.hf import ShardedModel
+from equilibra.rl.critic import Critic
 from equilibra.rl.learner import Learner
 from equilibra.rl.loop import LoopSetting, Source, Trainer, train
 from equilibra.rl.loss import Divergence
@@ -45,7 +46,7 @@ def run_worker(
     resume: go on from the folder's last checkpoint. stop: whether this rank was told to end. say: a line for people.
     cut: forget what was reported of this and later steps. observer, say and cut matter on world rank 0 only.
     """
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     device = _device(config)
     with _joined(config, device) as group:
         observer.stage("start", step=0)
@@ -74,7 +75,8 @@ def run_worker(
             state.save(step, source.carried if isinstance(source, EngineSource) else [])
 
         trainer = Trainer(
-            setting=_loop(config), source=source, algorithm=parts.algorithm, policy=policy, critic=critic,
+            setting=_loop(config), source=source, algorithm=parts.algorithm, policy=policy,
+            critic=None if critic is None else Critic(critic),
             reference=reference, save=save, keep_record=last.keep, observer=observer, stop=_agreed(group, stop),
         )  # fmt: skip
         done = train(trainer, first)
@@ -100,19 +102,20 @@ def _device(config: TrainConfig) -> torch.device:
 @contextmanager
 def _joined(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
     """The ranks of the run, connected."""
-    world = int(os.environ.get("WORLD_SIZE", "1"))
+    given = dist.is_initialized()  # somebody else's program has joined the ranks already
+    world = dist.get_world_size() if given else int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.cluster.num_processes:
         raise InputError(
             f"{world} processes were started, the configuration has {config.cluster.num_processes} (nodes x "
             "ranks_per_node x groups): start as many, or set cluster.nodes, cluster.ranks_per_node and cluster.groups"
         )
-    if world > 1:
+    if world > 1 and not given:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
     try:
         yield join_expert_group(cluster_of(config), timeout_s=config.run.timeout_s)
     finally:
-        if dist.is_initialized():
+        if dist.is_initialized() and not given:
             dist.destroy_process_group()
 
 

@@ -3,12 +3,12 @@
 import pytest
 import torch
 import transformers
+from tests.references.hf_models import CONFIGS, save_small, small_config
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.execute import CopySetting, join_expert_group
 from equilibra.integrations.hf import build_model, open_model_folder
-from tests.references.hf_models import CONFIGS, save_small, small_config
 
 ALONE = Cluster(num_nodes=1, ranks_per_node=1)
 

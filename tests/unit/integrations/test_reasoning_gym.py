@@ -247,6 +247,26 @@ def test_a_dataset_that_sometimes_fails(scripted):
         always.held_out(0)
 
 
+class Shrinking(Scripted):
+    """Fails at one index, and from then on for all behind it, as word_ladder does."""
+
+    end = 500
+
+    def __getitem__(self, index):
+        if index >= self.end or (index == 3 and self.seed == ours._derived_seed(0, "train", 0, 0)):
+            self.end = min(self.end, index)
+            raise IndexError("exhausted")
+        return super().__getitem__(index)
+
+
+def test_a_dataset_that_shrinks_when_it_fails(monkeypatch):
+    monkeypatch.setattr(ours, "_registered", lambda: {"made": (Shrinking, lambda **options: options)})
+    one, other = (
+        ours.ReasoningGymTask("made", options={}, seed=0, num_held_out=9, held_out_share=0.2) for _ in range(2)
+    )
+    assert training(one, 20) == [other.problem(number) for number in reversed(range(20))][::-1]
+
+
 def legacy_state():
     state = np.random.get_state()  # noqa: NPY002 - the library draws from it
     return state[1].tolist(), state[2:]
@@ -342,7 +362,8 @@ def test_answers_do_not_run(tmp_path, monkeypatch):
 HARMFUL = [
     "open('x')", "(open)('x')", "[open][0]('x')", "open ('x')", "open\n('x')", "open\\\n('x')", "__import__", "().a",
     "x. a", "f'{open}'", "lambda: 1", "ｏpen('x')", "open#\n('x')", "9**9**9", "9**999", "9**(9**9)", "99999!",
-    "((9**9)**99)**99**9", "[0]*99999", "'a'*9**9", "1e99999", "1<<999", "1" * 1001, "9**9.5", "((((9)**99)**99)**99)**99",
+    "((9**9)**99)**99**9", "[0]*99999", "'a'*9**9", "1e99999", "1<<999", "1" * 1001, "9**9.5",
+    "((((9)**99)**99)**99)**99",
 ]  # fmt: skip
 HARMLESS = [
     "", "42", "1 + 2*(3 - 4)/5", "x**3/3 + C", "-x**10/2 + x**(1/2)", "[1, 2, 3]", "['A', 'B']", "A B C",

@@ -29,7 +29,6 @@ from torch import Tensor, nn
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Migration, Placement
-from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import rates_for
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
@@ -109,8 +108,7 @@ class Balancer:
         if routing is not None:
             experts = recorded_experts(routing)
         counts = gather_counts(runtime.group, routing, experts, mini, num_layers=layers, num_experts=spec.num_experts)
-        limits = Limits(rates=self._rates, spare_slots=runtime.setting.spare_slots, homes_move=bool(self.optimizers))
-        plan = self._planning.submit(plan_of_counts, counts, runtime.placement, runtime.group, self.setting, limits)
+        plan = self._planning.submit(self._plan, counts, runtime.placement)
         self._ahead = _Ahead(experts_TLK=experts, lengths=lengths, counts=counts, plan=plan)
 
     def begin(self, routing: RoutingTrace | None = None, mini_batches: NDArray[np.integer] | None = None) -> Step:
@@ -172,6 +170,11 @@ class Balancer:
             return {name: tensor for tensors in parts for name, tensor in tensors(parameter).items()}
 
         migrate(self.runtime, migration, carried, max_bytes=self.setting.migration_bytes)
+
+    def _plan(self, counts: StepCounts, previous: Placement) -> PlannedStep:
+        slots = self.runtime.setting.spare_slots
+        limits = Limits(rates=self._rates, spare_slots=slots, homes_move=bool(self.optimizers))
+        return plan_of_counts(counts, previous, self.runtime.group, self.setting, limits)
 
     # --- gradients and weights ---
 

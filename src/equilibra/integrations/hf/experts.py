@@ -1,7 +1,7 @@
 """Experts of a whole transformers model as one product per expert, in any floating-point type.
 
-transformers' own `grouped_mm` knows no float64, and its `eager` is slow for many experts. Families whose experts are kept
-transposed (gpt-oss) stay with `eager`.
+transformers' own `grouped_mm` knows no float64, and its `eager` is slow for many experts. Families whose experts are
+kept transposed (gpt-oss) stay with `eager`.
 """
 
 from __future__ import annotations
@@ -39,5 +39,5 @@ def _experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Ten
     rows_ND, _ = expert_math.forward(Activation.SWIGLU, hidden_TD[order // top_k], sizes, instances)
     results = torch.empty_like(rows_ND)
     results[order] = rows_ND
-    summed: Tensor = torch.einsum("tkd,tk->td", results.view(-1, top_k, hidden_TD.shape[-1]), weights_TK.to(rows_ND.dtype))
-    return summed
+    results_TKD = results.view(-1, top_k, hidden_TD.shape[-1])
+    return (results_TKD * weights_TK.to(results.dtype)[:, :, None]).sum(dim=1)

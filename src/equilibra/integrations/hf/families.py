@@ -61,7 +61,8 @@ def _olmoe(config: Any) -> MoESpec:  # noqa: ANN401
 def _mixtral(config: Any) -> MoESpec:  # noqa: ANN401
     if config.router_jitter_noise:
         raise InputError(
-            f"router_jitter_noise is {config.router_jitter_noise}: replayed routing needs a router without noise; set it to 0"
+            f"router_jitter_noise is {config.router_jitter_noise}: replayed routing needs a router without noise; "
+            "set it to 0"
         )
     return MoESpec(
         hidden=config.hidden_size, expert_ffn=config.intermediate_size, num_experts=config.num_local_experts,

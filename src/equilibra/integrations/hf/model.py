@@ -81,7 +81,8 @@ class ShardedModel(nn.Module):
         """Everything but experts, by published name."""
         blocks = [id(part) for moe in self.moe_layers for part in (*moe.parameters(), *moe.buffers())]
         found = {
-            name: value for name, value in self.model.state_dict(keep_vars=True).items()
+            name: value
+            for name, value in self.model.state_dict(keep_vars=True).items()
             if id(value) not in blocks and not name.endswith("_extra_state")
         }
         if self.folder.config.tie_word_embeddings and "model.embed_tokens.weight" in found:
@@ -151,7 +152,8 @@ def _skeleton(folder: ModelFolder, dtype: torch.dtype) -> Any:  # noqa: ANN401 -
     config = copy.deepcopy(folder.config)
     setattr(config, folder.family.expert_width, 1)
     try:
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        made: Any = AutoModelForCausalLM
+        model = made.from_config(config, dtype=dtype)
     except Exception as error:  # whatever transformers raises on shapes that do not fit
         raise InputError(f"cannot build the model in {folder.path}: {type(error).__name__}: {error}") from error
     return model.train()
@@ -162,14 +164,14 @@ def _moe_blocks(model: Any) -> dict[int, Any]:  # noqa: ANN401
     return {number: layer for number, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
 
 
-def _router_state(router: nn.Module, moe: BalancedMoE) -> dict[str, Tensor]:
+def _router_state(router: Any, moe: BalancedMoE) -> dict[str, Tensor]:  # noqa: ANN401
     """What transformers drew for the router."""
     state = {"weight": router.weight.detach()}
     if moe.router.bias is not None:
         state["bias"] = router.bias.detach()
     if moe.router.selection_bias is not None:
         state["selection_bias"] = router.e_score_correction_bias.detach()
-    return state  # type: ignore[return-value]
+    return state
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""Replica: the embedded rollout engine. A whole transformers model on each rank that samples in batches with a KV cache.
+"""Replica: the embedded rollout engine. A whole transformers model per rank, which samples in batches with a KV cache.
 
 Symbols: B requests of a batch, T tokens of the longest, L MoE layers, K experts per token.
 
@@ -37,7 +37,8 @@ class Replica:
     ) -> None:
         """Build without weights: they come by `load_weights`. batch: requests that are answered at the same time."""
         self.folder, self.device, self.end, self.pad, self.batch = folder, device, end, pad, batch
-        model: Any = AutoModelForCausalLM.from_config(folder.config, dtype=dtype).to(device).eval()
+        made: Any = AutoModelForCausalLM  # transformers has no types for it
+        model = made.from_config(folder.config, dtype=dtype).to(device).eval()
         self.model = model.requires_grad_(requires_grad=False)
         use_plain_experts(model, transposed=folder.family.returns_scores)
         self.blocks = {n: layer.mlp for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
@@ -79,8 +80,8 @@ class Replica:
         """Views of transformers' stacked parameters, by published name."""
         spec, naming = self.folder.spec, self.naming
         if naming.stacked:  # published as transformers keeps them
-            parts = [experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias]
-            return dict(zip(naming.names_of_expert(spec, layer, 0), parts, strict=True))
+            kept = [experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias]
+            return dict(zip(naming.names_of_expert(spec, layer, 0), kept, strict=True))
         found = {}
         for expert in range(spec.num_experts):
             parts = ExpertParts(experts.gate_up_proj[expert], experts.down_proj[expert])

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,7 +85,8 @@ def text_of(folder: ModelFolder, texts: Iterable[str]) -> Text:
         ) from error
     if len(loaded) > folder.config.vocab_size:
         raise InputError(
-            f"the tokenizer in {folder.path} has {len(loaded)} tokens, the model {folder.config.vocab_size}: they do not fit"
+            f"the tokenizer in {folder.path} has {len(loaded)} tokens, the model {folder.config.vocab_size}: they do "
+            "not fit"
         )
     return _text(loaded)
 
@@ -111,6 +113,8 @@ def train_tokenizer(texts: Iterable[str], *, size: int) -> PreTrainedTokenizerBa
         vocab_size=size, special_tokens=[PAD, START, END], initial_alphabet=sorted(alphabet), show_progress=False
     )
     tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(
+    made: Any = PreTrainedTokenizerFast  # transformers has no types for it
+    fast: PreTrainedTokenizerBase = made(
         tokenizer_object=tokenizer, eos_token=END, bos_token=START, pad_token=PAD, clean_up_tokenization_spaces=False
     )
+    return fast

@@ -1,0 +1,98 @@
+"""Small RL runs on this test's ranks: what was reported of them, to be compared."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from equilibra.rl.observe import Silent
+from equilibra.train.config import (
+    AlgorithmConfig,
+    BalanceConfig,
+    ClusterConfig,
+    ModelConfig,
+    OptimizerConfig,
+    RolloutConfig,
+    RunConfig,
+    TaskConfig,
+    TrainConfig,
+    WarmUpConfig,
+)
+from equilibra.train.worker import run_worker
+
+ALONE = ClusterConfig(nodes=1, ranks_per_node=1)
+NODES = ClusterConfig(nodes=2, ranks_per_node=2)
+GROUPS = ClusterConfig(nodes=1, ranks_per_node=2, groups=2)
+TIMES = ("seconds", "tokens_per_s", "exposed")
+"""reported numbers that are measured"""
+ABOUT_PLANS = ("imbalance", "imbalance_static", "copies", "moves")
+"""reported numbers that differ between planners and clusters"""
+
+
+def spread(prompt: str, answer: str, expected: str) -> float:
+    """A reward that is different for every answer, so that there is always something to learn."""
+    return sum(answer.encode()) % 7 / 6
+
+
+class Notes(Silent):
+    """Keeps everything that was reported."""
+
+    def __init__(self) -> None:
+        self.steps: list[dict[str, float]] = []
+        self.held_out: list[tuple[int, float]] = []
+        self.said: list[str] = []
+
+    def step(self, step, metrics):
+        self.steps.append({"step": step, **metrics})
+
+    def evaluated(self, step, metrics):
+        self.held_out.append((step, metrics["reward_held_out"]))
+
+
+def small(model: Path, *, algorithm: str = "grpo", cluster: ClusterConfig = NODES, **changes: Any) -> TrainConfig:
+    """A run of a few seconds; changes are sections, or keys of them as section__key."""
+    window = {"window": 3} if algorithm == "tppo" else {}
+    config = TrainConfig(
+        run=RunConfig(steps=3, dtype="float64", evaluate_every=2, evaluate_problems=6, checkpoint_every=1),
+        cluster=cluster,
+        model=ModelConfig(source=str(model)),
+        task=TaskConfig(
+            name="spell_backward", options={"min_word_len": 3, "max_word_len": 4}, reward=f"{__file__}:spread"
+        ),
+        warm_up=WarmUpConfig(steps=3, batch=8),
+        rollout=RolloutConfig(prompts=6, answers=2, max_answer_tokens=7, reward_cut_off=True, **window),
+        algorithm=AlgorithmConfig(name=algorithm, mini_batches=2),
+        optimizer=OptimizerConfig(lr=3e-3, value_lr=3e-3),
+        balance=BalanceConfig(tokens_per_rank=128),
+    )
+    for name, value in changes.items():
+        section, _, key = name.partition("__")
+        config = replace(config, **{section: replace(getattr(config, section), **{key: value}) if key else value})
+    return config
+
+
+def run(config: TrainConfig, folder: Path, resume: bool = False, stop_after: int | None = None) -> Notes:
+    """Called on every rank."""
+    notes = Notes()
+    run_worker(
+        config, folder, resume=resume, observer=notes, say=notes.said.append,
+        stop=lambda: stop_after is not None and len(notes.steps) + 1 >= stop_after,
+    )  # fmt: skip
+    return notes
+
+
+def comparable(step: dict[str, float], *, plans: bool = False) -> dict[str, float]:
+    """What must be the same in two runs; plans: also what is said of plans."""
+    left_out = TIMES if plans else (*TIMES, *ABOUT_PLANS)
+    return {name: value for name, value in step.items() if not name.startswith(left_out)}
+
+
+def largest_gap(first: Notes, second: Notes) -> float:
+    """The largest relative difference of anything reported."""
+    assert [note["step"] for note in first.steps] == [note["step"] for note in second.steps]
+    assert [step for step, _ in first.held_out] == [step for step, _ in second.held_out]
+    gaps = [abs(a - b) for (_, a), (_, b) in zip(first.held_out, second.held_out, strict=True)]
+    for one, other in zip(first.steps, second.steps, strict=True):
+        a, b = comparable(one), comparable(other)
+        assert a.keys() == b.keys()
+        gaps += [abs(a[name] - b[name]) / max(1.0, abs(a[name])) for name in a if not name.startswith("mismatch")]
+    return max(gaps)
