@@ -1,8 +1,12 @@
 """Small RL runs on this test's ranks: what was reported of them, to be compared."""
 
+import os
+import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import torch.distributed as dist
 
 from equilibra.rl.observe import Silent
 from equilibra.train.config import (
@@ -75,7 +79,7 @@ def run(config: TrainConfig, folder: Path, resume: bool = False, stop_after: int
     notes = Notes()
     run_worker(
         config, folder, resume=resume, observer=notes, say=notes.said.append,
-        stop=lambda: stop_after is not None and len(notes.steps) + 1 >= stop_after,
+        stop=lambda: stop_after is not None and len(notes.steps) >= stop_after,
     )  # fmt: skip
     return notes
 
@@ -96,3 +100,30 @@ def largest_gap(first: Notes, second: Notes) -> float:
         assert a.keys() == b.keys()
         gaps += [abs(a[name] - b[name]) / max(1.0, abs(a[name])) for name in a if not name.startswith("mismatch")]
     return max(gaps)
+
+
+class Killed(Notes):
+    """Ends the process at a moment of the run, as the operating system would."""
+
+    def __init__(self, stage: str, step: int) -> None:
+        super().__init__()
+        self.moment = (stage, step)
+
+    def stage(self, name, *, step, done=0, total=0):
+        if (name, step) == self.moment:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def run_until_killed(config: TrainConfig, folder: Path, stage: str, step: int, victims: tuple[int, ...]) -> None:
+    """Called on every rank: the victims die when they come to the stage of the step."""
+    rank = dist.get_rank() if dist.is_initialized() else 0
+    notes = Killed(stage, step) if rank in victims else Notes()
+    run_worker(config, folder, resume=False, observer=notes, say=notes.said.append, stop=lambda: False)
+
+
+def same_run(first: Notes, second: Notes, *, from_step: int) -> bool:
+    """Whether two runs reported the same, to the bit, plans included, from a step on."""
+    one = [comparable(note, plans=True) for note in first.steps if note["step"] >= from_step]
+    other = [comparable(note, plans=True) for note in second.steps if note["step"] >= from_step]
+    late = [[pair for pair in notes.held_out if pair[0] > from_step] for notes in (first, second)]
+    return one == other and late[0] == late[1]

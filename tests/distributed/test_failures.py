@@ -6,7 +6,7 @@ from tests.distributed.ranks import collect, start_ranks
 
 from equilibra.execute.copies.transfer import Path
 
-OURS = ("RankLostError", "MismatchError", "BrokenStateError")
+OURS = ("RankLostError", "MismatchError", "BrokenStateError", "ExecuteError: planning the step failed")
 
 
 def outcomes(point, how, path):

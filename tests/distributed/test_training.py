@@ -6,8 +6,10 @@ from tests.distributed.training import train_cases
 
 from equilibra.core.cluster import Cluster
 
-ROUNDING = 1e-9
-"""relative, in float64, after three steps of Adam"""
+ROUNDING = 1e-11
+"""relative, in float64: outputs, gradients and norms before the weights have changed"""
+AFTER_ADAM = 1e-6
+"""relative, in float64: everything, after up to six steps of Adam, which divides by the size of even tiny gradients"""
 
 WORLDS = {
     "2 ranks": (Cluster(num_nodes=1, ranks_per_node=2), 2),
@@ -32,7 +34,8 @@ def test_equals_the_reference(world):
     results = run_ranks(processes, train_cases, list(seeds), cluster)
     for rank, cases in enumerate(results):
         for seed, case in zip(seeds, cases, strict=True):
-            assert case.worst() < ROUNDING, f"rank {rank}, seed {seed}: {case}"
+            assert case.first < ROUNDING, f"rank {rank}, seed {seed}: {case}"
+            assert case.worst() < AFTER_ADAM, f"rank {rank}, seed {seed}: {case}"
     if processes > 1:
         assert seen(results, "flash") + seen(results, "standing") > 0
         assert seen(results, "moves") > 0
@@ -42,7 +45,8 @@ def test_equals_the_reference(world):
 def test_tokens_without_routing_are_routed_live(world):
     cluster, processes = WORLDS[world]
     results = run_ranks(processes, train_cases, list(range(200, 204)), cluster, 0.2)
-    assert max(case.worst() for cases in results for case in cases) < ROUNDING
+    assert max(case.first for cases in results for case in cases) < ROUNDING
+    assert max(case.worst() for cases in results for case in cases) < AFTER_ADAM
     assert seen(results, "live") > 0
     assert seen(results, "tolerant") > 0
 
@@ -59,5 +63,8 @@ def test_the_comparison_notices(sabotage):
 def test_many_more(world):
     cluster, processes = WORLDS[world]
     for first in range(1000, 1080, 20):
-        results = run_ranks(processes, train_cases, list(range(first, first + 20)), cluster, 0.1 * (first % 40 == 0))
-        assert max(case.worst() for cases in results for case in cases) < ROUNDING
+        unrecorded = 0.1 * (first % 40 == 0)
+        seeds = list(range(first, first + 20))
+        results = run_ranks(processes, train_cases, seeds, cluster, unrecorded, timeout_s=900)
+        assert max(case.first for cases in results for case in cases) < ROUNDING
+        assert max(case.worst() for cases in results for case in cases) < AFTER_ADAM

@@ -46,6 +46,8 @@ class Gaps:
     gradient: float = 0.0
     norm: float = 0.0
     weights: float = 0.0
+    first: float = 0.0
+    """of all but weights, before the first optimizer step"""
     seen: dict[str, int] = field(default_factory=dict)
 
     def count(self, **more: int) -> None:
@@ -111,6 +113,8 @@ def train_case(seed: int, group, unrecorded: float, sabotage: str) -> Gaps:
             chosen = np.flatnonzero([mine(m) for m in step.plan.schedule.micro_batch_of_sequence])
             part = [micro_batch for micro_batch in step.micro_batches(Stage.UPDATE) if mine(micro_batch.number)]
             update(step, balancer, model, reference, batch, part, chosen, mode, (optimizer, plain), rng, gaps)
+            if number == 0 and half == 0:
+                gaps.first = gaps.worst()
             if ahead and half == 0:
                 balancer.prepare(batches[number + 1].routing_of(group.world_rank))
         compare_weights(model, reference, gaps)
@@ -195,7 +199,8 @@ def update(step, balancer, model, reference, batch, part, chosen, mode, optimize
             _backward(waiting, gaps)
     _backward(waiting, gaps)
     balancer.finish_gradients(model)
-    loss_of(_wanted(reference, batch, chosen), 1 / total).backward()
+    if chosen.size:
+        loss_of(_wanted(reference, batch, chosen), 1 / total).backward()
     _compare_gradients(model, reference, gaps)
     norm = clip_gradients(model, balancer.runtime, 0.5)
     wanted = float(nn.utils.clip_grad_norm_(reference.parameters(), 0.5))

@@ -7,29 +7,67 @@ from typing import Any
 
 from equilibra.measure.run import PlannerRecord, Run
 from equilibra.report.figures import finite
-from equilibra.report.names import chosen_pair, label_of
+from equilibra.report.names import PREDICTED, chosen_pair, label_of, predictions_in
+from equilibra.report.training import training, training_facts, training_sentence
 
 __all__ = ["answer"]
 
 
 def answer(run: Run) -> dict[str, Any]:
-    """{sentence, facts: [{value, label}]}: of the pair that the page compares, or of the only planner there is."""
+    """{sentence, facts: [{value, label}]}: of the pair that the page compares, or of the only planner there is.
+
+    Of a training run they are about the run, and {step} is the sentence about its last step.
+    """
+    of_step = _answer_of_step(run)
+    curves = training(run)
+    if curves is None:
+        return of_step
+    return {"sentence": training_sentence(curves), "facts": training_facts(curves), "step": of_step["sentence"]}
+
+
+def _answer_of_step(run: Run) -> dict[str, Any]:
     before, after = chosen_pair(run.planners)
     if after is None:
         return {"sentence": "This run has no plan to show.", "facts": []}
-    predicted = run.about.get("kind") != "measured"
     record, baseline = run.planners[after], run.planners[before] if before is not None else None
+    if before is not None and before in predictions_in(run):
+        return {
+            "sentence": _measured_sentence(run, after, before),
+            "facts": [
+                fact for fact in _facts(record, baseline, before) if fact is not None and "time" not in fact["metric"]
+            ],
+        }
+    predicted = run.about.get("kind") != "measured"
     return {
         "sentence": _sentence(after, before, record, baseline, predicted=predicted),
         "facts": [fact for fact in _facts(record, baseline, before) if fact is not None],
     }
 
 
+def _measured_sentence(run: Run, after: str, before: str) -> str:
+    """What was measured, and apart from it what is predicted: two predictions compare, a measurement does not."""
+    step = _metric(run.planners[after], "step_time_s")
+    same = _metric(run.planners.get(PREDICTED), "step_time_s")
+    other = _metric(run.planners[before], "step_time_s")
+    name = _capital(label_of(after))
+    took = f"{name}: this run has no step time." if step is None else f"{name} took {_seconds(step)} for the step."
+    ratio = _ratio(same, other)
+    if before == PREDICTED or ratio is None:
+        return took if same is None else f"{took} The cost model predicts {_seconds(same)} for recompute and update."
+    if abs(ratio - 1) < 0.005:
+        gain = f"as long as {label_of(before)}"
+    else:
+        gain = f"{ratio:.2f} of the time of {label_of(before)}, {_speed(ratio)}"
+    return (
+        f"{took} For recompute and update the cost model, at the rates of this step, predicts {gain}, were every rank "
+        "on a processor of its own."
+    )
+
+
 def _sentence(
     after: str, before: str | None, record: PlannerRecord, baseline: PlannerRecord | None, *, predicted: bool
 ) -> str:
-    name = label_of(after)
-    name = name[0].upper() + name[1:] if name else name
+    name = _capital(label_of(after))
     step = _metric(record, "step_time_s")
     ratio = _ratio(step, _metric(baseline, "step_time_s"))
     if step is None:
@@ -39,8 +77,15 @@ def _sentence(
     verb = "would take" if predicted else "took"
     if abs(ratio - 1) < 0.005:
         return f"{name} {verb} as long as {label_of(before)}: there is nothing to gain here{_share(record)}."
-    speed = f"a {1 / ratio:.2f}× faster step" if ratio <= 1 else f"a {ratio:.2f}× slower step"
-    return f"{name} {verb} {ratio:.2f} of the time of {label_of(before)}: {speed}{_share(record)}."
+    return f"{name} {verb} {ratio:.2f} of the time of {label_of(before)}: {_speed(ratio)}{_share(record)}."
+
+
+def _speed(ratio: float) -> str:
+    return f"a {1 / ratio:.2f}× faster step" if ratio <= 1 else f"a {ratio:.2f}× slower step"
+
+
+def _capital(name: str) -> str:
+    return name[0].upper() + name[1:] if name else name
 
 
 def _share(record: PlannerRecord) -> str:

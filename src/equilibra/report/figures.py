@@ -17,15 +17,26 @@ from equilibra.report.names import IDEAL, label_of
 __all__ = ["finite", "planner_figures"]
 
 
-def planner_figures(name: str, record: PlannerRecord) -> dict[str, Any]:
-    """Everything about a planner that is small: metrics, memory, and one number per layer."""
+WHOLE_STEP = ("step_time_s", "throughput_tokens_per_s")
+"""what a runtime measures of a whole training step, with its rollout, and a prediction says of recompute and update"""
+
+
+def planner_figures(
+    name: str, record: PlannerRecord, *, label: str | None = None, among_predictions: bool = False
+) -> dict[str, Any]:
+    """Everything about a planner that is small: metrics, memory, and one number per layer.
+
+    among_predictions: the record was measured and others of the run were not; times that cannot be compared with theirs
+    then have names of their own.
+    """
+    renamed = {key: f"measured_{key}" for key in WHOLE_STEP} if among_predictions else {}
     imbalance_LM = imbalance(record.rank_tokens_LMR)
     return {
         "name": name,
-        "label": label_of(name),
+        "label": label_of(name) if label is None else label,
         "ideal": name == IDEAL,
         "num_micro_batches": int(record.rank_tokens_LMR.shape[1]),
-        "metrics": {key: finite(value) for key, value in record.metrics.items()},
+        "metrics": {renamed.get(key, key): finite(value) for key, value in record.metrics.items()},
         "memory": {key: finite(value) for key, value in record.memory.items()},
         "imbalance_L": _rounded(imbalance_LM.mean(axis=1)),
         "worst_imbalance_L": _rounded(imbalance_LM.max(axis=1)),

@@ -21,8 +21,9 @@ from equilibra.measure.run import PASSES, Run
 from equilibra.report.answer import answer
 from equilibra.report.detail import collect_detail
 from equilibra.report.figures import planner_figures
-from equilibra.report.names import chosen_pair
+from equilibra.report.names import chosen_pair, labels_of, predictions_in
 from equilibra.report.timeline import timeline
+from equilibra.report.training import training
 
 __all__ = ["PAGE_BYTES", "SCRIPTS", "render", "write_report"]
 
@@ -33,6 +34,9 @@ SCRIPTS = (
     "drill.js", "gantt.js", "memory.js", "report.js",
 )  # fmt: skip
 """scripts in the order in which they are inlined"""
+TRAINING_SCRIPT = "training.js"
+"""behind them on the page of a training run; other pages hold nothing of it"""
+MIXED = "measured; predicted where the name says so"
 VOID = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
@@ -45,29 +49,43 @@ def write_report(run: Run, path: Path, *, overwrite: bool = False) -> None:
 def render(run: Run) -> str:
     """The page as text. The same run always gives the same page."""
     num_layers, num_ranks, num_experts = _shape(run)
-    scripts = [_asset(name) for name in SCRIPTS]
-    style, template = _asset("report.css"), _asset("report.html")
+    curves, labels, pair, predictions = training(run), labels_of(run), chosen_pair(run.planners), predictions_in(run)
+    apart = [] if pair[0] not in predictions else [name for name in run.planners if name not in predictions]
+    scripts = [_asset(name) for name in (*SCRIPTS, *([TRAINING_SCRIPT] if curves else []))]
+    style, template = _asset("report.css") + (_asset("training.css") if curves else ""), _asset("report.html")
     small = {
-        "about": run.about,
+        "about": _about(run),
         "answer": answer(run),
-        "pair": list(chosen_pair(run.planners)),
+        "pair": list(pair),
         "num_layers": num_layers,
         "num_ranks": num_ranks,
         "num_experts": num_experts,
         "passes": list(PASSES),
-        "planners": [planner_figures(name, record) for name, record in run.planners.items()],
+        "planners": [
+            planner_figures(name, record, label=labels[name], among_predictions=name in apart)
+            for name, record in run.planners.items()
+        ],
         "timeline": timeline(run, num_ranks),
-    }
+        **({"training": curves} if curves else {}),
+    }  # fmt: skip
     fixed = sum(len(text.encode()) for text in (*scripts, style, template, _json(small)))
     arrays, detail = collect_detail(run, budget_bytes=PAGE_BYTES - fixed)
     data = _json({**small, "arrays": arrays, "detail": detail})
     parts = {
         "policy": _policy(scripts, style),
         "style": f"<style>{style}</style>",
+        "training-link": '<a href="#training">Training</a>' if curves else "",
+        "training": _asset("training.html") if curves else "",
         "data": f'<script type="application/json" id="run">{data}</script>',
         "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
     return _filled(template, parts)
+
+
+def _about(run: Run) -> dict[str, Any]:
+    """What was asked, without what the page shows elsewhere."""
+    about = {key: value for key, value in run.about.items() if key not in ("training", "predicted")}
+    return {**about, "kind": MIXED} if predictions_in(run) else about
 
 
 def _shape(run: Run) -> tuple[int, int, int]:

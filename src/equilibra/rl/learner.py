@@ -121,6 +121,10 @@ class Learner:
     """that answers were drawn with"""
     max_norm: float = 1.0
     """of the gradient"""
+    lr: float = 0.0
+    """learning rate"""
+    warm_up_steps: int = 0
+    """optimizer steps in which the learning rate rises to it"""
     values: bool = False
     """whether the model says values instead of log-probabilities"""
 
@@ -141,6 +145,13 @@ class Learner:
         layers, top_k = len(self.model.runtime.weights), self.model.runtime.spec.top_k
         unknown = [np.full((sample.num_rows, layers, top_k), -1, np.int32) for sample in samples]
         return self.begin(samples, experts=unknown)
+
+    def set_lr(self) -> None:
+        """The learning rate of the next optimizer step; how many there were is in the optimizer's own state."""
+        if self.optimizer is not None and self.warm_up_steps:
+            done = max((int(state["step"]) for state in self.optimizer.state.values()), default=0)
+            for options in self.optimizer.param_groups:
+                options["lr"] = self.lr * min(1.0, (done + 1) / self.warm_up_steps)
 
     def predict(self, micro_batch: MicroBatch, inputs: Padded) -> Predictions:
         """Run the model on a micro-batch."""
@@ -223,6 +234,7 @@ class Batch:
                 sums[name] = sums.get(name, 0.0) + value
         learner.balancer.finish_gradients(model)
         norm = clip_gradients(model, model.runtime, learner.max_norm)
+        learner.set_lr()
         learner.optimizer.step()
         learner.optimizer.zero_grad()
         return {**sums, "gradient_norm": norm}

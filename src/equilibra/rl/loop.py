@@ -124,12 +124,12 @@ def train(trainer: Trainer, first_step: int) -> int:
         with clock.stage("weights"):
             source.new_weights()
         metrics = step_metrics(samples, old, sums, batch, record, clock.metrics()["seconds"], total)
+        trainer.keep_record(step, record, batch)
+        trainer.observer.step(step, {**metrics, **clock.metrics()})  # before the checkpoint: what is saved was reported
         stopping = trainer.stop()
         if stopping or setting.saves(step + 1):
-            with clock.stage("checkpoint"):
-                trainer.save(step + 1)
-        trainer.keep_record(step, record, batch)
-        trainer.observer.step(step, {**metrics, **clock.metrics()})
+            trainer.observer.stage("checkpoint", step=step)
+            trainer.save(step + 1)
         if stopping:
             return step + 1
     _evaluate(trainer, setting.steps)

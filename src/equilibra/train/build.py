@@ -25,13 +25,15 @@ from equilibra.rl.rollout import Rollout, RolloutSetting
 from equilibra.rl.tasks.jsonl import jsonl_task
 from equilibra.rl.tasks.reward import reward_function
 from equilibra.rl.tasks.task import Task
-from equilibra.train.config import TrainConfig
+from equilibra.train.config import Option, TrainConfig
 
 __all__ = [
     "Parts", "algorithm_of", "build_learner", "build_model_of", "build_parts", "build_rollout", "cluster_of",
     "model_folder_of", "task_of",
 ]  # fmt: skip
 
+DEFAULT_OPTIONS: dict[str, dict[str, Option]] = {"spell_backward": {"min_word_len": 3, "max_word_len": 5}}
+"""of tasks for small models, where the configuration says nothing"""
 TOKENIZER_TEXTS = 512
 """problems that a tokenizer is trained on"""
 
@@ -77,7 +79,8 @@ def task_of(config: TrainConfig) -> Task:
         reward = reward_function(task.reward)
     if task.kind == "jsonl":
         return jsonl_task(task.path, seed=config.run.seed, reward=reward)
-    return reasoning_gym_task(task.name, dict(task.options), seed=config.run.seed, reward=reward)
+    options = {**DEFAULT_OPTIONS.get(task.name, {}), **task.options}
+    return reasoning_gym_task(task.name, options, seed=config.run.seed, reward=reward)
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
@@ -97,6 +100,8 @@ def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -
     """Everything that is read or made of nothing but the configuration."""
     folder, task = model_folder_of(config), task_of(config)
     problems = [task.problem(number) for number in range(TOKENIZER_TEXTS)] if not folder.has_tokenizer else []
+    if config.debug.replay == "" and task.num_held_out:
+        task.held_out(min(config.run.evaluate_problems, task.num_held_out) - 1)  # too few is an error now, not later
     text = text_of(folder, [text for problem in problems for text in (problem.prompt, problem.answer)])
     return Parts(
         config=config, group=group, device=device, dtype=getattr(torch, config.run.dtype), folder=folder, task=task,
@@ -140,7 +145,7 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
     return Learner(
         model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),
         optimizer=optimizer, pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,
-        max_norm=config.optimizer.max_norm, values=value,
+        max_norm=config.optimizer.max_norm, lr=lr or 0.0, warm_up_steps=config.optimizer.warm_up_steps, values=value,
     )  # fmt: skip
 
 

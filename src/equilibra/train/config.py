@@ -27,7 +27,7 @@ class RunConfig:
 
     seed: int = 0
     """of every random choice, from 0 on; the same seed gives the same run"""
-    steps: int = 60
+    steps: int = 100
     """RL steps, from 1 on: each is a rollout and an update on it"""
     dtype: str = "float64"
     """numbers of the model: float64, float32 or bfloat16"""
@@ -35,13 +35,13 @@ class RunConfig:
     """auto (cuda where there is one), cpu or cuda"""
     timeout_s: float = 120.0
     """seconds after which a silent rank is lost, more than 0"""
-    checkpoint_every: int = 10
+    checkpoint_every: int = 20
     """steps between checkpoints; 0: only at the end and when the run is stopped"""
     keep: int = 2
     """newest checkpoints that are kept, from 1 on"""
     evaluate_every: int = 20
     """steps between evaluations on held-out problems; 0: only before the first and after the last step"""
-    evaluate_problems: int = 128
+    evaluate_problems: int = 256
     """held-out problems of an evaluation, from 1 on"""
 
     def __post_init__(self) -> None:
@@ -94,14 +94,14 @@ class TaskConfig:
 
     kind: str = "reasoning-gym"
     """reasoning-gym (a generator of problems) or jsonl (a file of your own)"""
-    name: str = "chain_sum"
+    name: str = "spell_backward"
     """the reasoning-gym task"""
     path: str = ""
     """file of a jsonl task: one {"question": ..., "answer": ...} per line"""
     reward: str = ""
     """your own reward, file.py:function; empty: the task's"""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """settings of the reasoning-gym task, for example max_digits = 2"""
+    """settings of the reasoning-gym task; of spell_backward, words have 3 to 5 letters if nothing is said"""
 
     def __post_init__(self) -> None:
         check_choice("task.kind", self.kind, ("reasoning-gym", "jsonl"))
@@ -121,11 +121,11 @@ class TaskConfig:
 class WarmUpConfig:
     """Supervised steps before the RL ones, for a model that cannot answer at all yet."""
 
-    steps: int = 200
+    steps: int = 58
     """supervised steps of the embedded model; 0: none"""
     batch: int = 64
     """problems of a step, from 1 on"""
-    lr: float = 2e-3
+    lr: float = 3e-3
     """learning rate, more than 0"""
     cache: str = ""
     """folder that keeps warmed-up weights for later runs; empty: warm up in every run"""
@@ -143,13 +143,13 @@ class RolloutConfig:
 
     engine: str = "embedded"
     """who generates: embedded is batched sampling on the training ranks"""
-    prompts: int = 16
+    prompts: int = 32
     """problems of a step, over all ranks, from 1 on"""
     answers: int = 8
     """answers to each problem, from 1 on"""
     max_prompt_tokens: int = 64
     """longest prompt, in tokens, from 1 on; a problem with a longer one is an error"""
-    max_answer_tokens: int = 16
+    max_answer_tokens: int = 8
     """longest answer, in tokens, from 1 on; longer ones are cut off"""
     reward_cut_off: bool = False
     """true: answers that were cut off are rewarded for what they say; false: they get no reward"""
@@ -173,7 +173,7 @@ class AlgorithmConfig:
 
     name: str = "grpo"
     """grpo, ppo, gspo or tppo"""
-    mini_batches: int = 1
+    mini_batches: int = 2
     """optimizer steps that a rollout is split into, from 1 on"""
     epochs: int = 1
     """times that a rollout is trained on, from 1 on"""
@@ -191,9 +191,9 @@ class AlgorithmConfig:
 class OptimizerConfig:
     """AdamW."""
 
-    lr: float = 1e-3
+    lr: float = 6e-4
     """learning rate of the policy, from 0 on"""
-    value_lr: float = 1e-3
+    value_lr: float = 6e-4
     """learning rate of the value model, from 0 on"""
     weight_decay: float = 0.0
     """decoupled, from 0 on"""

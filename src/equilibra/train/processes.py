@@ -119,6 +119,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
     shared = {
         "OMP_NUM_THREADS": str(threads),
         "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),  # AMX tiles can fail in forks
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # some problems depend on the order of sets
         "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(_free_port()),

@@ -136,7 +136,7 @@ def _warm_up(parts: Parts, model: ShardedModel, value: ShardedModel | None, fold
         steps = WarmUpSetting(steps=setting.steps, batch=setting.batch, lr=setting.lr)
         warm_up(model, parts.task, parts.text, steps, pad=parts.text.pad, device=parts.device, observer=observer)
     if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
-        model.save(folder / "start", parts.text.files())
+        model.save(folder / "start", parts.text.files(), overwrite=True)
     if value is not None:
         value.load_trunk(folder / "start")
 
@@ -146,8 +146,8 @@ def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool)
     if parts.algorithm.loss.divergence is Divergence.NONE:
         return None
     start = folder / "start"
-    if not resume and not start.exists():
-        model.save(start, parts.text.files())
+    if not resume and parts.folder.has_weights:
+        model.save(start, parts.text.files(), overwrite=True)
     frozen = build_model_of(parts)
     frozen.load(start)
     return build_learner(parts, frozen, lr=None)

@@ -25,7 +25,7 @@ class OwnSchedule:
 
 
 def own_schedule(
-    lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.int64], *,
+    lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.integer], *,
     num_ranks: int, tokens_per_rank: int,
 ) -> OwnSchedule:  # fmt: skip
     """Each world rank's sequences of a mini-batch in order, cell after cell.

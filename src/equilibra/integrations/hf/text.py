@@ -1,14 +1,15 @@
 """Text: from words to tokens and back. A model folder brings a tokenizer; without one, one is trained on the task.
 
-A trained tokenizer is byte-level BPE in which every digit stands alone, so arithmetic stays arithmetic; it depends on
-the texts alone, so every rank trains the same one. It is saved as tokenizer.json, which transformers loads.
+A trained tokenizer is byte-level BPE in which words that most prompts repeat become tokens, and what differs from one
+to the next stays letters and digits: spelling stays spelling, arithmetic stays arithmetic. It depends on the texts
+alone, so every rank trains the same one. It is saved as tokenizer.json, which transformers loads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -76,7 +77,7 @@ class Text:
 def text_of(folder: ModelFolder, texts: Iterable[str]) -> Text:
     """The folder's tokenizer, or one trained on these texts with as many tokens as the model has."""
     if not folder.has_tokenizer:
-        return _text(train_tokenizer(texts, size=folder.config.vocab_size))
+        return _text(train_tokenizer(list(texts), size=folder.config.vocab_size))
     try:
         loaded = AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False)
     except Exception as error:  # whatever transformers raises on strange files
@@ -99,8 +100,8 @@ def _text(tokenizer: PreTrainedTokenizerBase) -> Text:
     return Text(tokenizer=tokenizer, end=int(end), pad=int(end if pad is None else pad))
 
 
-def train_tokenizer(texts: Iterable[str], *, size: int) -> PreTrainedTokenizerBase:
-    """Byte-level BPE of at most `size` tokens."""
+def train_tokenizer(texts: Sequence[str], *, size: int) -> PreTrainedTokenizerBase:
+    """Byte-level BPE of at most `size` tokens; what fewer than a third of the texts hold is not joined."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -110,7 +111,11 @@ def train_tokenizer(texts: Iterable[str], *, size: int) -> PreTrainedTokenizerBa
     if size < len(alphabet) + 3:
         raise InputError(f"a vocabulary of {size} is too small: {len(alphabet) + 3} tokens are needed for all bytes")
     trainer = trainers.BpeTrainer(
-        vocab_size=size, special_tokens=[PAD, START, END], initial_alphabet=sorted(alphabet), show_progress=False
+        vocab_size=size,
+        min_frequency=max(2, len(texts) // 3),
+        special_tokens=[PAD, START, END],
+        initial_alphabet=sorted(alphabet),
+        show_progress=False,
     )
     tokenizer.train_from_iterator(texts, trainer)
     made: Any = PreTrainedTokenizerFast  # transformers has no types for it

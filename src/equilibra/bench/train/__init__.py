@@ -1,0 +1,1 @@
+"""Whole training steps, measured on two ranks."""
