@@ -22,7 +22,11 @@ $(READY): pyproject.toml constraints.txt
 setup: $(READY) ## create .venv and install the package with everything the tests need
 
 .PHONY: run
-run: $(READY) ## simulate a synthetic RL step under every planner and write report.html
+run: $(READY) ## train a small MoE by reinforcement learning on four ranks, balanced; a few minutes, no GPU
+	@$(BIN)/equilibra train
+
+.PHONY: simulate
+simulate: $(READY) ## simulate a synthetic RL step under every planner and write report.html
 	@$(BIN)/equilibra simulate --nodes 4 --report report.html --overwrite
 
 .PHONY: lint
@@ -48,9 +52,11 @@ test-all: lint chromium ## the same and the slow proofs
 	$(BIN)/pytest -n 2
 
 .PHONY: bench
-bench: $(READY) ## measure the planner and simulate the papers' tables into benchmarks/results (EQUILIBRA_TRACES: real routing)
+bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES: real routing)
 	$(BIN)/equilibra bench planner --output benchmarks/results
 	$(BIN)/equilibra bench paper --output benchmarks/results
+	$(BIN)/equilibra bench runtime --output benchmarks/results
+	$(BIN)/equilibra bench train --output benchmarks/results
 
 .PHONY: clean
 clean: ## remove the environment and caches

@@ -1,11 +1,13 @@
 """What the documentation shows is run."""
 
+import json
 import re
 import subprocess
 import sys
 
 import pytest
 from tests.conftest import REPOSITORY
+from tests.references.hf_models import small_config
 
 from equilibra.measure.run import load_run
 from equilibra.report.page import render
@@ -61,13 +63,33 @@ def readme_commands() -> list[str]:
     return [line.split("#")[0].strip() for line in lines if line.startswith("equilibra ")]
 
 
+SHORT = [
+    "run.steps=2", "warm_up.steps=2", "run.evaluate_problems=4", "rollout.prompts=4", "rollout.answers=2",
+    "cluster.nodes=1", "rollout.max_prompt_tokens=256", "run.dtype=float32",
+]  # fmt: skip
+"""what makes a training run one of seconds"""
+
+
+def short_training(words: list[str], number: int) -> list[str]:
+    """A command of the README, about things that are there and with little to do."""
+    if "--resume" in words:
+        return [*words[:-1], "run0", "--steps", "3"]
+    named = [word.replace("FOLDER", "folder").replace("run.dtype=bfloat16", "run.dtype=float32") for word in words]
+    return [*named, "--output", f"run{number}", *SHORT]
+
+
 def test_readme_commands_run_in_order(tmp_path):
     commands = readme_commands()
     assert len(commands) >= 3
-    for command in commands:
+    small_config("olmoe").save_pretrained(tmp_path / "folder")
+    lines = [json.dumps({"question": f"{n} + 1 = ", "answer": str(n + 1)}) for n in range(40)]
+    (tmp_path / "problems.jsonl").write_text("\n".join(lines) + "\n")
+    for number, command in enumerate(commands):
         words = command.split()
         if words[1] == "bench":
             words.append("--quick")
+        if words[1] == "train":
+            words = short_training(words, number)
         done = subprocess.run(
             [sys.executable, "-m", "equilibra.cli.main", *words[1:]],
             cwd=tmp_path,

@@ -108,8 +108,8 @@ def _evened(curves: Curves) -> str:
     if planner == BASELINE:
         return f"the slowest rank carried {now:.2f} times the mean, with static placement"
     return (
-        f"with static placement the slowest rank would have carried {before:.2f} times the mean, "
-        f"with {label_of(planner)} it carried {now:.2f}"
+        f"the slowest rank carried {now:.2f} times the mean with {label_of(planner)}, with static placement it would "
+        f"have carried {before:.2f}"
     )
 
 
@@ -117,16 +117,16 @@ def training_facts(curves: Curves) -> list[dict[str, str]]:
     """A few figures of the whole run; those there are."""
     rewards, last = curves["held_out"]["reward"], curves["held_out"]["step"][-1:]
     before, now = _numbers(curves, "imbalance_static"), _numbers(curves, "imbalance")
-    static = f"; {fmean(before):.3f} if nothing were moved" if before and curves["planner"] != BASELINE else ""
+    static = f"; static placement {fmean(before):.3f}" if before and curves["planner"] != BASELINE else ""
     rate = _numbers(curves, "tokens_per_s")
     return [
         *_fact("reward_held_out", rewards[-1:], lambda found: f"{found[0]:.3f}",
                f"held-out reward after {_steps_of(last[0] if last else 0)}; {rewards[0] if rewards else 0:.3f} at first"),
         *_fact("imbalance", now, lambda found: f"{fmean(found):.3f}", f"imbalance, slowest rank over mean{static}"),
         *_fact("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
-               f"a step, median, on this machine{f'; {median(rate):,.0f} tokens/s' if rate else ''}"),
+               f"a step, median, on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
         *_fact("exposed", _numbers(curves, "exposed"), lambda found: f"{100 * median(found):.1f}\u00a0%",
-               "of a step is spent waiting for planning, copies and moves"),
+               "of a step is exposed: waiting for planning, copies and moves"),
         *_fact("mismatch_max", _numbers(curves, "mismatch_max"), lambda found: _power(max(found)),
                "largest difference between replayed log-probabilities and the rollout's"),
     ]  # fmt: skip
@@ -146,7 +146,11 @@ def _two(first: float, last: float) -> str:
 
 
 def _steps_of(count: int) -> str:
-    return f"{count:,} step{'' if count == 1 else 's'}".replace(",", "\u202f")
+    return f"{_whole(count)} step{'' if count == 1 else 's'}"
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}".replace(",", "\u202f")
 
 
 def _power(value: float) -> str:

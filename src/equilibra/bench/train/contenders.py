@@ -22,6 +22,7 @@ from equilibra.bench.train.names import BALANCED, EQUILIBRA, NAMES
 from equilibra.bench.train.setting import TrainSetting
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
+from equilibra.cost.rates import Rates
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.step import Step
@@ -129,17 +130,19 @@ class Contender:
         self.homes = self.model.runtime.placement
 
 
-def contenders(parts: Parts, setting: TrainSetting) -> list[Contender]:
+def contenders(parts: Parts, setting: TrainSetting, rates: Rates) -> list[Contender]:
     """Collective: all of them."""
-    return [_contender(parts, setting, name) for name in NAMES]
+    return [_contender(parts, setting, rates, name) for name in NAMES]
 
 
-def _contender(parts: Parts, setting: TrainSetting, name: str) -> Contender:
+def _contender(parts: Parts, setting: TrainSetting, rates: Rates, name: str) -> Contender:
     model, spent, config = build_model_of(parts), Spent(), parts.config
     skew_routers(model, setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, weight_decay=0.0)
     planner = TimedPlanner(planner=planner_named(EQUILIBRA if name == EQUILIBRA else "static"), spent=spent)
-    balance = BalancerSetting(tokens_per_rank=setting.tokens_per_rank, planner=planner, seed=setting.seed)
+    balance = BalancerSetting(
+        tokens_per_rank=setting.tokens_per_rank, planner=planner, rates=rates, seed=setting.seed
+    )
     learner = Learner(
         model=model, balancer=TimedBalancer(model.runtime, balance, spent, optimizer=optimizer), optimizer=optimizer,
         pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,

@@ -21,9 +21,11 @@ from equilibra.bench.train.clock import PatientClock
 from equilibra.bench.train.contenders import Contender, contenders
 from equilibra.bench.train.model import config_of
 from equilibra.bench.train.names import EQUILIBRA, NAMES, STATIC
+from equilibra.bench.train.prices import measured_prices
 from equilibra.bench.train.setting import TrainSetting
 from equilibra.bench.train.step import Answers, Bench, Trained
 from equilibra.core.errors import ExecuteError
+from equilibra.core.plan import Stage
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.stream import logical_weights
 from equilibra.train.build import build_parts, build_rollout
@@ -38,7 +40,8 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
     """All rounds; the same on every rank."""
     transformers_logging.set_verbosity_error()
     parts = build_parts(config_of(setting, folder), group, torch.device("cpu"))
-    every = {contender.name: contender for contender in contenders(parts, setting)}
+    rates = measured_prices(setting, group)
+    every = {contender.name: contender for contender in contenders(parts, setting, rates)}
     bench = Bench(
         rollout=build_rollout(parts), algorithm=parts.algorithm, group=group, mini_batches=setting.mini_batches,
         seed=setting.seed,
@@ -57,7 +60,10 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
         tell(f"repeat {repeat + 1} of {setting.repeats}: {rounds.last()}")
     for contender in every.values():
         contender.learner.balancer.close()
-    return {"first_round": first, **rounds.about()}
+    prices = {
+        "row_us": rates.step_row_us, "copy_us": rates.flash_copy_us[Stage.RECOMPUTE], "move_us": rates.move_inside_us
+    }  # fmt: skip
+    return {"first_round": first, "prices": prices, **rounds.about()}
 
 
 class _Rounds:

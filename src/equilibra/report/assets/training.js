@@ -9,15 +9,17 @@ const Training = (() => {
   const SPARE = ["line-6", "line-5", "line-1", "line-2"];
   const FEW = 40;
   const SMALL_SHARE = 0.015;
+  const SPIKE = 0.1;
   const BEYOND = 3;
   const planner = Data.label(training.planner).replace(/, measured$/, "");
   const balanced = training.planner !== "static";
   const last = steps.length - 1;
   let chosen = null;
 
+  const stageOf = (name) => name.replace("seconds_", "");
   const at = (name, index) => columns[name]?.[index] ?? null;
   const numbers = (name) => (columns[name] || []).filter((value) => value !== null);
-  const mean = (values) => values.reduce((sum, value) => sum + value, 0) / values.length;
+  const mean = (values) => (values.length ? values.reduce((sum, value) => sum + value, 0) / values.length : null);
   const median = (values) => [...values].sort((a, b) => a - b)[Math.floor((values.length - 1) / 2)];
   const share = (value) => (value === null ? "–" : value.toFixed(3));
   const small = (value) => (value === null ? "–" : value !== 0 && Math.abs(value) < 1e-3 ? value.toExponential(1) : String(Number(value.toPrecision(3))));
@@ -29,8 +31,8 @@ const Training = (() => {
   const bands = (() => {
     const totals = stages.map((name) => ({ name, total: numbers(name).reduce((sum, value) => sum + Math.max(0, value), 0) }));
     const whole = Math.max(numbers("seconds").reduce((sum, value) => sum + value, 0), totals.reduce((sum, { total }) => sum + total, 0));
-    const shown = totals.filter(({ total }) => total >= SMALL_SHARE * whole).map(({ name }) => name);
-    const named = shown.map((name, index) => ({ label: name.replace("seconds_", ""), colour: FILLS[name.replace("seconds_", "")] || SPARE[index % SPARE.length],
+    const shown = totals.filter(({ name, total }) => total >= SMALL_SHARE * whole || numbers(name).some((value) => value * steps.length > SPIKE * whole)).map(({ name }) => name);
+    const named = shown.map((name, index) => ({ label: stageOf(name), colour: Object.hasOwn(FILLS, stageOf(name)) ? FILLS[stageOf(name)] : SPARE[index % SPARE.length],
       data: steps.map((_, i) => Math.max(0, at(name, i) ?? 0)) }));
     const rest = steps.map((_, i) => Math.max(0, (at("seconds", i) ?? 0) - named.reduce((sum, band) => sum + band.data[i], 0)));
     return rest.some((value) => value > 0) ? [...named, { label: "other", colour: "rest-soft", data: rest }] : named;
@@ -50,17 +52,25 @@ const Training = (() => {
       ...Theme.axis({ splitLine: { show: false }, axisLabel: { hideOverlap: true, formatter: Format.whole } }) };
   };
   const points = (name) => steps.map((step, index) => [step, at(name, index)]);
+  const missing = (entry) => entry === undefined || (Array.isArray(entry) && entry[1] === null);
+  const alone = (data, i) => !missing(data[i]) && missing(data[i - 1]) && missing(data[i + 1]);
   const line = (name, data, colour, more = {}) => ({
-    name, type: "line", data, symbol: "circle", symbolSize: 5, showSymbol: data.length <= FEW, color: Theme.colour(colour), lineStyle: { color: Theme.colour(colour), width: 1.75 },
+    name, type: "line", data, symbol: "circle", symbolSize: 5, showSymbol: data.length <= FEW || data.some((_, i) => alone(data, i)), color: Theme.colour(colour), lineStyle: { color: Theme.colour(colour), width: 1.75 },
     emphasis: { disabled: true }, ...more,
   });
   const cursor = () => (chosen === null ? {} : { markLine: { silent: true, symbol: "none", label: { show: false }, animation: false,
     data: [{ xAxis: steps[chosen] }], lineStyle: { color: Theme.colour("text"), width: 1, type: "dashed" } } });
-  const frame = (id, series, { legend = false, labelled = true, lines, ...axis }) => {
+  const pen = document.createElement("canvas").getContext("2d");
+  const legendHeight = (names, id, sign) => {
+    pen.font = `12px ${getComputedStyle(document.body).fontFamily}`;
+    const width = names.reduce((sum, name) => sum + pen.measureText(name).width + sign + 20, 0);
+    return 26 * Math.ceil(width / Math.max(200, byId(id).clientWidth));
+  };
+  const frame = (id, series, { legend = false, icon = null, labelled = true, lines, ...axis }) => {
     const names = legend ? series.map(({ name }) => name) : [];
     return {
-      grid: { left: 4, right: 16, top: legend ? Theme.legendHeight(names, id) + 12 : 10, bottom: labelled ? 26 : 4, containLabel: true },
-      ...(legend ? { legend: Theme.legend({ data: names, selectedMode: false, itemGap: 14 }) } : {}),
+      grid: { left: 4, right: 16, top: legend ? legendHeight(names, id, icon ? 12 : 22) + 12 : 10, bottom: labelled ? 26 : 4, containLabel: true },
+      ...(legend ? { legend: Theme.legend({ data: names, selectedMode: false, itemGap: 14, ...(icon ? { icon, itemWidth: 12 } : {}) }) } : {}),
       tooltip: { trigger: "axis", formatter: ([first]) => { const index = nearest(first.axisValue); return tip(`Step ${Format.whole(steps[index])}`, ...lines(index)); } },
       xAxis: stepAxis(labelled),
       yAxis: { type: "value", ...Theme.axis({ axisLine: { show: false }, axisLabel: { formatter: (value) => String(Number(value.toPrecision(6))) } }), ...axis },
@@ -68,34 +78,40 @@ const Training = (() => {
     };
   };
 
+  /* The first and the last evaluation say their value, inside the axes. */
+  const heldOutPoints = () => heldOut.step.map((step, index) => {
+    const [first, end] = [index === 0, index === heldOut.step.length - 1];
+    return { value: [step, heldOut.reward[index]], label: { show: first || end, position: first && heldOut.reward[1] > heldOut.reward[0] ? "bottom" : "top", distance: 7, align: end && !first ? "right" : "left", offset: [first ? 2 : 6, 0],
+      color: Theme.colour("accent"), fontWeight: 600, fontSize: 13, formatter: share(heldOut.reward[index]) } };
+  });
   const rewardChart = () => frame("training-reward", [
-    line("training problems", points("reward"), "rest"),
-    ...(heldOut.step.length ? [line("held-out problems", heldOut.step.map((step, index) => [step, heldOut.reward[index]]), "accent",
+    line("training problems", points("reward"), "rest", { lineStyle: { color: Theme.colour("rest"), width: 1.5 } }),
+    ...(heldOut.step.length ? [line("held-out problems", heldOutPoints(), "accent",
       { symbolSize: 9, showSymbol: heldOut.step.length <= 2 * FEW, lineStyle: { color: Theme.colour("accent"), width: 3 }, z: 5 })] : []),
   ], { legend: true, lines: (i) => [`reward ${share(at("reward", i))}`, heldOutAt(steps[i]) === null ? null : `held-out reward ${share(heldOutAt(steps[i]))}`] });
 
   const imbalanceChart = () => frame("training-imbalance", [
-    ...(balanced ? [line("static placement, as it would have been", points("imbalance_static"), "rest", { areaStyle: { color: Theme.colour("rest"), opacity: 0.18, origin: 1 } })] : []),
-    line(balanced ? `${planner}, as planned and run` : "static placement", points("imbalance"), "accent", { lineStyle: { color: Theme.colour("accent"), width: 3 }, z: 5 }),
+    ...(balanced && numbers("imbalance_static").length ? [line("static placement (would have been)", points("imbalance_static"), "muted", { areaStyle: { color: Theme.colour("rest"), opacity: 0.22, origin: 1 } })] : []),
+    line(balanced ? planner : "static placement", points("imbalance"), "accent", { lineStyle: { color: Theme.colour("accent"), width: 3 }, z: 5 }),
   ], { legend: true, min: 1, max: ({ max }) => (max < 1.05 ? 1.05 : null), lines: (i) => [balanced ? `static placement ${share(at("imbalance_static", i))}` : null, `${planner} ${share(at("imbalance", i))}`] });
 
   const timeChart = () => frame("training-time", bands.map((band) => line(band.label, steps.map((step, i) => [step, band.data[i]]), band.colour, {
     stack: "step", showSymbol: steps.length === 1, areaStyle: { color: Theme.colour(band.colour), opacity: 1 }, lineStyle: { color: Theme.colour("page"), width: steps.length > 200 ? 0 : 0.75 },
-  })), { legend: true, min: 0, max: top, lines: timeLines, axisLabel: { color: Theme.colour("muted"), showMaxLabel: top === null, formatter: (value) => Format.tick(Format.seconds(value)) } });
+  })), { legend: true, icon: "roundRect", min: 0, max: top, lines: timeLines, axisLabel: { color: Theme.colour("muted"), showMaxLabel: top === null, formatter: (value) => Format.tick(Format.seconds(value)) } });
   const timeLines = (i) => [`${seconds(lengths[i])} in all`, ...bands.map((band) => `${band.label} ${seconds(band.data[i])}`)];
 
   const smallChart = (id, name, labelled) => () => frame(id, [line(name, points(name), "line-6")], { labelled, scale: true, splitNumber: 3, lines: (i) => [`${name === "kl" ? "KL" : name} ${small(at(name, i))}`] });
 
   const between = (values, show) => (values.length ? `from ${show(values[0])} to ${show(values.at(-1))}` : "not recorded");
   const CHARTS = [
-    { id: "training-reward", needs: "reward", make: rewardChart, height: 300, label: () => `Reward over ${training.num_steps} steps: ${between(numbers("reward"), share)}. On held-out problems ${between(heldOut.reward, share)}.` },
-    { id: "training-imbalance", needs: "imbalance", make: imbalanceChart, height: 300, label: () => `Imbalance of every step, mean ${share(mean(numbers("imbalance")))}${balanced && numbers("imbalance_static").length ? `; with static placement it would have been ${share(mean(numbers("imbalance_static")))}` : ""}.` },
-    { id: "training-time", needs: "seconds", make: timeChart, height: 330, label: () => `Time of every step by stage, median ${seconds(usual)}. Means: ${bands.map((band) => `${band.label} ${seconds(mean(band.data))}`).join(", ")}.` },
-    { id: "training-kl", needs: "kl", make: smallChart("training-kl", "kl", false), height: 132, label: () => `KL of every step: ${between(numbers("kl"), small)}.` },
-    { id: "training-entropy", needs: "entropy", make: smallChart("training-entropy", "entropy", true), height: 152, label: () => `Entropy of every step: ${between(numbers("entropy"), small)}.` },
+    { id: "training-reward", has: numbers("reward").length || heldOut.step.length, make: rewardChart, height: 300, label: () => `Reward over ${training.num_steps} steps: ${between(numbers("reward"), share)}. On held-out problems ${between(heldOut.reward, share)}.` },
+    { id: "training-imbalance", has: numbers("imbalance").length, make: imbalanceChart, height: 300, label: () => `Imbalance of every step, mean ${share(mean(numbers("imbalance")))}${balanced && numbers("imbalance_static").length ? `; with static placement it would have been ${share(mean(numbers("imbalance_static")))}` : ""}.` },
+    { id: "training-time", has: bands.length, make: timeChart, height: 330, label: () => `Time of every step by stage, median ${seconds(usual)}. Means: ${bands.map((band) => `${band.label} ${seconds(mean(band.data))}`).join(", ")}.` },
+    { id: "training-kl", has: numbers("kl").length, make: smallChart("training-kl", "kl", false), height: 132, label: () => `KL of every step: ${between(numbers("kl"), small)}.` },
+    { id: "training-entropy", has: numbers("entropy").length, make: smallChart("training-entropy", "entropy", true), height: 152, label: () => `Entropy of every step: ${between(numbers("entropy"), small)}.` },
   ];
-  const drawn = () => CHARTS.filter(({ needs }) => numbers(needs).length);
-  const draw = () => drawn().forEach(({ id, make, height, label }) => Theme.draw(id, make, { height, label: label() }));
+  const DRAWN = CHARTS.filter(({ has }) => has);
+  const draw = () => DRAWN.forEach(({ id, make, height, label }) => Theme.draw(id, make, { height, label: label() }));
 
   const choose = (index) => {
     chosen = Math.min(last, Math.max(0, index));
@@ -109,7 +125,7 @@ const Training = (() => {
     byId("training-live").textContent = `Step ${Format.whole(steps[index])}: ${[
       `reward ${share(at("reward", index))}`, held === null ? null : `held-out reward before it ${share(held)}`,
       `imbalance ${share(at("imbalance", index))}${balanced ? ` (static placement ${share(at("imbalance_static", index))})` : ""}`,
-      `${seconds(lengths[index])}, of it ${bands.map((band) => `${band.label} ${seconds(band.data[index])}`).join(", ")}`,
+      !bands.length ? null : `${seconds(lengths[index])}, of it ${bands.map((band) => `${band.label} ${seconds(band.data[index])}`).join(", ")}`,
       `KL ${small(at("kl", index))}`, `entropy ${small(at("entropy", index))}`,
     ].filter(Boolean).join("; ")}.`;
   };
@@ -117,7 +133,7 @@ const Training = (() => {
   const COLUMNS = [["reward", "Reward", share], ["imbalance_static", "Imbalance, static", share], ["imbalance", "Imbalance, now", share], ["exposed", "Exposed", (value) => (value === null ? "–" : Format.percent(value))],
     ["kl", "KL", small], ["entropy", "Entropy", small], ["loss", "Loss", small], ["mismatch_max", "Largest mismatch", small], ["tokens_per_s", "Tokens/s", (value) => (value === null ? "–" : Format.large(value))], ["seconds", "Seconds", seconds]];
   const stepsTable = () => {
-    const known = [...COLUMNS.filter(([name]) => name in columns), ...stages.map((name) => [name, Format.capital(name.replace("seconds_", "")), seconds])];
+    const known = [...COLUMNS.filter(([name]) => name in columns), ...stages.map((name) => [name, Format.capital(stageOf(name)), seconds])];
     const row = (step, index) => ({ cells: [{ text: Format.whole(step), value: step }, { text: share(heldOutAt(step)), value: heldOutAt(step) },
       ...known.map(([name, , show]) => ({ text: show(at(name, index)), value: at(name, index) }))] });
     const only = heldOut.step.filter((step) => !steps.includes(step));
@@ -133,20 +149,20 @@ const Training = (() => {
     const longest = lengths.indexOf(Math.max(...lengths));
     byId("kind").textContent = "training run";
     byId("training-lead").textContent = [
-      `${Format.whole(training.num_steps)} step${training.num_steps === 1 ? "" : "s"}${about.settings?.algorithm ? ` of ${String(about.settings.algorithm).toUpperCase()}` : ""}, measured on world rank 0.`,
-      training.every > 1 ? ` Every ${training.every}th is shown.` : "",
+      `${Format.whole(training.num_steps)} step${training.num_steps === 1 ? "" : "s"}${about.settings?.algorithm ? ` of ${String(about.settings.algorithm).toUpperCase()}` : ""}; times are those of world rank 0.`,
+      training.every > 1 ? ` One step in ${training.every} is shown.` : "",
       balanced ? " Static placement is counted from the same routing: the same sequences where the rollout left them, homes that never moved, no copies." : "",
     ].join("");
-    byId("training-time-note").textContent = top === null ? "by stage" : `by stage; step ${steps[longest]} took ${seconds(lengths[longest])}, beyond the scale`;
+    byId("training-time-note").textContent = top === null ? "by stage" : `by stage; step ${steps[longest]} took ${seconds(lengths[longest])}, off the scale`;
     byId("time-title").textContent = `Time of the last step${about.step === undefined ? "" : `, number ${about.step}`}`;
     byId("time-note").textContent = `${answer.step} Here and below everything is about this one step.`;
   };
 
   const start = () => {
     words();
-    CHARTS.forEach(({ id, needs }) => { byId(id).closest("figure").hidden = !numbers(needs).length; });
+    CHARTS.forEach(({ id, has }) => { byId(id).closest("figure").hidden = !has; });
     draw();
-    drawn().forEach(({ id }) => {
+    DRAWN.forEach(({ id }) => {
       const { chart } = Theme.charts.get(id);
       chart.getZr().on("click", ({ offsetX, offsetY }) => { if (chart.containPixel("grid", [offsetX, offsetY])) choose(nearest(chart.convertFromPixel({ xAxisIndex: 0 }, offsetX))); });
     });
