@@ -16,10 +16,27 @@ if TYPE_CHECKING:
 
 __all__ = ["add_parser"]
 
+TRAIN_NUMBERS = {
+    "repeats": "timed rounds of all contenders (5)",
+    "prompts": "problems of a step, on both ranks together (16)",
+    "answers": "answers to each (8)",
+    "answer_tokens": "longest answer (128)",
+    "hidden": "width of a token, a multiple of 64 (256)",
+    "ffn": "inner width of an expert (512)",
+    "experts": "of a layer (32)",
+    "layers": "MoE layers (4)",
+    "mini_batches": "optimizer steps of a step (2)",
+    "tokens_per_rank": "token budget of a rank's part of a micro-batch (1024)",
+    "spare_slots": "flash copies a rank can hold (2)",
+}
+"""options of `bench train` that are whole numbers"""
+
 
 def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
-    parser = commands.add_parser("bench", help="measure the planner and the runtime; replay the papers' tables")
+    parser = commands.add_parser(
+        "bench", help="measure the planner, the runtime and whole training steps; replay the papers' tables"
+    )
     benches = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
     for name, text, details in (
         (
@@ -41,6 +58,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
         bench.add_argument("--json", action="store_true", help="print one JSON object")
         bench.set_defaults(run=run, suite=name)
     _add_runtime(benches)
+    _add_train(benches)
 
 
 def _add_runtime(benches: Any) -> None:  # noqa: ANN401
@@ -76,6 +94,31 @@ def _add_runtime(benches: Any) -> None:  # noqa: ANN401
     bench.add_argument("--output", metavar="DIR", help="write runtime.json and runtime.md there")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=run_runtime)
+
+
+def _add_train(benches: Any) -> None:  # noqa: ANN401
+    """Whole training steps."""
+    bench = benches.add_parser(
+        "train",
+        help="whole RL steps on two ranks of one core each: what balancing gains, and where the time goes",
+        description="Static, Equilibra and forced-balanced routing train in turn on the same rollouts of a small "
+        "Qwen3-MoE whose routers are skewed.",
+    )
+    for name, text in TRAIN_NUMBERS.items():
+        bench.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=text)
+    bench.add_argument(
+        "--skew", type=not_negative, metavar="X",
+        help="how much routers favour the experts of one rank (0.35: about 1.45 times the mean rank); 0: not at all",
+    )  # fmt: skip
+    bench.add_argument("--path", choices=("collective", "host"), help="how flash copies travel (collective)")
+    bench.add_argument(
+        "--patience", type=positive, metavar="S",
+        help="seconds to wait until other programs are quiet and to run disturbed steps again (60)",
+    )  # fmt: skip
+    bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
+    bench.add_argument("--output", metavar="DIR", help="write train.json and train.md there")
+    bench.add_argument("--json", action="store_true", help="print one JSON object")
+    bench.set_defaults(run=run_train)
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -159,6 +202,36 @@ def run_runtime(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def run_train(arguments: argparse.Namespace) -> int:
+    """Run the training bench."""
+    from equilibra.bench.render import earlier_results, markdown, plain, write_results
+    from equilibra.bench.train.figures import measured
+    from equilibra.bench.train.setting import QUICK, TrainSetting
+    from equilibra.bench.train.tables import TRAIN
+    from equilibra.core.errors import InputError
+
+    names = (*TRAIN_NUMBERS, "skew", "path", "patience")
+    asked = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
+    setting = TrainSetting(**{**QUICK, **asked} if arguments.quick else asked)
+    folder = Path(arguments.output) if arguments.output else None
+    if folder is not None and not folder.is_dir():
+        raise InputError(f"there is no folder {folder}; create it first")
+    if folder is not None:
+        earlier_results(TRAIN, folder)
+    words = [f"--{name.replace('_', '-')} {value:g}" if name == "skew" else f"--{name.replace('_', '-')} {value}"
+             for name, value in asked.items()]  # fmt: skip
+    result = measured(
+        setting, command=" ".join(["equilibra bench train", *words, *["--quick"] * arguments.quick]),
+        tell=lambda line: print(line, file=sys.stderr, flush=True),
+    )  # fmt: skip
+    for section in result["sections"].values():
+        section["rows"] = plain(section["rows"])
+    if folder is not None:
+        write_results(TRAIN, result, folder)
+    print(json.dumps(result) if arguments.json else markdown(TRAIN, result))
+    return 0
+
+
 def _runtime_command(arguments: argparse.Namespace, asked: dict[str, Any]) -> str:
     """As it was asked for, without names of folders."""
     words = ["equilibra bench runtime"]
@@ -169,6 +242,17 @@ def _runtime_command(arguments: argparse.Namespace, asked: dict[str, Any]) -> st
     defaults = {"micro_batches": 2, "spare_slots": 2}
     words += [f"--{key.replace('_', '-')} {value}" for key, value in asked.items() if defaults.get(key) != value]
     return " ".join(words + ["--quick"] * arguments.quick)
+
+
+def not_negative(text: str) -> float:
+    """A number from 0 on."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < float("inf"):
+        raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {text!r}")
+    return value
 
 
 def _suite(name: str) -> Suite:

@@ -9,6 +9,7 @@ A run folder may come from anywhere, so whatever is not a column of numbers is l
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
@@ -23,7 +24,7 @@ METRICS = (
     "seconds",
 )  # fmt: skip
 STAGE = "seconds_"
-MAX_POINTS, MAX_STAGES, MAX_NAME = 4000, 16, 60
+MAX_POINTS, MAX_STAGES, MAX_NAME = 4000, 16, 100
 UPPER = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
 
 Curves = dict[str, Any]
@@ -43,10 +44,7 @@ def training(run: Run) -> Curves | None:
     ]  # fmt: skip
     columns = {name: _column(steps.get(name), len(step)) for name in (*METRICS, *stages[:MAX_STAGES])}
     columns = {name: column for name, column in columns.items() if any(value is not None for value in column)}
-    held_out = said.get("held_out")
-    asked = _steps(held_out)
-    answered = _column(held_out.get("reward"), len(asked)) if isinstance(held_out, dict) else []
-    points = [(at, reward) for at, reward in zip(asked, answered, strict=True) if reward is not None]
+    points = _held_out(said.get("held_out"))
     return {
         "num_steps": _count(said.get("num_steps"), len(step)),
         "every": _count(said.get("every"), 1),
@@ -58,13 +56,22 @@ def training(run: Run) -> Curves | None:
     }
 
 
+def _held_out(said: object) -> list[tuple[int, float]]:
+    """(step, reward) of evaluations that came to a number."""
+    if not isinstance(said, dict):
+        return []
+    steps = _steps(said)
+    rewards = _column(said.get("reward"), len(steps))
+    return [(at, reward) for at, reward in zip(steps, rewards, strict=False) if reward is not None]
+
+
 def _steps(columns: object) -> list[int]:
     """Numbers of steps that rise; none if they do not."""
     found = columns.get("step") if isinstance(columns, dict) else None
     if not isinstance(found, list) or len(found) > MAX_POINTS:
         return []
     whole = [at for at in found if isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**53]
-    return whole if whole == found and all(a < b for a, b in zip(whole, whole[1:], strict=False)) else []
+    return whole if whole == found and all(a < b for a, b in pairwise(whole)) else []
 
 
 def _column(values: object, length: int) -> Column:
@@ -115,13 +122,14 @@ def _evened(curves: Curves) -> str:
 
 def training_facts(curves: Curves) -> list[dict[str, str]]:
     """A few figures of the whole run; those there are."""
-    rewards, last = curves["held_out"]["reward"], curves["held_out"]["step"][-1:]
+    rewards, evaluated = curves["held_out"]["reward"], curves["held_out"]["step"]
     before, now = _numbers(curves, "imbalance_static"), _numbers(curves, "imbalance")
     static = f"; static placement {fmean(before):.3f}" if before and curves["planner"] != BASELINE else ""
+    first = f"; {rewards[0]:.3f} at first" if len(rewards) > 1 else ""
     rate = _numbers(curves, "tokens_per_s")
     return [
         *_fact("reward_held_out", rewards[-1:], lambda found: f"{found[0]:.3f}",
-               f"held-out reward after {_steps_of(last[0] if last else 0)}; {rewards[0] if rewards else 0:.3f} at first"),
+               f"held-out reward after {_steps_of(max(evaluated, default=0))}{first}"),
         *_fact("imbalance", now, lambda found: f"{fmean(found):.3f}", f"imbalance, slowest rank over mean{static}"),
         *_fact("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
                f"a step, median, on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),

@@ -37,8 +37,8 @@ class Source(Protocol):
         """Collective: the policy has changed."""
         ...
 
-    def held_out(self) -> float | None:
-        """Collective: mean reward on held-out problems; None where nothing can be asked."""
+    def held_out(self) -> dict[str, float]:
+        """Collective: mean rewards on held-out problems; empty where nothing can be asked."""
         ...
 
 
@@ -138,6 +138,6 @@ def train(trainer: Trainer, first_step: int) -> int:
 
 def _evaluate(trainer: Trainer, step: int) -> None:
     trainer.observer.stage("evaluate", step=step)
-    reward = trainer.source.held_out()
-    if reward is not None:
-        trainer.observer.evaluated(step, {"reward_held_out": reward})
+    rewards = trainer.source.held_out()
+    if rewards:
+        trainer.observer.evaluated(step, rewards)

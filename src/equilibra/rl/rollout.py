@@ -169,8 +169,16 @@ class Rollout:
             )
         return tokens
 
-    def held_out(self, count: int, total: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> float:
-        """Collective: mean reward of answers to held-out problems, drawn as in training, always with the same noise."""
+    def held_out(self, count: int, total: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> dict[str, float]:
+        """Collective: mean reward of answers to held-out problems, drawn as in training and as likely as can be."""
+        rewards = [self._held_out(count, temperature) for temperature in (self.setting.temperature, 0.0)]
+        drawn, likeliest, number = total(np.array([*(sum(part) for part in rewards), len(rewards[0])])).tolist()
+        return {
+            "reward_held_out": drawn / max(number, 1.0), "reward_held_out_greedy": likeliest / max(number, 1.0)
+        }  # fmt: skip
+
+    def _held_out(self, count: int, temperature: float) -> list[float]:
+        """Rewards of own held-out problems, always with the same noise."""
         setting = self.setting
         problems = [self.task.held_out(n) for n in share_of_rank(count, self.rank, self.world)]
         noise = [
@@ -180,10 +188,8 @@ class Rollout:
         requests = [
             Request(tokens=self._prompt(problem), noise=own) for problem, own in zip(problems, noise, strict=True)
         ]
-        said = self.engine.generate(requests, temperature=setting.temperature)
-        rewards = [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
-        reward, number = total(np.array([sum(rewards), len(rewards)], np.float64))
-        return float(reward / max(number, 1.0))
+        said = self.engine.generate(requests, temperature=temperature)
+        return [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
 
 
 def _noise(setting: RolloutSetting, sample: Sample) -> NDArray[np.float64]:

@@ -66,8 +66,8 @@ class EngineSource:
         """Collective: the engine takes the policy's weights."""
         self.rollout.engine.load_weights(self.weights())
 
-    def held_out(self) -> float | None:
-        """Collective: mean reward on held-out problems."""
+    def held_out(self) -> dict[str, float]:
+        """Collective: mean rewards on held-out problems."""
         return self.rollout.held_out(self.num_held_out, total_over(self.group))
 
     def resume(self, carried: Sequence[Sample]) -> None:
@@ -91,6 +91,6 @@ class RecordedSource:
     def new_weights(self) -> None:
         """Nobody takes them."""
 
-    def held_out(self) -> float | None:
+    def held_out(self) -> dict[str, float]:
         """Nobody can be asked."""
-        return None
+        return {}

@@ -38,6 +38,8 @@ class WarmUpSetting:
     """problems of a step, over all ranks"""
     lr: float
     """learning rate"""
+    smoothing: float = 0.0
+    """share of the target that is spread over all tokens"""
 
 
 def warm_up(
@@ -54,7 +56,8 @@ def warm_up(
             observer.stage("warm-up", step=0, done=step, total=setting.steps)
             for options in optimizer.param_groups:
                 options["lr"] = setting.lr * min(1.0, (step + 1) / RAMP)
-            loss = _loss(model, _own_problems(group, task, words, setting, step), pad, device)
+            own = _own_problems(group, task, words, setting, step)
+            loss = _loss(model, own, setting.smoothing, pad, device)
             loss.backward()  # type: ignore[no-untyped-call]
             balancer.finish_gradients(model)
             clip_gradients(model, model.runtime, 1.0)
@@ -73,10 +76,13 @@ def _own_problems(
     return [(torch.cat([torch.from_numpy(q), torch.from_numpy(a)]), len(q)) for q, a in pairs]
 
 
-def _loss(model: Language, sequences: Sequence[tuple[Tensor, int]], pad: int, device: torch.device) -> Tensor:
+def _loss(
+    model: Language, sequences: Sequence[tuple[Tensor, int]], smoothing: float, pad: int, device: torch.device
+) -> Tensor:
     """Collective: this rank's share of the mean over all answer tokens."""
     inputs = padded(sequences, pad, device)
     count = total_over(model.runtime.group)(torch.tensor([len(inputs.targets)]).double().numpy())
     hidden = model.hidden(inputs.tokens_BT, inputs.mask_BT).flatten(0, 1)[inputs.predicting]
     logs = model.head(hidden).log_softmax(dim=-1)
-    return -logs.gather(1, inputs.targets[:, None]).sum() / float(count[0])
+    right, any_token = logs.gather(1, inputs.targets[:, None]).sum(), logs.mean(dim=-1).sum()
+    return -((1 - smoothing) * right + smoothing * any_token) / float(count[0])

@@ -27,7 +27,7 @@ class RunConfig:
 
     seed: int = 0
     """of every random choice, from 0 on; the same seed gives the same run"""
-    steps: int = 100
+    steps: int = 60
     """RL steps, from 1 on: each is a rollout and an update on it"""
     dtype: str = "float64"
     """numbers of the model: float64, float32 or bfloat16"""
@@ -121,12 +121,14 @@ class TaskConfig:
 class WarmUpConfig:
     """Supervised steps before the RL ones, for a model that cannot answer at all yet."""
 
-    steps: int = 58
+    steps: int = 100
     """supervised steps of the embedded model; 0: none"""
     batch: int = 64
     """problems of a step, from 1 on"""
     lr: float = 3e-3
     """learning rate, more than 0"""
+    smoothing: float = 0.5
+    """share of the target that is spread over all tokens, from 0 to below 1: a model that is unsure explores"""
     cache: str = ""
     """folder that keeps warmed-up weights for later runs; empty: warm up in every run"""
 
@@ -134,6 +136,7 @@ class WarmUpConfig:
         check_whole("warm_up.steps", self.steps, low=0)
         check_whole("warm_up.batch", self.batch, low=1)
         check_number("warm_up.lr", self.lr, above=0)
+        check_number("warm_up.smoothing", self.smoothing, high=1, below=True)
         check_text("warm_up.cache", self.cache, empty=True)
 
 

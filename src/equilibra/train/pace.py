@@ -37,7 +37,7 @@ class _Took(NamedTuple):
 
     us: float
     """all of them together"""
-    count: int
+    events: int
     """how many"""
 
 
@@ -90,9 +90,9 @@ def _shortest(rows: NDArray[np.void], us: NDArray[np.float64]) -> _Took:
 
 def _factor(took: _Took, expected: _Took, fixed_us: float) -> float:
     """How many times as long an event takes as expected, apart from what is fixed; 1 where that cannot be told."""
-    if not took.count or not expected.count:
+    if not took.events or not expected.events:
         return 1.0
-    own, base = took.us / took.count - fixed_us, expected.us / expected.count - fixed_us
+    own, base = took.us / took.events - fixed_us, expected.us / expected.events - fixed_us
     return own / base if own > 0 and base > 1e-9 else 1.0
 
 

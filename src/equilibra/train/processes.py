@@ -112,7 +112,9 @@ def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
 def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
     """Start one rank after another."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["equilibra.train.rank", job.worker.partition(":")[0]])
+    worker = job.worker.partition(":")[0]
+    beside_it = f"{worker.rpartition('.')[0]}.preload"  # what else the worker wants loaded, if there is such a file
+    context.set_forkserver_preload(["equilibra.train.rank", worker, beside_it])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(given) if given.isdecimal() and int(given) > 0 else max(1, cores // world)

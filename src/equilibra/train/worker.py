@@ -6,10 +6,13 @@ who it is, as under torchrun.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import asdict
 from datetime import timedelta
+from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
@@ -132,13 +135,26 @@ def _agreed(group: ExpertGroup, stop: Callable[[], bool]) -> Callable[[], bool]:
 def _warm_up(parts: Parts, model: ShardedModel, value: ShardedModel | None, folder: Path, observer: Observer) -> None:
     """Collective: teach a fresh model to answer at all; a value model starts from the same weights."""
     setting = parts.config.warm_up
-    if setting.steps:
-        steps = WarmUpSetting(steps=setting.steps, batch=setting.batch, lr=setting.lr)
+    cached = Path(setting.cache) / _warm_up_key(parts) if setting.cache else None
+    if cached is not None and (cached / "config.json").is_file():
+        model.load(cached)
+    elif setting.steps:
+        steps = WarmUpSetting(steps=setting.steps, batch=setting.batch, lr=setting.lr, smoothing=setting.smoothing)
         warm_up(model, parts.task, parts.text, steps, pad=parts.text.pad, device=parts.device, observer=observer)
+        if cached is not None:
+            model.save(cached, parts.text.files(), overwrite=True)
     if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
         model.save(folder / "start", parts.text.files(), overwrite=True)
     if value is not None:
         value.load_trunk(folder / "start")
+
+
+def _warm_up_key(parts: Parts) -> str:
+    """Names everything that warmed-up weights depend on."""
+    config = parts.config
+    about = [asdict(config.task), asdict(config.warm_up), config.run.seed, config.run.dtype, parts.text.digest()]
+    text = json.dumps([*about, parts.folder.config.to_dict()], sort_keys=True, default=str)
+    return sha256(text.encode()).hexdigest()[:16]
 
 
 def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool) -> Learner | None:

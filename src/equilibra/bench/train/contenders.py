@@ -8,6 +8,7 @@ balanced     other routing, balancing switched off: as many rows, but every toke
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
@@ -122,6 +123,7 @@ class Contender:
 
     def rewind(self) -> None:
         """Collective: everything as before the step, so that it can be run again."""
+        gc.collect()
         self.learner.balancer.discard_gradients(self.model)
         self.learner.balancer.move_homes(self.homes)
 
@@ -140,9 +142,7 @@ def _contender(parts: Parts, setting: TrainSetting, rates: Rates, name: str) -> 
     skew_routers(model, setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, weight_decay=0.0)
     planner = TimedPlanner(planner=planner_named(EQUILIBRA if name == EQUILIBRA else "static"), spent=spent)
-    balance = BalancerSetting(
-        tokens_per_rank=setting.tokens_per_rank, planner=planner, rates=rates, seed=setting.seed
-    )
+    balance = BalancerSetting(tokens_per_rank=setting.tokens_per_rank, planner=planner, rates=rates, seed=setting.seed)
     learner = Learner(
         model=model, balancer=TimedBalancer(model.runtime, balance, spent, optimizer=optimizer), optimizer=optimizer,
         pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,

@@ -59,9 +59,11 @@ def write_model_folder(setting: TrainSetting, folder: Path) -> None:
 
 
 def config_of(setting: TrainSetting, folder: Path) -> TrainConfig:
-    """A run like any other: GRPO on a task of reasoning-gym; only its learning rate is 0, so that work stays the same."""
+    """A run like any other, GRPO on a task of reasoning-gym; only its learning rate is 0: the work stays the same."""
     return TrainConfig(
-        run=RunConfig(seed=setting.seed, dtype="float32", device="cpu", timeout_s=setting.timeout_s, evaluate_problems=1),
+        run=RunConfig(
+            seed=setting.seed, dtype="float32", device="cpu", timeout_s=setting.timeout_s, evaluate_problems=1
+        ),
         cluster=ClusterConfig(nodes=CLUSTER.num_nodes, ranks_per_node=CLUSTER.ranks_per_node),
         model=ModelConfig(source=str(folder)),
         task=TaskConfig(name="spell_backward", options={"min_word_len": 3, "max_word_len": 10}),

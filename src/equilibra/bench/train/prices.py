@@ -33,9 +33,7 @@ def measured_prices(setting: TrainSetting, group: ExpertGroup) -> Rates:
         name="prices", experts_MR=routing, load=counted(routing, setting.experts), top_k=setting.top_k, layers=[0],
         notes=[],
     )  # fmt: skip
-    shape = Shape(
-        hidden=setting.hidden, ffn=setting.ffn, spare_slots=setting.spare_slots, path=setting.path, repeats=1
-    )
+    shape = Shape(hidden=setting.hidden, ffn=setting.ffn, spare_slots=setting.spare_slots, path=setting.path, repeats=1)
     rates = measured_rates(RankLayers(case, shape, group), case)
     move_us = CARRIED * rates.flash_copy_us[Stage.RECOMPUTE]
     return replace(rates, move_us=move_us, move_inside_us=move_us)

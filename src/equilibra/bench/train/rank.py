@@ -38,7 +38,7 @@ TOLERANCE = 1e-3
 
 def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Callable[[str], None]) -> dict[str, Any]:
     """All rounds; the same on every rank."""
-    transformers_logging.set_verbosity_error()
+    transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     parts = build_parts(config_of(setting, folder), group, torch.device("cpu"))
     rates = measured_prices(setting, group)
     every = {contender.name: contender for contender in contenders(parts, setting, rates)}

@@ -32,7 +32,7 @@ class TrainSetting:
     """of a layer; half of them are at home on each rank"""
     top_k: int = 4
     """experts of a token"""
-    skew: float = 1.0
+    skew: float = 0.35
     """how far scores of the favoured experts are above those of the others, in units of the scores' own spread"""
     prompts: int = 16
     """problems of a step, on both ranks together"""
@@ -48,7 +48,7 @@ class TrainSetting:
     """flash copies a rank can hold"""
     path: str = "collective"
     """how flash copies travel"""
-    repeats: int = 7
+    repeats: int = 5
     """timed rounds of all contenders"""
     patience: int = 60
     """seconds for waiting until other programs are quiet and running disturbed steps again"""

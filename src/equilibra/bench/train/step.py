@@ -5,7 +5,6 @@ What is left out of the loop's step: evaluation, checkpoints and reporting.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from time import perf_counter

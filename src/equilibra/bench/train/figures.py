@@ -1,0 +1,106 @@
+"""The training bench: what balancing gains in whole steps, and where their time goes, on two ranks of one core each.
+
+From the times of each repeat, in which all contenders train on the same rollout:
+
+    speedup_over_static           time(static) / time(equilibra), of the whole step and of recompute and update alone
+    share_of_balanced             time(balanced) / time(equilibra), of the same two: the share of balanced throughput
+    planning_and_moving_share     (plan + move) / step of equilibra; the plan stage is all that comes before recompute
+    exposed_share                 what the recorder saw as exposed (waiting for copies, moves) / step
+    prepared_share                the same of a step that is planned while rewards are computed: what it adds / step
+    shares                        every stage / step, of every contender
+    static_imbalance, imbalance   the slowest rank over the mean rank, over layers and micro-batches: without and with
+
+A step is rollout, reward, plan, move, recompute, advantages, update and weights; every stage counts as long as the
+slowest rank takes.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterable
+from dataclasses import asdict
+from importlib.util import find_spec
+from statistics import median
+from typing import Any
+
+from equilibra.bench.runtime.processes import cores_for_ranks
+from equilibra.bench.suite import environment
+from equilibra.bench.train.names import BALANCED, EQUILIBRA, NAMES, PARTS, STAGES, STATIC
+from equilibra.bench.train.processes import run_on_ranks
+from equilibra.bench.train.setting import TrainSetting
+from equilibra.bench.train.tables import section_rows
+from equilibra.core.errors import InputError
+
+__all__ = ["figures_of", "measured"]
+
+NEEDED = ("torch", "transformers", "reasoning_gym")
+LEARNING = ("recompute", "update")
+Repeat = dict[str, Any]
+Spread = dict[str, Any]
+
+
+def measured(setting: TrainSetting, *, command: str, tell: Callable[[str], None]) -> dict[str, Any]:
+    """Run the bench: figures, raw times and tables of them."""
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(f"the training bench needs {', '.join(missing)}: pip install 'equilibra[train]'")
+    warnings = []
+    if cores_for_ranks() is None:
+        warnings.append("fewer than two cores: the ranks share one, so times say nothing about balance")
+    for warning in warnings:
+        tell(f"warning: {warning}")
+    about = {**environment(), "load_average": [round(value, 2) for value in os.getloadavg()]}
+    found = run_on_ranks(setting, tell)
+    about["torch"] = found.pop("torch")
+    figures = figures_of(found["repeats"])
+    section = {"command": command, "measured_on": about}
+    rows = section_rows(figures, found, skew=setting.skew)
+    return {
+        **figures, "command": command, "settings": asdict(setting), "environment": about, "warnings": warnings,
+        **found, "sections": {name: {**section, "rows": part} for name, part in rows.items()},
+    }  # fmt: skip
+
+
+def figures_of(repeats: list[Repeat]) -> dict[str, Any]:
+    """All figures from the repeats' times, in seconds."""
+    every = {name: [repeat["contenders"][name] for repeat in repeats] for name in NAMES}
+    ours = every[EQUILIBRA]
+    return {
+        "speedup_over_static": _ratios(every[STATIC], ours),
+        "share_of_balanced": _ratios(every[BALANCED], ours),
+        "static_imbalance": _spread(one["static_imbalance"] for one in ours),
+        "imbalance": _spread(one["imbalance"] for one in ours),
+        "planning_and_moving_share": _spread(_seconds(one, ("plan", "move")) / _seconds(one) for one in ours),
+        "exposed_share": _spread(one["exposed_s"] / _seconds(one) for one in ours),
+        "prepared_share": _spread(one["prepared"]["exposed"] / _seconds(one) for one in ours),
+        "shares": {
+            name: {stage: _spread(one["seconds"][stage] / _seconds(one) for one in steps) for stage in STAGES}
+            for name, steps in every.items()
+        },
+        "step_seconds": {name: _spread(_seconds(one) for one in steps) for name, steps in every.items()},
+        "parts_seconds": {
+            name: {part: _spread(one["parts"][part] for one in steps) for part in PARTS}
+            for name, steps in every.items() if name != BALANCED
+        },
+        "prepared_seconds": {part: _spread(one["prepared"][part] for one in ours) for part in ours[0]["prepared"]},
+        "others_share": _spread(repeat["others_share"] for repeat in repeats),
+    }  # fmt: skip
+
+
+def _ratios(slower: list[Repeat], faster: list[Repeat]) -> dict[str, Spread]:
+    """Of times within each repeat."""
+    pairs = list(zip(slower, faster, strict=True))
+    return {
+        "step": _spread(_seconds(one) / _seconds(other) for one, other in pairs),
+        "recompute_and_update": _spread(_seconds(one, LEARNING) / _seconds(other, LEARNING) for one, other in pairs),
+    }
+
+
+def _seconds(one: Repeat, stages: tuple[str, ...] = STAGES) -> float:
+    return float(sum(one["seconds"][stage] for stage in stages))
+
+
+def _spread(values: Iterable[float]) -> Spread:
+    """Median, least and largest, and all of them."""
+    numbers = [float(value) for value in values]
+    return {"median": median(numbers), "low": min(numbers), "high": max(numbers), "repeats": numbers}

@@ -1,0 +1,57 @@
+"""Load the compiled code of a step once, in the process that ranks are forked from: it takes seconds in each otherwise.
+
+Plans a made-up step for two nodes and makes its tables. Importing this does it; no thread is left behind, so the
+process may be forked.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.placement import contiguous
+from equilibra.core.plan import Stage
+from equilibra.core.schedule import step_load
+from equilibra.cost.rates import Rates
+from equilibra.execute.steps.counts import recorded_experts
+from equilibra.execute.steps.own_schedule import own_schedule
+from equilibra.execute.visits.tables import instances_of, planned_counts, receive_table, send_table
+from equilibra.plan.planner import StepProblem
+from equilibra.plan.step import Equilibra
+from equilibra.trace.count import sequence_loads
+from equilibra.trace.routing import RoutingTrace
+
+__all__ = ["warm"]
+
+SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
+
+
+def warm() -> None:
+    """Plan a step, and make the tables of a rank."""
+    random = np.random.default_rng(0)
+    popular = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (SEQUENCES * TOKENS * LAYERS, 1)), axis=1)
+    ids = np.where(popular[:, :TOP_K] > 3, popular[:, :TOP_K] - 3, popular[:, :TOP_K])
+    ids[:, 1] = (ids[:, 0] + 1) % EXPERTS
+    trace = RoutingTrace(
+        ids=ids.reshape(-1, LAYERS, TOP_K), offsets=np.arange(SEQUENCES + 1, dtype=np.int64) * TOKENS,
+        num_experts=EXPERTS,
+    )  # fmt: skip
+    cluster = Cluster(num_nodes=2, ranks_per_node=2)
+    loads = sequence_loads(trace)
+    mini_batches = np.arange(SEQUENCES) % 2
+    owner = np.repeat(np.arange(4), SEQUENCES // 4)
+    own = own_schedule(loads.length_of_sequence, owner, mini_batches, num_ranks=4, tokens_per_rank=4 * TOKENS)
+    problem = StepProblem(
+        cluster=cluster, sequences=loads, schedule=own.schedule, tokens_per_rank=4 * TOKENS,
+        mini_batch_of_sequence=mini_batches, spare_slots=2, standing_slots=2, rates=Rates.free(),
+        previous=contiguous(cluster, num_layers=LAYERS, num_experts=EXPERTS),
+    )  # fmt: skip
+    plan = Equilibra(threads=1).plan(problem)
+    assert plan.schedule is not None
+    load = step_load(loads, plan.schedule, cluster)
+    instances = instances_of(plan, Stage.UPDATE, 0, 0)
+    send_table(recorded_experts(trace)[:TOKENS, 0].astype(np.int64), instances, 0)
+    receive_table(instances.on_rank(0), planned_counts(load, instances, 0, 0, 0))
+
+
+warm()
