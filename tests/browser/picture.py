@@ -27,7 +27,9 @@ def picture(report: Path) -> bytes:
         shot = page.screenshot(clip=clip, full_page=True)
         browser.close()
     small = BytesIO()
-    Image.open(BytesIO(shot)).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(small, "PNG", optimize=True)
+    Image.open(BytesIO(shot)).convert("RGB").quantize(COLOURS, Image.Quantize.MAXCOVERAGE).save(
+        small, "PNG", optimize=True
+    )
     return small.getvalue()
 
 

@@ -32,7 +32,7 @@ from equilibra.train.pace import FREE_GB_PER_S, paced
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 MODEL = MoEModel(name="qwen3_moe", num_layers=3, hidden=64, expert_ffn=32, num_experts=16, top_k=4)
-TOKENS_PER_RANK = 1024
+TOKENS_PER_RANK = 450
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_pace_is_that_of_the_measured_machine(loads, owner, planner):
     assert kinds(again) == pytest.approx(kinds(measured), rel=0.02)  # copies slow experts a little
     assert again.metrics["step_time_s"] == pytest.approx(measured.metrics["step_time_s"], rel=0.02)
     before = predict(plan, loads, on_h200(), window=1)
-    assert before.metrics["step_time_s"] < 0.3 * measured.metrics["step_time_s"]  # the check can fail
+    assert before.metrics["step_time_s"] < 0.5 * measured.metrics["step_time_s"]  # the check can fail
 
 
 def test_pace_without_events_is_that_of_the_base(loads, owner):
