@@ -18,12 +18,12 @@ __all__ = ["add_parser"]
 
 TRAIN_NUMBERS = {
     "repeats": "timed rounds of all contenders (5)",
-    "prompts": "problems of a step, on both ranks together (16)",
+    "prompts": "problems of a step, on both ranks together (12)",
     "answers": "answers to each (8)",
     "answer_tokens": "longest answer (128)",
     "hidden": "width of a token, a multiple of 64 (256)",
-    "ffn": "inner width of an expert (512)",
-    "experts": "of a layer (32)",
+    "ffn": "inner width of an expert (1024)",
+    "experts": "of a layer (16)",
     "layers": "MoE layers (4)",
     "mini_batches": "optimizer steps of a step (2)",
     "tokens_per_rank": "token budget of a rank's part of a micro-batch (1024)",

@@ -19,9 +19,12 @@ SHARED = {"rollout": 2.0, "reward": 0.5}
 SECONDS = {
     "static": {"plan": 0.1, "move": 0.0, "recompute": 2.0, "advantages": 0.4, "update": 4.0, "weights": 1.0},
     "equilibra": {"plan": 0.2, "move": 0.1, "recompute": 1.5, "advantages": 0.2, "update": 2.5, "weights": 1.0},
+    "equilibra-moves": {"plan": 0.2, "move": 0.6, "recompute": 1.6, "advantages": 0.1, "update": 2.4, "weights": 1.0},
     "balanced": {"plan": 0.1, "move": 0.0, "recompute": 1.5, "advantages": 0.4, "update": 2.1, "weights": 1.0},
 }
-TOTALS = {"static": 10.0, "equilibra": 8.0, "balanced": 7.6}
+TOTALS = {"static": 10.0, "equilibra": 8.0, "equilibra-moves": 8.4, "balanced": 7.6}
+IMBALANCE = {"static": 1.5, "equilibra": 1.02, "equilibra-moves": 1.04, "balanced": 1.0}
+PLANNED = ("equilibra", "equilibra-moves")
 
 
 def repeat(factor=1.0, **changes):
@@ -33,16 +36,19 @@ def repeat(factor=1.0, **changes):
             "seconds": {**SHARED, **{stage: factor * took for stage, took in SECONDS[name].items()}},
             "parts": parts,
             "static_imbalance": 1.5,
-            "imbalance": {"static": 1.5, "equilibra": 1.02, "balanced": 1.0}[name],
+            "imbalance": IMBALANCE[name],
             "moves": 0.0,
             "flash_copies": 3.0,
+            "standing_copies": 2.0,
             "micro_batches": 6.0,
             "tokens": 8000.0,
             "exposed_s": 0.16 if name == "equilibra" else 0.0,
         }
         for name in NAMES
     }
-    contenders["equilibra"] |= {"prepared": prepared, **changes}
+    for name in PLANNED:
+        contenders[name] |= {"prepared": prepared, "from_contiguous": {"seconds": 0.8, "move": 0.6, "moves": 9.0}}
+    contenders["equilibra"] |= changes
     return {"contenders": contenders, "others_share": 0.01}
 
 
@@ -55,6 +61,12 @@ def test_figures_are_ratios_within_a_repeat():
     assert figures["planning_and_moving_share"]["median"] == pytest.approx(0.3 / 8)
     assert figures["exposed_share"]["median"] == pytest.approx(0.02)
     assert figures["prepared_share"]["median"] == pytest.approx(0.4 / 8)
+    assert figures["from_contiguous_share"]["median"] == pytest.approx(0.1)
+    assert figures["moves_only"]["planning_and_moving_share"]["median"] == pytest.approx(0.8 / 8.4)
+    assert figures["moves_only"]["speedup_over_static"]["step"]["median"] == pytest.approx(10 / 8.4)
+    assert figures["begin_seconds"]["equilibra"]["planner"]["median"] == 0.02
+    assert figures["begin_seconds"]["equilibra"]["from_contiguous_move"]["median"] == 0.6
+    assert "prepared_begin" not in figures["begin_seconds"]["static"]
     assert {name: spread["median"] for name, spread in figures["step_seconds"].items()} == pytest.approx(TOTALS)
     for name in NAMES:
         shares = figures["shares"][name]

@@ -12,9 +12,16 @@ from equilibra.cli.main import main
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
-CONTENDERS = {"static", "equilibra", "balanced"}
+CONTENDERS = {"static", "equilibra", "equilibra-moves", "balanced"}
 STAGES = {"rollout", "reward", "plan", "move", "recompute", "advantages", "update", "weights"}
-SPREADS = {"static_imbalance", "imbalance", "planning_and_moving_share", "exposed_share", "prepared_share"}
+SPREADS = {
+    "static_imbalance",
+    "imbalance",
+    "planning_and_moving_share",
+    "exposed_share",
+    "prepared_share",
+    "from_contiguous_share",
+}
 
 
 def run(*words: object) -> int:
@@ -28,11 +35,12 @@ def test_json_has_the_figures_with_their_spreads_and_files_are_written(tmp_path,
     assert run("--quick", "--json", "--skew", "1.5", "--output", tmp_path) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)  # nothing else on stdout
-    for name in SPREADS:
-        assert result[name]["low"] <= result[name]["median"] <= result[name]["high"], name
-    for name in ("speedup_over_static", "share_of_balanced"):
-        assert set(result[name]) == {"step", "recompute_and_update"}
-        assert all(len(spread["repeats"]) == 2 for spread in result[name].values())
+    for found in (result, result["moves_only"]):
+        for name in SPREADS:
+            assert found[name]["low"] <= found[name]["median"] <= found[name]["high"], name
+        for name in ("speedup_over_static", "share_of_balanced"):
+            assert set(found[name]) == {"step", "recompute_and_update"}
+            assert all(len(spread["repeats"]) == 2 for spread in found[name].values())
     assert set(result["shares"]) == CONTENDERS
     for shares in result["shares"].values():
         assert set(shares) == STAGES
@@ -48,7 +56,7 @@ def test_json_has_the_figures_with_their_spreads_and_files_are_written(tmp_path,
     assert {"cpu", "cores", "commit", "torch", "load_average"} <= set(result["environment"])
     assert "repeat 2 of 2" in printed.err
     page = (tmp_path / "train.md").read_text()
-    assert all(word in page for word in (*CONTENDERS, *STAGES, "measured", "--skew 1.5", "first_round"))
+    assert all(word in page for word in (*CONTENDERS, *STAGES, "measured", "--skew 1.5", "from contiguous homes"))
     assert set(json.loads((tmp_path / "train.json").read_text())["sections"]) == {"figures", "stages", "begin"}
 
 

@@ -1,16 +1,18 @@
-"""What the training bench compares: three learners with the same weights, each with a runtime and optimizer of its own.
+"""What the training bench compares: learners with the same weights, each with a runtime and optimizer of its own.
 
-static       the recorded routing, balancing switched off: contiguous homes, no copies, samples run where they were made
-equilibra    the recorded routing, balanced
-balanced     other routing, balancing switched off: as many rows, but every token has as many experts on each rank
-             (`balanced_routing` of the runtime bench): what perfect balance would take
+static             the recorded routing, balancing switched off: contiguous homes, no copies, samples run where they
+                   were made
+equilibra          the recorded routing, balanced by flash copies; homes stay, as always inside a node
+equilibra-moves    the same without slots for copies, so homes move
+balanced           other routing, balancing switched off: as many rows, but every token has as many experts on each
+                   rank (`balanced_routing` of the runtime bench): what perfect balance would take
 """
 
 from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 
 import numpy as np
@@ -19,7 +21,7 @@ from numpy.typing import NDArray
 
 from equilibra.bench.runtime.contenders import balanced_routing
 from equilibra.bench.train.model import skew_routers
-from equilibra.bench.train.names import BALANCED, EQUILIBRA, NAMES
+from equilibra.bench.train.names import BALANCED, EQUILIBRA, MOVES, NAMES, PLANNED
 from equilibra.bench.train.setting import TrainSetting
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
@@ -108,9 +110,11 @@ class Contender:
     """told by the learner's balancer"""
     homes: Placement = field(init=False)
     """where homes are before the next step"""
+    contiguous: Placement = field(init=False)
+    """where they were at first"""
 
     def __post_init__(self) -> None:
-        self.homes = self.model.runtime.placement
+        self.homes = self.contiguous = self.model.runtime.placement
 
     def experts(self, samples: Sequence[Sample]) -> list[NDArray[np.int32]]:
         """[rows, L, K] routing of own samples that this contender replays."""
@@ -121,11 +125,11 @@ class Contender:
         (even,) = balanced_routing([pieces], self.model.runtime.spec.num_experts)
         return [part.astype(np.int32) for part in even]
 
-    def rewind(self) -> None:
-        """Collective: everything as before the step, so that it can be run again."""
+    def rewind(self, homes: Placement | None = None) -> None:
+        """Collective: everything as before the step, so that it can be run again; or with homes elsewhere."""
         gc.collect()
         self.learner.balancer.discard_gradients(self.model)
-        self.learner.balancer.move_homes(self.homes)
+        self.learner.balancer.move_homes(homes or self.homes)
 
     def keep_homes(self) -> None:
         """The next step starts from where homes are now."""
@@ -134,15 +138,19 @@ class Contender:
 
 def contenders(parts: Parts, setting: TrainSetting, rates: Rates) -> list[Contender]:
     """Collective: all of them."""
-    return [_contender(parts, setting, rates, name) for name in NAMES]
+    config = parts.config
+    without = replace(parts, config=replace(config, balance=replace(config.balance, spare_slots=0)))
+    return [_contender(without if name == MOVES else parts, setting, rates, name) for name in NAMES]
 
 
 def _contender(parts: Parts, setting: TrainSetting, rates: Rates, name: str) -> Contender:
     model, spent, config = build_model_of(parts), Spent(), parts.config
     skew_routers(model, setting)
     optimizer = torch.optim.AdamW(model.parameters(), lr=config.optimizer.lr, weight_decay=0.0)
-    planner = TimedPlanner(planner=planner_named(EQUILIBRA if name == EQUILIBRA else "static"), spent=spent)
-    balance = BalancerSetting(tokens_per_rank=setting.tokens_per_rank, planner=planner, rates=rates, seed=setting.seed)
+    planner = TimedPlanner(planner=planner_named(EQUILIBRA if name in PLANNED else "static"), spent=spent)
+    balance = BalancerSetting(
+        tokens_per_rank=setting.tokens_per_rank, planner=planner, rates=rates, seed=setting.seed
+    )  # fmt: skip
     learner = Learner(
         model=model, balancer=TimedBalancer(model.runtime, balance, spent, optimizer=optimizer), optimizer=optimizer,
         pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,

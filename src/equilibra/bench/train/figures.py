@@ -6,12 +6,12 @@ From the times of each repeat, in which all contenders train on the same rollout
     share_of_balanced             time(balanced) / time(equilibra), of the same two: the share of balanced throughput
     planning_and_moving_share     (plan + move) / step of equilibra; the plan stage is all that comes before recompute
     exposed_share                 what the recorder saw as exposed (waiting for copies, moves) / step
-    prepared_share                the same of a step that is planned while rewards are computed: what it adds / step
+    from_contiguous_share         planning and moving / step if homes were contiguous before: all move that ever do
+    prepared_share                planning and moving / step if planned while rewards are computed: what is added
     shares                        every stage / step, of every contender
     static_imbalance, imbalance   the slowest rank over the mean rank, over layers and micro-batches: without and with
 
-A step is rollout, reward, plan, move, recompute, advantages, update and weights; every stage counts as long as the
-slowest rank takes.
+The figures at the top are equilibra's; `moves_only` has those of equilibra-moves. A step is rollout, reward, plan, move, recompute, advantages, update and weights; every stage counts as long as the slowest rank takes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any
 
 from equilibra.bench.runtime.processes import cores_for_ranks
 from equilibra.bench.suite import environment
-from equilibra.bench.train.names import BALANCED, EQUILIBRA, NAMES, PARTS, STAGES, STATIC
+from equilibra.bench.train.names import BALANCED, EQUILIBRA, MOVES, NAMES, PARTS, PLANNED, STAGES, STATIC
 from equilibra.bench.train.processes import run_on_ranks
 from equilibra.bench.train.setting import TrainSetting
 from equilibra.bench.train.tables import section_rows
@@ -64,27 +64,41 @@ def measured(setting: TrainSetting, *, command: str, tell: Callable[[str], None]
 def figures_of(repeats: list[Repeat]) -> dict[str, Any]:
     """All figures from the repeats' times, in seconds."""
     every = {name: [repeat["contenders"][name] for repeat in repeats] for name in NAMES}
-    ours = every[EQUILIBRA]
+    return {
+        **_gain(every, EQUILIBRA),
+        "moves_only": _gain(every, MOVES),
+        "shares": {
+            name: {stage: _spread(one["seconds"][stage] / _seconds(one) for one in steps) for stage in STAGES}
+            for name, steps in every.items()
+        },
+        "step_seconds": {name: _spread(_seconds(one) for one in steps) for name, steps in every.items()},
+        "begin_seconds": {name: _begin(every[name]) for name in (STATIC, *PLANNED)},
+        "others_share": _spread(repeat["others_share"] for repeat in repeats),
+    }
+
+
+def _gain(every: dict[str, list[Repeat]], name: str) -> dict[str, Any]:
+    """What a balanced contender gains and costs."""
+    ours = every[name]
     return {
         "speedup_over_static": _ratios(every[STATIC], ours),
         "share_of_balanced": _ratios(every[BALANCED], ours),
         "static_imbalance": _spread(one["static_imbalance"] for one in ours),
         "imbalance": _spread(one["imbalance"] for one in ours),
         "planning_and_moving_share": _spread(_seconds(one, ("plan", "move")) / _seconds(one) for one in ours),
-        "exposed_share": _spread(one["exposed_s"] / _seconds(one) for one in ours),
+        "from_contiguous_share": _spread(one["from_contiguous"]["seconds"] / _seconds(one) for one in ours),
         "prepared_share": _spread(one["prepared"]["exposed"] / _seconds(one) for one in ours),
-        "shares": {
-            name: {stage: _spread(one["seconds"][stage] / _seconds(one) for one in steps) for stage in STAGES}
-            for name, steps in every.items()
-        },
-        "step_seconds": {name: _spread(_seconds(one) for one in steps) for name, steps in every.items()},
-        "parts_seconds": {
-            name: {part: _spread(one["parts"][part] for one in steps) for part in PARTS}
-            for name, steps in every.items() if name != BALANCED
-        },
-        "prepared_seconds": {part: _spread(one["prepared"][part] for one in ours) for part in ours[0]["prepared"]},
-        "others_share": _spread(repeat["others_share"] for repeat in repeats),
-    }  # fmt: skip
+        "exposed_share": _spread(one["exposed_s"] / _seconds(one) for one in ours),
+    }
+
+
+def _begin(steps: list[Repeat]) -> dict[str, Spread]:
+    """Seconds of all that comes before recompute, and of its variants."""
+    found = {part: _spread(one["parts"][part] for one in steps) for part in PARTS}
+    for variant in ("from_contiguous", "prepared"):
+        for part in steps[0].get(variant, {}):
+            found[f"{variant}_{part}"] = _spread(one[variant][part] for one in steps)
+    return found
 
 
 def _ratios(slower: list[Repeat], faster: list[Repeat]) -> dict[str, Spread]:

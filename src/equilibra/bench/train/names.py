@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-__all__ = ["BALANCED", "EQUILIBRA", "NAMES", "PARTS", "STAGES", "STATIC"]
+__all__ = ["BALANCED", "EQUILIBRA", "MOVES", "NAMES", "PARTS", "PLANNED", "STAGES", "STATIC"]
 
-STATIC, EQUILIBRA, BALANCED = "static", "equilibra", "balanced"
-NAMES = (STATIC, EQUILIBRA, BALANCED)
+STATIC, EQUILIBRA, MOVES, BALANCED = "static", "equilibra", "equilibra-moves", "balanced"
+NAMES = (STATIC, EQUILIBRA, MOVES, BALANCED)
+PLANNED = (EQUILIBRA, MOVES)
+"""those that are balanced by a plan"""
 STAGES = ("rollout", "reward", "plan", "move", "recompute", "advantages", "update", "weights")
 PARTS = ("counts", "planner", "move", "arm", "send")
 """of plan and move"""

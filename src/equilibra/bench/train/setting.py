@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from equilibra.bench.runtime.case import CLUSTER
+from equilibra.bench.train.names import NAMES
 from equilibra.core.errors import InputError
 
 __all__ = ["QUICK", "TrainSetting"]
@@ -24,17 +25,17 @@ class TrainSetting:
 
     hidden: int = 256
     """width of a token; a multiple of 64"""
-    ffn: int = 512
+    ffn: int = 1024
     """inner width of an expert"""
     layers: int = 4
     """MoE layers"""
-    experts: int = 32
+    experts: int = 16
     """of a layer; half of them are at home on each rank"""
     top_k: int = 4
     """experts of a token"""
     skew: float = 0.35
     """how far scores of the favoured experts are above those of the others, in units of the scores' own spread"""
-    prompts: int = 16
+    prompts: int = 12
     """problems of a step, on both ranks together"""
     answers: int = 8
     """to each problem"""
@@ -99,7 +100,7 @@ class TrainSetting:
     def model_bytes(self) -> int:
         """Of all contenders' experts on both ranks: weights, gradients, two moments; and two engines' weights."""
         experts = self.layers * self.experts * 3 * self.hidden * self.ffn * 4
-        return experts * (3 * 4 + CLUSTER.num_ranks)
+        return experts * (len(NAMES) * 4 + CLUSTER.num_ranks)
 
 
 QUICK: dict[str, int] = {

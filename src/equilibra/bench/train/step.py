@@ -159,6 +159,16 @@ class Bench:
             "exposed_s": self.largest({"exposed": metrics.get("exposed_overhead_s", 0.0)})["exposed"],
         }
 
+    def begun(self, contender: Contender, answers: Answers) -> dict[str, float]:
+        """Collective: begin a step, and nothing more: seconds of planning and moving, and how many homes moved."""
+        samples, clock = answers.samples, Stages(self.group)
+        experts = contender.experts(samples)
+        parts = MiniBatches.of(samples, self.mini_batches, epochs=1)
+        with clock.stage("seconds"):
+            batch = contender.learner.begin(samples, parts.of_sample, experts=experts)
+        moved = self._moved(batch.step.record(seconds=0.0))
+        return {**self.largest(clock.seconds), "move": moved, "moves": float(batch.step.plan.migration.num_moves)}
+
     def prepared(self, contender: Contender, answers: Answers) -> Prepared:
         """Collective: begin a step that was planned while rewards were computed. Nothing is trained."""
         samples = answers.samples

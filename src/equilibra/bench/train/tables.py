@@ -7,31 +7,31 @@ from typing import Any
 
 from equilibra.bench.setting import Row
 from equilibra.bench.suite import Suite
-from equilibra.bench.train.names import EQUILIBRA, NAMES, STAGES, STATIC
+from equilibra.bench.train.names import EQUILIBRA, MOVES, NAMES, STAGES, STATIC
 
 __all__ = ["REACH", "TRAIN", "section_rows"]
 
 REACH = 0.02
 """share of a step that planning and moving may take"""
-WHAT = {
+SHARES = {
     "static_imbalance": "imbalance without balancing",
     "imbalance": "imbalance with it",
     "planning_and_moving_share": "planning and moving, of the step",
+    "from_contiguous_share": "the same, from contiguous homes",
     "prepared_share": "the same, planned while rewards are computed",
     "exposed_share": "waiting for copies and moves (recorder), of the step",
-    "others_share": "other programs, of the core where they had most",
 }
-PREPARED = {
-    "prepare": "counts",
-    "begin": "waiting for the plan, moving, arming",
-    "exposed": "all that the step is longer by",
-}
-OF_BEGIN = {
+BEGIN = {
     "counts": "checking and gathering counts",
     "planner": "the planner",
     "move": "moving homes",
     "arm": "agreeing, routing to its ranks, arming",
     "send": "tokens to their ranks",
+    "from_contiguous_seconds": "from contiguous homes: all of it",
+    "from_contiguous_move": "from contiguous homes: moving",
+    "prepared_prepare": "prepared: counts",
+    "prepared_begin": "prepared: waiting for the plan, moving, arming",
+    "prepared_exposed": "prepared: all that the step is longer by",
 }
 
 
@@ -46,14 +46,18 @@ def section_rows(figures: dict[str, Any], found: dict[str, Any], *, skew: float)
 
 def _figures(figures: dict[str, Any], skew: float) -> list[Row]:
     rows: list[Row] = []
+    sides = ((EQUILIBRA, figures), (MOVES, figures["moves_only"]))
     for name, text in (("speedup_over_static", "speedup over static"), ("share_of_balanced", "share of balanced")):
         for part, of in (("step", "whole step"), ("recompute_and_update", "recompute and update")):
-            rows.append({"figure": f"{text}, {of}", **_cells(figures[name][part]), "reach": None})
-    for name, text in WHAT.items():
-        reach = REACH if name == "planning_and_moving_share" else None
+            cells = [_cells(title, side[name][part]) for title, side in sides]
+            rows.append({"figure": f"{text}, {of}", **cells[0], **cells[1], "reach": None})
+    for name, text in SHARES.items():
         extra = f" (--skew {skew:g})" if name == "static_imbalance" else ""
-        rows.append({"figure": text + extra, **_cells(figures[name]), "reach": reach})
-    return rows
+        cells = [_cells(title, side[name]) for title, side in sides]
+        reach = REACH if name == "planning_and_moving_share" else None
+        rows.append({"figure": text + extra, **cells[0], **cells[1], "reach": reach})
+    others = _cells(EQUILIBRA, figures["others_share"])
+    return [*rows, {"figure": "other programs, of the core where they had most", **others, "reach": None}]
 
 
 def _stages(name: str, figures: dict[str, Any], found: dict[str, Any]) -> Row:
@@ -69,30 +73,25 @@ def _stages(name: str, figures: dict[str, Any], found: dict[str, Any]) -> Row:
         "tokens_per_s": round(middle("tokens") / seconds["median"]),
         **{stage: _percent(shares[stage]) for stage in STAGES},
         "imbalance": middle("imbalance"), "micro_batches": middle("micro_batches"),
-        "flash_copies": middle("flash_copies"), "moves": middle("moves"),
-        "moves_at_first": found["first_round"]["contenders"][name]["moves"],
+        "flash_copies": middle("flash_copies"), "standing_copies": middle("standing_copies"),
+        "moves": middle("moves"), "moves_at_first": found["first_round"]["contenders"][name]["moves"],
     }  # fmt: skip
 
 
 def _begin(figures: dict[str, Any]) -> list[Row]:
     rows: list[Row] = []
-    for part, text in OF_BEGIN.items():
+    for part, text in BEGIN.items():
         row: Row = {"part": text}
-        for name in (STATIC, EQUILIBRA):
-            spread = figures["parts_seconds"][name][part]
-            row |= {f"{name}_ms": spread["median"] * 1e3, f"{name}_ms_spread": _range(spread, 1e3, 1)}
+        for name in (STATIC, EQUILIBRA, MOVES):
+            spread = figures["begin_seconds"][name].get(part)
+            if spread is not None:
+                row |= {f"{name}_ms": spread["median"] * 1e3, f"{name}_ms_spread": _range(spread, 1e3, 1)}
         rows.append(row)
-    for part, text in PREPARED.items():
-        spread = figures["prepared_seconds"][part]
-        rows.append({
-            "part": f"prepared: {text}", "equilibra_ms": spread["median"] * 1e3,
-            "equilibra_ms_spread": _range(spread, 1e3, 1),
-        })  # fmt: skip
     return rows
 
 
-def _cells(spread: dict[str, Any]) -> Row:
-    return {"median": spread["median"], "spread": _range(spread)}
+def _cells(title: str, spread: dict[str, Any]) -> Row:
+    return {title: spread["median"], f"{title}_spread": _range(spread)}
 
 
 def _range(spread: dict[str, Any], times: float = 1.0, digits: int = 3) -> str:
@@ -110,17 +109,18 @@ TITLES = {
 }
 NOTES = {
     "figures": "A step: rollout (embedded engine, routing captured), reward, plan, move, recompute, advantages (GRPO), "
-    "update (two optimizer steps of several micro-batches), weights to the engine; float32. Every repeat has one "
+    "update (several optimizer steps of several micro-batches), weights to the engine; float32. Every repeat has one "
     "rollout, on which the contenders train in turn, each time in another order. Medians over repeats of ratios inside "
-    "one repeat; spreads are the least and the largest. `balanced`: the same tokens with routing that gives each token "
-    "as many experts on each rank; its samples stay on their ranks, so balancing, which also packs samples, can be "
-    "faster. The model is a Qwen3-MoE from a seed. Its routing is skewed by hand: all embeddings share a direction, "
-    "and along it router rows are shifted up for the experts of one rank and down for those of the other, by --skew "
-    "times a half-normal number times the scores' own spread; which rank is favoured alternates over layers. Rewards "
-    "are computed and then replaced by random numbers, so that gradients are not zero. The optimizer's learning rate "
-    "is 0: all repeats have the same work, and homes, which stay where they are from step to step, move less than if "
-    "routing drifted; the first step, from contiguous homes, is `first_round` in the JSON. The planner's prices are "
-    "measured here.",
+    "one repeat; spreads are the least and the largest. `equilibra`: by flash copies; inside a node homes stay. "
+    "`equilibra-moves`: without slots for copies, so that homes move. "
+    "`balanced`: the same tokens with routing that gives each token as many experts on each rank; its "
+    "samples stay on their ranks, so balancing, which also packs samples, can be faster. The model is a Qwen3-MoE from "
+    "a seed. Its routing is skewed by hand: all embeddings share a direction, and along it router rows are shifted up "
+    "for the experts of one rank and down for those of the other, by --skew times a half-normal number times the "
+    "scores' own spread; which rank is favoured alternates over layers. Rewards are computed and then replaced by "
+    "random numbers, so that gradients are not zero. The optimizer's learning rate is 0, so that all repeats have the "
+    "same work; so homes, which stay from step to step, move less than if routing drifted. `from contiguous homes` is "
+    "the other extreme: all homes move that ever do. The planner's prices are measured here, not those of a GPU.",
     "stages": "Shares of the step. `plan`: gathering counts, planning, sending routing and tokens, arming. "
     "`flash_copies`: of both stages of a step. `moves`: homes moved before a step; `moves_at_first`: before the first.",
     "begin": "Milliseconds on the rank where it took longest. Static gathers, arms and sends as well. `prepared`: "

@@ -1,14 +1,16 @@
 """Text: from words to tokens and back. A model folder brings a tokenizer; without one, one is trained on the task.
 
-A trained tokenizer is byte-level BPE in which words that most prompts repeat become tokens, and what differs from one
-to the next stays letters and digits: spelling stays spelling, arithmetic stays arithmetic. It depends on the texts
-alone, so every rank trains the same one. It is saved as tokenizer.json, which transformers loads.
+In a trained tokenizer words that many prompts repeat are tokens, whole or not at all, and everything else is letters
+and digits: spelling stays spelling, arithmetic stays arithmetic. (Pairs joined by frequency, as in BPE, tear words
+apart where they share letters with a frequent one, and a small model learns far less from those.) It depends on the
+texts alone, so every rank trains the same one. It is saved as tokenizer.json, which transformers loads.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +19,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 from equilibra.core.errors import InputError
@@ -101,25 +103,32 @@ def _text(tokenizer: PreTrainedTokenizerBase) -> Text:
 
 
 def train_tokenizer(texts: Sequence[str], *, size: int) -> PreTrainedTokenizerBase:
-    """Byte-level BPE of at most `size` tokens; what fewer than a third of the texts hold is not joined."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence([
+    """Bytes, and words that at least a quarter of the texts hold, the most frequent first: at most `size` tokens."""
+    cut = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
     ])  # fmt: skip
-    tokenizer.decoder = decoders.ByteLevel()
-    alphabet = pre_tokenizers.ByteLevel.alphabet()
-    if size < len(alphabet) + 3:
-        raise InputError(f"a vocabulary of {size} is too small: {len(alphabet) + 3} tokens are needed for all bytes")
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        min_frequency=max(2, len(texts) // 3),
-        special_tokens=[PAD, START, END],
-        initial_alphabet=sorted(alphabet),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    special = [PAD, START, END]
+    if size < len(alphabet) + len(special):
+        raise InputError(
+            f"a vocabulary of {size} is too small: {len(alphabet) + len(special)} tokens are needed for all bytes"
+        )
+    words = _frequent(texts, cut)[: size - len(alphabet) - len(special)]
+    number_of = {token: number for number, token in enumerate([*special, *alphabet, *words])}
+    tokenizer = Tokenizer(models.BPE(vocab=number_of, merges=[], ignore_merges=True))  # whole words, or letters
+    tokenizer.pre_tokenizer, tokenizer.decoder = cut, decoders.ByteLevel()
+    tokenizer.add_special_tokens(special)
     made: Any = PreTrainedTokenizerFast  # transformers has no types for it
     fast: PreTrainedTokenizerBase = made(
         tokenizer_object=tokenizer, eos_token=END, bos_token=START, pad_token=PAD, clean_up_tokenization_spaces=False
     )
     return fast
+
+
+def _frequent(texts: Sequence[str], cut: pre_tokenizers.PreTokenizer) -> list[str]:
+    """Pieces of more than one letter that many texts hold, with the space before them, as bytes are written."""
+    held: Counter[str] = Counter()
+    for text in texts:
+        held.update({piece for piece, _ in cut.pre_tokenize_str(text)})
+    often = [piece for piece, count in held.items() if 4 * count >= len(texts) and len(piece) > 1]
+    return sorted(often, key=lambda piece: (-held[piece], piece))
