@@ -39,7 +39,7 @@ def repeat(factor=1.0, **changes):
             "imbalance": IMBALANCE[name],
             "moves": 0.0,
             "flash_copies": 3.0,
-            "standing_copies": 2.0,
+            "experts_s": 2.5,
             "micro_batches": 6.0,
             "tokens": 8000.0,
             "exposed_s": 0.16 if name == "equilibra" else 0.0,

@@ -11,7 +11,8 @@ From the times of each repeat, in which all contenders train on the same rollout
     shares                        every stage / step, of every contender
     static_imbalance, imbalance   the slowest rank over the mean rank, over layers and micro-batches: without and with
 
-The figures at the top are equilibra's; `moves_only` has those of equilibra-moves. A step is rollout, reward, plan, move, recompute, advantages, update and weights; every stage counts as long as the slowest rank takes.
+The figures at the top are equilibra's; `moves_only` has those of equilibra-moves. A step is rollout, reward, plan,
+move, recompute, advantages, update and weights; every stage counts as long as the slowest rank takes.
 """
 
 from __future__ import annotations

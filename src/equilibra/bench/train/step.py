@@ -17,8 +17,8 @@ from equilibra.bench.train.contenders import Contender
 from equilibra.core.plan import Stage
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.steps.measured import measured_record
 from equilibra.measure.events import Kind
-from equilibra.measure.run import PlannerRecord
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.learner import Batch, routing_of, total_over
 from equilibra.rl.rollout import Rollout
@@ -124,9 +124,8 @@ class Bench:
         with clock.stage("weights"):
             model = contender.model
             self.rollout.engine.load_weights(logical_weights(model.runtime, model.naming, model.dense()))
-        record = batch.step.record(seconds=sum(clock.seconds.values()))
-        moved = self._moved(record)
-        seconds = self.largest(clock.seconds)
+        events = self._events(batch)
+        moved, seconds = _busiest(events, Kind.MIGRATION), self.largest(clock.seconds)
         spent = contender.spent
         of_begin = self.largest({
             "counts": spent.prepare, "planner": spent.planner, "move": moved,
@@ -134,30 +133,13 @@ class Bench:
         })  # fmt: skip
         return Trained(
             seconds={**seconds, "plan": seconds["plan"] - moved, "move": moved}, parts=of_begin,
-            about=self._about(batch, record), logprobs=old, gradient_norm=float(np.mean(norms)),
+            about=_about(batch, events), logprobs=old, gradient_norm=float(np.mean(norms)),
         )  # fmt: skip
 
-    def _moved(self, record: PlannerRecord | None) -> float:
-        """Collective: seconds that homes took to move, from the events of the rank where it was most."""
-        mine = 0.0
-        if record is not None:
-            moves = record.events.where(kind=Kind.MIGRATION)
-            mine = float(np.bincount(moves["rank"], moves["end_us"] - moves["start_us"], minlength=1).max()) * 1e-6
-        return self.largest({"move": mine})["move"]
-
-    def _about(self, batch: Batch, record: PlannerRecord | None) -> dict[str, float]:
-        """Collective: what the plan did, and what the recorder saw as exposed."""
-        step, metrics = batch.step, {} if record is None else record.metrics
-        return {
-            "static_imbalance": step.static_imbalance,
-            "imbalance": step.planned_imbalance,
-            "moves": float(step.plan.migration.num_moves),
-            "flash_copies": float(sum(step.plan.stages[stage].num_copies for stage in Stage)),
-            "standing_copies": float(step.plan.standing.num_copies),
-            "micro_batches": float(step.plan.num_micro_batches),
-            "tokens": float(step.num_tokens),
-            "exposed_s": self.largest({"exposed": metrics.get("exposed_overhead_s", 0.0)})["exposed"],
-        }
+    def _events(self, batch: Batch) -> NDArray[np.void]:
+        """Collective: what all ranks recorded of a step."""
+        mine = batch.step.runtime.recorder.taken()
+        return np.concatenate(self.group.gather(mine, what="gathering events of the step"))
 
     def begun(self, contender: Contender, answers: Answers) -> dict[str, float]:
         """Collective: begin a step, and nothing more: seconds of planning and moving, and how many homes moved."""
@@ -166,8 +148,10 @@ class Bench:
         parts = MiniBatches.of(samples, self.mini_batches, epochs=1)
         with clock.stage("seconds"):
             batch = contender.learner.begin(samples, parts.of_sample, experts=experts)
-        moved = self._moved(batch.step.record(seconds=0.0))
-        return {**self.largest(clock.seconds), "move": moved, "moves": float(batch.step.plan.migration.num_moves)}
+        return {
+            **self.largest(clock.seconds), "move": _busiest(self._events(batch), Kind.MIGRATION),
+            "moves": float(batch.step.plan.migration.num_moves),
+        }  # fmt: skip
 
     def prepared(self, contender: Contender, answers: Answers) -> Prepared:
         """Collective: begin a step that was planned while rewards were computed. Nothing is trained."""
@@ -188,3 +172,27 @@ class Bench:
         """Collective: each value of the rank where it is largest."""
         said = self.group.gather(np.array([list(values.values())]), what="comparing times")
         return dict(zip(values, np.concatenate(said).max(axis=0).tolist(), strict=True))
+
+
+def _busiest(events: NDArray[np.void], kind: Kind) -> float:
+    """Seconds of a kind of event, on the rank that has most of it."""
+    chosen = events[events["kind"] == kind]
+    return float(np.bincount(chosen["rank"], chosen["end_us"] - chosen["start_us"], minlength=1).max()) * 1e-6
+
+
+def _about(batch: Batch, events: NDArray[np.void]) -> dict[str, float]:
+    """What the plan did, and what the recorder saw as exposed."""
+    step = batch.step
+    record = measured_record(
+        step.plan, step.armed.load, events, memory={}, seconds=0.0, num_tokens=step.num_tokens
+    )  # fmt: skip
+    return {
+        "static_imbalance": step.static_imbalance,
+        "imbalance": step.planned_imbalance,
+        "moves": float(step.plan.migration.num_moves),
+        "flash_copies": float(sum(step.plan.stages[stage].num_copies for stage in Stage)),
+        "micro_batches": float(step.plan.num_micro_batches),
+        "tokens": float(step.num_tokens),
+        "experts_s": _busiest(events, Kind.EXPERTS),
+        "exposed_s": record.metrics["exposed_overhead_s"],
+    }

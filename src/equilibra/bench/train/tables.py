@@ -73,7 +73,7 @@ def _stages(name: str, figures: dict[str, Any], found: dict[str, Any]) -> Row:
         "tokens_per_s": round(middle("tokens") / seconds["median"]),
         **{stage: _percent(shares[stage]) for stage in STAGES},
         "imbalance": middle("imbalance"), "micro_batches": middle("micro_batches"),
-        "flash_copies": middle("flash_copies"), "standing_copies": middle("standing_copies"),
+        "experts_s": middle("experts_s"), "flash_copies": middle("flash_copies"),
         "moves": middle("moves"), "moves_at_first": found["first_round"]["contenders"][name]["moves"],
     }  # fmt: skip
 
@@ -112,17 +112,18 @@ NOTES = {
     "update (several optimizer steps of several micro-batches), weights to the engine; float32. Every repeat has one "
     "rollout, on which the contenders train in turn, each time in another order. Medians over repeats of ratios inside "
     "one repeat; spreads are the least and the largest. `equilibra`: by flash copies; inside a node homes stay. "
-    "`equilibra-moves`: without slots for copies, so that homes move. "
-    "`balanced`: the same tokens with routing that gives each token as many experts on each rank; its "
-    "samples stay on their ranks, so balancing, which also packs samples, can be faster. The model is a Qwen3-MoE from "
-    "a seed. Its routing is skewed by hand: all embeddings share a direction, and along it router rows are shifted up "
-    "for the experts of one rank and down for those of the other, by --skew times a half-normal number times the "
-    "scores' own spread; which rank is favoured alternates over layers. Rewards are computed and then replaced by "
-    "random numbers, so that gradients are not zero. The optimizer's learning rate is 0, so that all repeats have the "
-    "same work; so homes, which stay from step to step, move less than if routing drifted. `from contiguous homes` is "
-    "the other extreme: all homes move that ever do. The planner's prices are measured here, not those of a GPU.",
+    "`equilibra-moves`: without slots for copies, so that homes move. `balanced`: the same tokens with routing that "
+    "gives each token as many experts on each rank; its samples stay on their ranks, so balancing, which also packs "
+    "samples, can be faster. The model is a Qwen3-MoE from a seed. Its routing is skewed by hand: all embeddings share "
+    "a direction, and along it router rows are shifted up for the experts of one rank and down for those of the other, "
+    "by --skew times a half-normal number times the scores' own spread; which rank is favoured alternates over layers. "
+    "Rewards are computed and then replaced by random numbers, so that gradients are not zero. The optimizer's "
+    "learning rate is 0, so that all repeats have the same work; so homes, which stay from step to step, move less "
+    "than if routing drifted. `from contiguous homes` is the other extreme: all homes move that ever do. The planner's "
+    "prices are measured here, not those of a GPU.",
     "stages": "Shares of the step. `plan`: gathering counts, planning, sending routing and tokens, arming. "
-    "`flash_copies`: of both stages of a step. `moves`: homes moved before a step; `moves_at_first`: before the first.",
+    "`experts_s`: seconds that experts compute, on the rank where it is most. `flash_copies`: of both stages of a "
+    "step. `moves`: homes moved before a step; `moves_at_first`: before the first.",
     "begin": "Milliseconds on the rank where it took longest. Static gathers, arms and sends as well. `prepared`: "
     "counts are gathered after the rollout, and the planner runs in the background while rewards are computed; with "
     "one core per rank it takes that core from the rewards, which is counted.",
