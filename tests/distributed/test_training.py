@@ -6,7 +6,7 @@ from tests.distributed.training import train_cases
 
 from equilibra.core.cluster import Cluster
 
-ROUNDING = 1e-11
+ROUNDING = 1e-9
 """relative, in float64: outputs, gradients and norms before the weights have changed"""
 AFTER_ADAM = 1e-6
 """relative, in float64: everything, after up to six steps of Adam, which divides by the size of even tiny gradients"""
@@ -30,7 +30,7 @@ def seen(results, name):
 @pytest.mark.parametrize("world", WORLDS)
 def test_equals_the_reference(world):
     cluster, processes = WORLDS[world]
-    seeds = range(100, 105 if processes < 8 else 103)  # eight processes on two cores are slow
+    seeds = range(100, 104 if processes < 8 else 102)  # eight processes on two cores are slow
     results = run_ranks(processes, train_cases, list(seeds), cluster)
     for rank, cases in enumerate(results):
         for seed, case in zip(seeds, cases, strict=True):

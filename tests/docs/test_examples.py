@@ -75,15 +75,15 @@ def short_training(words: list[str], number: int) -> list[str]:
     if "--resume" in words:
         return [*words[:-1], "run0", "--steps", "3"]
     named = [word.replace("FOLDER", "folder").replace("run.dtype=bfloat16", "run.dtype=float32") for word in words]
-    return [*named, "--output", f"run{number}", *SHORT]
+    said = {word.partition("=")[0] for word in named}
+    return [*named, "--output", f"run{number}", *(word for word in SHORT if word.partition("=")[0] not in said)]
 
 
-def test_readme_commands_run_in_order(tmp_path):
-    commands = readme_commands()
-    assert len(commands) >= 3
-    small_config("olmoe").save_pretrained(tmp_path / "folder")
+def run_commands(commands: list[str], folder) -> None:
+    """One after another, in a folder that has what they are about."""
+    small_config("olmoe").save_pretrained(folder / "folder")
     lines = [json.dumps({"question": f"{n} + 1 = ", "answer": str(n + 1)}) for n in range(40)]
-    (tmp_path / "problems.jsonl").write_text("\n".join(lines) + "\n")
+    (folder / "problems.jsonl").write_text("\n".join(lines) + "\n")
     for number, command in enumerate(commands):
         words = command.split()
         if words[1] == "bench":
@@ -91,13 +91,32 @@ def test_readme_commands_run_in_order(tmp_path):
         if words[1] == "train":
             words = short_training(words, number)
         done = subprocess.run(
-            [sys.executable, "-m", "equilibra.cli.main", *words[1:]],
-            cwd=tmp_path,
-            capture_output=True,
-            text=True,
-            check=False,
+            [sys.executable, "-m", "equilibra", *words[1:]], cwd=folder, capture_output=True, text=True, check=False
         )
         assert done.returncode == 0, f"{command}\n{done.stderr}"
+
+
+def training_commands() -> list[str]:
+    return [command for command in readme_commands() if command.split()[1] == "train"]
+
+
+def test_readme_commands_run_in_order(tmp_path):
+    commands = [command for command in readme_commands() if command.split()[1] != "train"]
+    assert len(commands) >= 3
+    run_commands(commands, tmp_path)
+
+
+def test_readme_trains_on_a_file_and_resumes(tmp_path):
+    first, *_, last = training_commands()
+    assert "jsonl" in first
+    assert "--resume" in last
+    run_commands([first, last], tmp_path)
+
+
+@pytest.mark.slow
+def test_readme_training_commands_run_in_order(tmp_path):
+    assert len(training_commands()) >= 4
+    run_commands(training_commands(), tmp_path)
 
 
 def test_make_targets_exist():

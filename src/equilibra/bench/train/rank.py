@@ -94,7 +94,7 @@ class _Rounds:
         """Collective: of what two contenders computed."""
         apart = [float(np.abs(a - b).max(initial=0.0)) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
         norms = abs(one.gradient_norm - other.gradient_norm) / max(one.gradient_norm, 1e-12)
-        return self.clock.largest(float(np.nan_to_num(max([norms, *apart]), nan=np.inf)))
+        return self.clock.largest(float(np.nan_to_num(np.max([norms, *apart]), nan=np.inf)))
 
     def add(self, repeat: int) -> None:
         """One more round."""
