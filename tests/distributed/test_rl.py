@@ -171,7 +171,8 @@ def test_divergence_from_the_reference(divergence, model, tmp_path):
 
 def test_tokens_without_routing_are_counted_and_routed_live(model, tmp_path):
     folder = tmp_path / "rollouts"
-    live = trained(small(model, cluster=ALONE, run__steps=1, debug__record=str(folder)), tmp_path / "live")
+    one = {"cluster": ALONE, "run__steps": 1, "algorithm__mini_batches": 1}
+    live = trained(small(model, **one, debug__record=str(folder)), tmp_path / "live")
     (file,) = folder.glob("step-*.npz")
     forgotten = []
     for sample in read_samples(file):
@@ -180,7 +181,7 @@ def test_tokens_without_routing_are_counted_and_routed_live(model, tmp_path):
         experts[::5] = -1
         forgotten.append(replace(sample, segments=(replace(segment, experts=experts),)))
     write_samples(file, forgotten, overwrite=True)
-    again = trained(small(model, cluster=ALONE, run__steps=1, debug__replay=str(folder)), tmp_path / "again")
+    again = trained(small(model, **one, debug__replay=str(folder)), tmp_path / "again")
     rows = sum(len(sample.segments[0].experts[::5]) for sample in forgotten)
     assert again.steps[0]["tokens_without_routing"] == rows > 0
     assert again.steps[0]["mismatch_max"] < 1e-4  # the weights are those of the rollout, and so is what they choose
