@@ -63,7 +63,7 @@ def row(run: dict[str, object]) -> str:
 
 
 def main(target: Path) -> None:
-    """Run all, write both files."""
+    """Run all; both files are written after every run."""
     about = {
         "date": datetime.now(UTC).date().isoformat(), "command": "python benchmarks/training_runs.py",
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -71,11 +71,17 @@ def main(target: Path) -> None:
         "cores": len(os.sched_getaffinity(0)), "load_average": os.getloadavg(),
     }  # fmt: skip
     with tempfile.TemporaryDirectory() as folder:
-        runs = [train(Path(folder) / f"seed-{seed}", seed, "equilibra") for seed in SEEDS]
-        runs.append(train(Path(folder) / "static", SEEDS[0], "static"))
-    difference = apart(runs[0], runs[-1])
-    last = [run["held_out_last"] for run in runs[: len(SEEDS)]]
-    grown = [run["held_out_last"] / run["held_out_first"] for run in runs[: len(SEEDS)]]
+        runs = [train(Path(folder) / "static", SEEDS[0], "static")]
+        for seed in SEEDS:
+            runs.append(train(Path(folder) / f"seed-{seed}", seed, "equilibra"))
+            write(target, about, runs)
+
+
+def write(target: Path, about: dict[str, object], runs: list[dict[str, object]]) -> None:
+    """Write what there is so far: static first, then seed by seed."""
+    difference = apart(runs[0], runs[1])
+    last = [run["held_out_last"] for run in runs[1:]]
+    grown = [run["held_out_last"] / run["held_out_first"] for run in runs[1:]]
     lines = [
         "# The embedded training run", "",
         f"`{about['command']}`, date {about['date']}, commit {about['commit']}, {about['cores']} cores shared by 4 ranks, "
@@ -83,7 +89,7 @@ def main(target: Path) -> None:
         "| seed | planner | held-out reward | greedy | seconds, all | seconds per step | imbalance, static | imbalance | "
         "log-probability mismatch, largest | where a step's time goes |", "|---|---|---|---|---|---|---|---|---|---|",
         *(row(run) for run in runs), "",
-        f"Held-out reward over {len(SEEDS)} seeds: {min(last):.3f} to {max(last):.3f} in the end, {min(grown):.1f} to "
+        f"Held-out reward over {len(last)} seeds: {min(last):.3f} to {max(last):.3f} in the end, {min(grown):.1f} to "
         f"{max(grown):.1f} times that of the warmed-up model. Held-out problems never occur in training; answers are drawn "
         "at temperature 1, as in training. `greedy` takes the likeliest token instead: most of what RL adds here is that the "
         "model decides; warm-up leaves it unsure on purpose (smoothed targets).", "",
@@ -97,7 +103,7 @@ def main(target: Path) -> None:
     (target / "training.md").write_text("\n".join(lines))
     record = {"about": about, "difference_static_equilibra": difference, "runs": runs}
     (target / "training.json").write_text(json.dumps(record, indent=1) + "\n")
-    print("\n".join(lines))
+    print("\n".join(lines), flush=True)
 
 
 if __name__ == "__main__":

@@ -125,14 +125,15 @@ class Balancer:
         assert self._ahead is not None
         ahead, self._ahead = self._ahead, None
         runtime, group = self.runtime, self.runtime.group
+        asked = perf_counter()
         group.all_succeed(lambda: self._wait_for(ahead.plan), what="planning the step")
+        waited = perf_counter() - asked
         planned = ahead.plan.result()
         plan = planned.plan
         group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
         group.barrier(what="beginning the step")
         runtime.recorder.begin_step()
-        waited = max(planned.ended - runtime.recorder.began, 0.0)
         where = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
         runtime.recorder.add(
             Kind.PLAN, Resource.CPU, where, Direction.FORWARD, runtime.recorder.began,

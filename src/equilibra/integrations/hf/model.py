@@ -25,6 +25,7 @@ from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.safetensors import export_safetensors, import_safetensors
 from equilibra.execute.state.safetensors_names import Naming, dense_tensors
+from equilibra.integrations.hf.digits import keep_digits
 from equilibra.integrations.hf.folder import ModelFolder
 
 __all__ = ["ShardedModel", "build_model", "count_moe_layers"]
@@ -156,6 +157,7 @@ def _skeleton(folder: ModelFolder, dtype: torch.dtype) -> Any:  # noqa: ANN401 -
         model = made.from_config(config, dtype=dtype)
     except Exception as error:  # whatever transformers raises on shapes that do not fit
         raise InputError(f"cannot build the model in {folder.path}: {type(error).__name__}: {error}") from error
+    keep_digits(model, dtype)
     return model.train()
 
 

@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from equilibra.core.errors import InputError
 from equilibra.execute.moe.expert_math import ExpertParts
 from equilibra.execute.state.safetensors_names import Naming
+from equilibra.integrations.hf.digits import keep_digits
 from equilibra.integrations.hf.experts import use_plain_experts
 from equilibra.integrations.hf.folder import ModelFolder
 from equilibra.rl.engine import Generation, Request
@@ -40,6 +41,7 @@ class Replica:
         made: Any = AutoModelForCausalLM  # transformers has no types for it
         model = made.from_config(folder.config, dtype=dtype).to(device).eval()
         self.model = model.requires_grad_(requires_grad=False)
+        keep_digits(model, dtype)
         use_plain_experts(model, transposed=folder.family.returns_scores)
         self.blocks = {n: layer.mlp for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
         self.naming: Naming = folder.family.naming_for(list(self.blocks))
