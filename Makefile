@@ -57,6 +57,7 @@ bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES:
 	$(BIN)/equilibra bench paper --output benchmarks/results
 	$(BIN)/equilibra bench runtime --output benchmarks/results
 	$(BIN)/equilibra bench train --output benchmarks/results
+	$(BIN)/python benchmarks/training_runs.py benchmarks/results
 
 .PHONY: clean
 clean: ## remove the environment and caches
