@@ -160,7 +160,8 @@ def test_a_recording_of_another_model_is_refused(model, tmp_path):
         trained(small(other, cluster=ALONE, debug__replay=str(tmp_path / "rollouts")), tmp_path / "replayed")
 
 
-@pytest.mark.parametrize("divergence", [pytest.param("k1", marks=pytest.mark.slow), "k3"])
+@pytest.mark.slow
+@pytest.mark.parametrize("divergence", ["k1", "k3"])
 def test_divergence_from_the_reference(divergence, model, tmp_path):
     options = {"loss.divergence": divergence, "loss.kl_weight": 0.1, "loss.entropy_weight": 0.01}
     alone = trained(small(model, cluster=ALONE, algorithm__options=options), tmp_path / "alone")
