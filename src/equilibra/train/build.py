@@ -100,13 +100,35 @@ def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -
     """Everything that is read or made of nothing but the configuration."""
     folder, task = model_folder_of(config), task_of(config)
     problems = [task.problem(number) for number in range(TOKENIZER_TEXTS)] if not folder.has_tokenizer else []
-    if config.debug.replay == "" and task.num_held_out:
-        task.held_out(min(config.run.evaluate_problems, task.num_held_out) - 1)  # too few is an error now, not later
     text = text_of(folder, [text for problem in problems for text in (problem.prompt, problem.answer)])
+    _check_rollout(config, task, text)
     return Parts(
         config=config, group=group, device=device, dtype=getattr(torch, config.run.dtype), folder=folder, task=task,
         text=text, algorithm=algorithm_of(config),
     )  # fmt: skip
+
+
+def _check_rollout(config: TrainConfig, task: Task, text: Text) -> None:
+    """What would only fail after the warm-up, or not at all, is an error now."""
+    rollout, number = config.rollout, config.algorithm.mini_batches
+    if rollout.engine != "embedded":
+        raise InputError(f"rollout.engine is {rollout.engine!r}, there is only embedded so far")
+    groups = rollout.prompts * (rollout.answers if rollout.window else 1)
+    if number > groups:
+        raise InputError(
+            f"algorithm.mini_batches = {number} needs as many groups of answers, a step has {groups}: use fewer "
+            "mini-batches, or more rollout.prompts"
+        )
+    if config.debug.replay:
+        return
+    tokens = text.prompt(task.problem(0).prompt).size
+    if tokens > rollout.max_prompt_tokens:
+        raise InputError(
+            f"a prompt of {task.name} has {tokens} tokens, rollout.max_prompt_tokens is {rollout.max_prompt_tokens}: "
+            "allow at least that many"
+        )
+    if task.num_held_out:
+        task.held_out(min(config.run.evaluate_problems, task.num_held_out) - 1)  # there must be so many
 
 
 def build_model_of(parts: Parts, *, value: bool = False) -> ShardedModel:

@@ -1,0 +1,20 @@
+"""What cannot work is refused before anything is trained."""
+
+import pytest
+
+from equilibra.core.errors import InputError
+from equilibra.train.build import build_parts
+from equilibra.train.config import TrainConfig
+from equilibra.train.overrides import with_overrides
+
+
+@pytest.mark.parametrize(("override", "reason"), [
+    ("rollout.engine=vllm", "only embedded"),
+    ("algorithm.mini_batches=33", "needs as many groups of answers, a step has 32"),
+    ("rollout.max_prompt_tokens=3", "tokens, rollout.max_prompt_tokens is 3"),
+    ("rollout.window=2", "needs whole answers"),
+    ("algorithm.options.foo=1", "no option of grpo"),
+])  # fmt: skip
+def test_refused_before_the_warm_up(override, reason):
+    with pytest.raises(InputError, match=reason):
+        build_parts(with_overrides(TrainConfig(), [override]), None, None)
