@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from equilibra.bench.runtime import clock as runtime_clock
+from equilibra.bench.runtime import figures
 from equilibra.bench.runtime import processes as runtime_processes
 from equilibra.bench.runtime.case import CLUSTER, Select, Shape, case_of
 from equilibra.bench.runtime.clock import Clock, busy_seconds
@@ -311,7 +312,7 @@ def test_a_rank_that_cannot_start_its_work_says_why():
     pytest.importorskip("torch")
     shape = Shape(hidden=8, ffn=8, spare_slots=2, path="nowhere", repeats=1)
     with pytest.raises(ExecuteError, match="nowhere"):
-        runtime_processes.run_on_ranks(case(), shape, print)
+        runtime_processes.run_on_ranks(figures._measure, (case(), shape), print, timeout_s=shape.timeout_s)
     assert "MALLOC_MMAP_MAX_" not in os.environ
 
 

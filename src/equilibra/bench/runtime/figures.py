@@ -19,7 +19,7 @@ from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
 from statistics import median
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -30,6 +30,9 @@ from equilibra.bench.runtime.setting import SKEWED_FROM, RuntimeSetting, static_
 from equilibra.bench.setting import Row
 from equilibra.bench.suite import Suite, environment
 from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equilibra.execute.group import ExpertGroup
 
 __all__ = ["FIGURES", "RUNTIME", "measured"]
 
@@ -55,7 +58,7 @@ def measured(
     for case in cases:
         shape = setting.shape_for(case)
         tell(f"{case.name}: {case.num_tokens} tokens, layers {case.layers}, experts of {shape.hidden} x {shape.ffn}")
-        found = run_on_ranks(case, shape, tell)
+        found = run_on_ranks(_measure, (case, shape), tell, timeout_s=shape.timeout_s)
         about["torch"] = found.pop("torch")
         results.append(_result(case, shape, found))
     headline = max(results, key=lambda result: result["static_imbalance"]["of_step"])
@@ -174,3 +177,9 @@ RUNTIME = Suite(
     titles=TITLES,
     notes=NOTES,
 )
+
+
+def _measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], None]) -> dict[str, Any]:
+    from equilibra.bench.runtime.rank import measure  # noqa: PLC0415 - only ranks need torch
+
+    return measure(case, shape, group, tell)

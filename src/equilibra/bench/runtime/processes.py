@@ -1,4 +1,4 @@
-"""The two processes of the runtime bench: started, listened to, and never left behind.
+"""The two processes of a bench: started, listened to, and never left behind.
 
 Each rank has a core of its own where there are two (rank 1 is never on the second thread of rank 0's core) and
 computes with one thread. Ranks end with this process, however it ends. A rank that fails, dies or falls silent ends the
@@ -21,10 +21,13 @@ from multiprocessing.process import BaseProcess
 from pathlib import Path
 from threading import Thread
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from equilibra.bench.runtime.case import CLUSTER, Case, Shape
+from equilibra.bench.runtime.case import CLUSTER
 from equilibra.core.errors import EquilibraError, ExecuteError, InputError, RankLostError
+
+if TYPE_CHECKING:
+    from equilibra.execute.group import ExpertGroup
 
 __all__ = ["cores_for_ranks", "run_on_ranks"]
 
@@ -46,8 +49,11 @@ class _Failure:
     """whether it only noticed that the other one was gone"""
 
 
-def run_on_ranks(case: Case, shape: Shape, tell: Callable[[str], None]) -> dict[str, Any]:
-    """What rank 0 measured."""
+def run_on_ranks(
+    measure: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], tell: Callable[[str], None], *,
+    timeout_s: float,
+) -> dict[str, Any]:  # fmt: skip
+    """What rank 0 measured; every rank calls measure(*arguments, group, tell), joined with the other."""
     context = multiprocessing.get_context("spawn")
     cores = cores_for_ranks()
     with tempfile.TemporaryDirectory(prefix="equilibra-bench-") as folder:
@@ -58,7 +64,9 @@ def run_on_ranks(case: Case, shape: Shape, tell: Callable[[str], None]) -> dict[
                     mine, theirs = context.Pipe(duplex=False)
                     core = None if cores is None else cores[rank]
                     process: BaseProcess = context.Process(
-                        target=_rank, args=(rank, core, f"{folder}/store", theirs, case, shape), daemon=True
+                        target=_rank,
+                        args=(rank, core, f"{folder}/store", theirs, measure, arguments, timeout_s),
+                        daemon=True,
                     )
                     process.start()
                     theirs.close()
@@ -145,14 +153,18 @@ def _raise(failures: dict[int, _Failure]) -> None:
     raise ExecuteError(f"rank {rank} of the bench failed: {failure.kind}: {failure.text}")
 
 
-def _rank(rank: int, core: int | None, store: str, pipe: Connection, case: Case, shape: Shape) -> None:
+def _rank(
+    rank: int, core: int | None, store: str, pipe: Connection, measure: Callable[..., dict[str, Any]],
+    arguments: tuple[Any, ...], timeout_s: float,
+) -> None:  # fmt: skip
     """The life of a rank."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     Thread(target=_end_with_parent, daemon=True).start()
     if core is not None:
         os.sched_setaffinity(0, {core})  # before torch and gloo start threads, which inherit it
     try:
-        pipe.send(_measured(rank, store, case, shape, pipe.send if rank == 0 else lambda _line: None))
+        tell = pipe.send if rank == 0 else _nothing
+        pipe.send({**measure(*arguments, _joined(rank, store, timeout_s), tell), **_versions()})
     except Exception as error:  # noqa: BLE001 - whatever it was, the parent must hear of it
         known = isinstance(error, EquilibraError)
         pipe.send(_Failure(
@@ -170,18 +182,25 @@ def _end_with_parent() -> None:
     os._exit(1)
 
 
-def _measured(rank: int, store: str, case: Case, shape: Shape, tell: Callable[[str], None]) -> dict[str, Any]:
+def _nothing(_line: str) -> None:
+    """What rank 1 tells."""
+
+
+def _joined(rank: int, store: str, timeout_s: float) -> ExpertGroup:
     import torch  # noqa: PLC0415 - only ranks need it
     import torch.distributed as dist  # noqa: PLC0415
 
-    from equilibra.bench.runtime.rank import measure  # noqa: PLC0415
     from equilibra.execute.group import join_expert_group  # noqa: PLC0415
 
     torch.set_num_threads(1)
-    timeout = timedelta(seconds=shape.timeout_s)
     dist.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=CLUSTER.num_ranks, timeout=timeout
-    )
-    result = measure(case, shape, join_expert_group(CLUSTER, timeout_s=shape.timeout_s), tell)
-    result["torch"] = torch.__version__
-    return result
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=CLUSTER.num_ranks,
+        timeout=timedelta(seconds=timeout_s),
+    )  # fmt: skip
+    return join_expert_group(CLUSTER, timeout_s=timeout_s)
+
+
+def _versions() -> dict[str, str]:
+    import torch  # noqa: PLC0415
+
+    return {"torch": torch.__version__}
