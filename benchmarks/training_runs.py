@@ -1,6 +1,6 @@
 """The embedded default, seed by seed, and once with static placement: what it learns, how long it takes, what differs.
 
-    python benchmarks/training_runs.py [FOLDER]        # writes FOLDER/training.md and .json (benchmarks/results)
+python benchmarks/training_runs.py [FOLDER]        # writes FOLDER/training.md and .json (benchmarks/results)
 """
 
 from __future__ import annotations

@@ -67,22 +67,28 @@ def gap(found: Tensor, wanted: Tensor) -> float:
     return float(difference / (wanted.detach().abs().max() + 1e-4))
 
 
-def train_cases(seeds: list[int], cluster: Cluster, unrecorded: float = 0.0, sabotage: str = "") -> list[Gaps]:
+ON_HOST = (Path.COLLECTIVE, Path.HOST)
+
+
+def train_cases(
+    seeds: list[int], cluster: Cluster, unrecorded: float = 0.0, sabotage: str = "", device: str = "cpu",
+    among: tuple[Path, ...] = ON_HOST,
+) -> list[Gaps]:  # fmt: skip
     """Every case is a few steps of training; all ranks return the same kind of answer."""
     group = join_expert_group(cluster, timeout_s=30)
-    return [train_case(seed, group, unrecorded, sabotage) for seed in seeds]
+    return [train_case(seed, group, unrecorded, sabotage, device, among) for seed in seeds]
 
 
-def train_case(seed: int, group, unrecorded: float, sabotage: str) -> Gaps:
+def train_case(seed: int, group, unrecorded: float, sabotage: str, device: str = "cpu", among=ON_HOST) -> Gaps:
     rng = np.random.default_rng(seed)
     dtype = torch.float64
     spec, num_layers = random_spec(rng, group.num_ranks), int(rng.integers(1, 4))
-    reference = reference_stack(spec, num_layers, dtype, seed)
-    paths = {stage: Path(rng.choice([path.value for path in Path])) for stage in Stage}
+    reference = reference_stack(spec, num_layers, dtype, seed).to(device)
+    paths = {stage: Path(rng.choice([path.value for path in among])) for stage in Stage}
     setting = CopySetting(spare_slots=int(rng.integers(0, 4)), prefetch_depth=int(rng.integers(0, 3)), path=paths)
     placement = contiguous(group.cluster, num_layers=num_layers, num_experts=spec.num_experts)
     runtime = Runtime(group, placement, setting)
-    model = balanced_stack(reference, runtime, dtype)
+    model = balanced_stack(reference, runtime, dtype).to(device)
     options = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}
     optimizer = torch.optim.AdamW(model.parameters(), **options)
     plain = torch.optim.AdamW(reference.parameters(), **options)
@@ -100,7 +106,9 @@ def train_case(seed: int, group, unrecorded: float, sabotage: str) -> Gaps:
     gaps.count(**{f"planner_{planner}": 1})
     if sabotage:
         _sabotage(runtime, sabotage)
-    batches = [random_batch(rng, spec, num_layers, group.world_size, unrecorded=unrecorded) for _ in range(3)]
+    batches = [
+        random_batch(rng, spec, num_layers, group.world_size, unrecorded=unrecorded).to(device) for _ in range(3)
+    ]
     ahead = False
     for number, batch in enumerate(batches):
         step = balancer.begin() if ahead else balancer.begin(batch.routing_of(group.world_rank))
@@ -140,7 +148,8 @@ def _tokens(step: Step, batch: Batch, micro_batch: MicroBatch, data: dict[int, T
 
 def _data(step: Step, batch: Batch) -> dict[int, Tensor]:
     sent = step.send(batch.data_of(step.runtime.group.world_rank))
-    return dict(zip(step.sequences.tolist(), sent, strict=True))
+    device = batch.tokens[0].device
+    return dict(zip(step.sequences.tolist(), [part.to(device) for part in sent], strict=True))
 
 
 def _wanted(reference: Stack, batch: Batch, sequences: np.ndarray) -> Tensor:
@@ -186,8 +195,8 @@ def update(step, balancer, model, reference, batch, part, chosen, mode, optimize
     for micro_batch in part:
         if padding:
             x = _tokens(step, batch, micro_batch, data)
-            micro_batch.rows = torch.arange(len(x)) * 2
-            padded = torch.zeros(2 * len(x) + 1, x.shape[1], dtype=x.dtype)
+            micro_batch.rows = torch.arange(len(x), device=x.device) * 2
+            padded = torch.zeros(2 * len(x) + 1, x.shape[1], dtype=x.dtype, device=x.device)
             padded[micro_batch.rows] = x
             with micro_batch:
                 out = _run(model, padded, mode)[micro_batch.rows]

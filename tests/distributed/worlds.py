@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -106,7 +106,10 @@ class Batch:
         """[T, L, K] with -1 where nothing was recorded."""
         experts = self.experts[s].astype(np.int64)
         experts[~self.recorded[s]] = -1
-        return torch.from_numpy(experts)
+        return torch.from_numpy(experts).to(self.tokens[s].device)
+
+    def to(self, device: torch.device) -> Batch:
+        return replace(self, tokens=[tokens.to(device) for tokens in self.tokens])
 
 
 def random_batch(
@@ -132,7 +135,7 @@ def random_batch(
 
 def loss_of(out: Tensor, weight: float) -> Tensor:
     """Not the same for all coordinates, so that a wrong row shows."""
-    scale = torch.arange(1, out.shape[1] + 1, dtype=out.dtype)
+    scale = torch.arange(1, out.shape[1] + 1, dtype=out.dtype, device=out.device)
     return (out**2 * scale).sum() * weight + out.sum() * weight
 
 

@@ -41,7 +41,8 @@ def kernel(function: Function) -> Function:
         compiled: Any = njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no folder to write to: compile in every process
         return _uncached(function, "never")
-    compiled._cache._cache_file._source_stamp = source_stamp()  # noqa: SLF001
+    if hasattr(compiled, "_cache"):  # not under NUMBA_DISABLE_JIT
+        compiled._cache._cache_file._source_stamp = source_stamp()  # noqa: SLF001
     function_compiled: Function = compiled
     return function_compiled
 

@@ -228,24 +228,23 @@ class Runtime:
         tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
         instances = self.instances(visit, Direction.BACKWARD)
         num_kept = tables.num_homes + tables.num_standing
-        kept_rows = sum(tables.instance_sizes[:num_kept])
         start = perf_counter()
         wanted: list[ExpertParts | ExpertGradients | None] = [None] * len(instances)
         if copies is not None and weights.learns:
             self.gradients_under_way = True
             wanted[num_kept:] = copies.flash_gradients(visit.where)
             wanted[tables.num_homes : num_kept] = copies.standing.parts(visit.where.layer)[1]
-        for first, last, rows in (
-            (num_kept, len(instances), slice(kept_rows, None)), (0, num_kept, slice(0, kept_rows))
-        ):  # fmt: skip
-            if first == 0 and weights.learns:
-                wanted[: tables.num_homes] = weights.home_gradients()
-            expert_math.backward(
-                self.activation, _part(saved, rows), tables.instance_sizes[first:last], instances[first:last],
-                wanted[first:last], dx_ND[rows],
-            )  # fmt: skip
-            if first == num_kept and copies is not None and weights.learns:
+        if weights.learns:
+            wanted[: tables.num_homes] = weights.home_gradients()
+
+        def send() -> None:
+            if copies is not None and weights.learns:
                 copies.send_gradients(visit.where)
+
+        expert_math.backward(
+            self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND,
+            num_last=len(instances) - num_kept, after_last=send,
+        )  # fmt: skip
         self.recorder.add(
             Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, perf_counter(),
             tokens=tables.num_rows,
@@ -266,6 +265,7 @@ class Runtime:
         if self._copies is not None and self._armed is not None:
             self._copies.finish_returns()
             self._copies.return_standing()
+            self._copies.finish_reads()
         self.gradients_under_way = False
 
     def discard_gradients(self) -> None:
@@ -299,11 +299,6 @@ class Runtime:
         if self._copies is not None:
             self._copies.close()
             self._copies = self._armed = None
-
-
-def _part(saved: Saved, rows: slice) -> Saved:
-    rows_ND, h, dy_ND = saved
-    return rows_ND[rows], h[rows], dy_ND[rows]
 
 
 def homes_of(placement: Placement, layer: int, rank: int) -> NDArray[np.int32]:

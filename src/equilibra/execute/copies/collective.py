@@ -76,5 +76,8 @@ class CollectiveEngine:
         )  # fmt: skip
         return _Returned(moving=moving, copies=copies, rows_kP=received, source=self.source)
 
+    def finish_reads(self) -> None:
+        """Weights were read when they were asked for."""
+
     def close(self) -> None:
         """Nothing is held."""

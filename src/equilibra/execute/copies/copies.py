@@ -17,7 +17,10 @@ import torch
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.execute.copies.collective import CollectiveEngine
+from equilibra.execute.copies.device import DeviceEngine, banks_of
 from equilibra.execute.copies.host import HostEngine
+from equilibra.execute.copies.ipc import BothPath, IpcPath
+from equilibra.execute.copies.pinned import PinnedPath
 from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import Sources, StandingStore
 from equilibra.execute.copies.transfer import CopyList, Path, TransferEngine, copied_of, copy_list
@@ -31,8 +34,7 @@ from equilibra.measure.events import Direction, Kind, Resource
 
 __all__ = ["Copies", "CopySetting"]
 
-ENGINES: dict[Path, type[CollectiveEngine | HostEngine]] = {Path.COLLECTIVE: CollectiveEngine, Path.HOST: HostEngine}
-LINKS = {Path.COLLECTIVE: Resource.COPY_ENGINE, Path.HOST: Resource.HOST_LINK}
+LINKS = {path: Resource.HOST_LINK if path is Path.HOST else Resource.COPY_ENGINE for path in Path}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,11 +47,15 @@ class CopySetting:
     """layers ahead that copies are fetched; memory is spare_slots x (prefetch_depth + 1) experts per rank"""
     path: dict[Stage, Path] = field(default_factory=lambda: dict.fromkeys(Stage, Path.COLLECTIVE))
     """path of flash copies in each stage"""
+    host_share: float = 0.1
+    """part of a copy that the path `both` takes over the host link: its rate over the sum of both links' rates"""
 
     def __post_init__(self) -> None:
         for name in ("spare_slots", "prefetch_depth"):
             if not isinstance(getattr(self, name), int) or not 0 <= getattr(self, name) <= 4096:
                 raise InputError(f"{name} must be a whole number from 0 to 4096, not {getattr(self, name)!r}")
+        if not isinstance(self.host_share, float) or not 0 < self.host_share < 1:
+            raise InputError(f"host_share must be between 0 and 1, not {self.host_share!r}")
         if set(self.path) != set(Stage) or not all(isinstance(path, Path) for path in self.path.values()):
             raise InputError(
                 f"path needs one of {', '.join(Path)} for each of the stages {', '.join(Stage)}, not {self.path}"
@@ -89,15 +95,33 @@ class Copies:
         """Hold the copies of this plan."""
         self.forget()
         self.armed, self._lists = armed, {}
-        self.standing = StandingStore(self.group, self.weights, armed.plan)
+        self.standing = StandingStore(self.group, self.weights, armed.plan, getattr(self, "standing", None))
         source = Sources(weights=self.weights, standing=self.standing)
         for path in dict.fromkeys(self.setting.path.values()):  # in the same order on every rank
             if path not in self._engines:
-                self._engines[path] = ENGINES[path](
-                    self.group, num_slots=self.setting.spare_slots, row=self._row,
-                    gradient_dtype=self.weights[0].gradient_dtype,
-                )  # fmt: skip
+                self._engines[path] = self._engine(path)
             self._engines[path].serve(source)
+
+    def _engine(self, path: Path) -> TransferEngine:
+        row, dtype, slots = self._row, self.weights[0].gradient_dtype, self.setting.spare_slots
+        if path is Path.COLLECTIVE:
+            return CollectiveEngine(self.group, num_slots=slots, row=row, gradient_dtype=dtype)
+        if row.device.type == "cuda":
+            banks_2SP = banks_of(slots, row, dtype)
+            if path is Path.HOST:
+                return DeviceEngine(self.group, banks_2SP, row, PinnedPath(self.group, banks_2SP, row))
+            if path is Path.IPC:
+                return DeviceEngine(self.group, banks_2SP, row, IpcPath(self.group, banks_2SP, row))
+            both = BothPath(self.group, banks_2SP, row, self.setting.host_share)
+            return DeviceEngine(self.group, banks_2SP, row, both)
+        if path is Path.HOST:
+            return HostEngine(self.group, num_slots=slots, row=row, gradient_dtype=dtype)
+        raise InputError(f"the path {path} is between GPUs; experts are on {row.device}: use collective or host")
+
+    def finish_reads(self) -> None:
+        """Collective, before weights change."""
+        for engine in self._engines.values():
+            engine.finish_reads()
 
     def forget(self) -> None:
         """The weights have changed, or another plan comes: no copy is good any more."""

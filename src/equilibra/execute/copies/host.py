@@ -8,34 +8,25 @@ After the weights changed, every rank writes those of its instances that the pla
 them. A fetch is then one read that nobody else takes part in, in a thread of its own. Gradients are written where the
 origin reads them; a sum of nothing over the node says that all have written. There are two banks of gradients: a rank
 writes list k + 2 over list k only after all ranks have finished k (they do before they send k + 1).
-
-The segment has no name once all ranks of the node have opened it: however the processes end, nothing stays behind. Its
-size is reserved when it is made, so a full /dev/shm is an error then and not a crash later.
 """
 
 from __future__ import annotations
 
 import mmap
-import os
-import tempfile
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from equilibra.core.errors import BudgetError, ExecuteError, RankLostError, StaleError
+from equilibra.core.errors import RankLostError, StaleError
+from equilibra.execute.copies.segment import map_of_node, pages, view_of
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
 
 __all__ = ["HostEngine"]
-
-SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the point of it
-PAGE = 4096
-NAME_BYTES = 256
 
 
 class HostEngine:
@@ -62,7 +53,12 @@ class HostEngine:
     def publish(self, version: int, copied: Copied) -> None:
         """Write this rank's instances, in a segment that is large enough."""
         if self._segment is None or self._segment.num_entries < copied.most_of_a_node:
-            self._segment = self._open(copied.most_of_a_node)
+            shape = _Shape(
+                num_entries=copied.most_of_a_node, num_ranks=self.group.cluster.ranks_per_node,
+                num_slots=self.num_slots, values=self.row.numel(), dtype=self.row.dtype,
+                gradient_dtype=self.gradient_dtype,
+            )  # fmt: skip
+            self._segment = _Segment(shape, map_of_node(self.group, shape.num_bytes))
         segment, mine = self._segment, np.flatnonzero(copied.origin == self.group.rank)
         self.group.barrier(what="waiting for readers of the last version on the host path")
         for entry in mine.tolist():
@@ -109,38 +105,8 @@ class HostEngine:
         ):
             self.source.add_gradient(copies.layer, expert, bank_RSP[target - copies.first_rank, slot])
 
-    def _open(self, num_entries: int) -> _Segment:
-        """Make a segment on the first rank of the node and open it on the others."""
-        group = self.group
-        shape = _Shape(
-            num_entries=num_entries, num_ranks=group.cluster.ranks_per_node, num_slots=self.num_slots,
-            values=self.row.numel(), dtype=self.row.dtype, gradient_dtype=self.gradient_dtype,
-        )  # fmt: skip
-        made: list[tuple[int, str]] = []
-        opened: list[_Segment] = []
-
-        def create() -> None:
-            if group.rank == group.first_of_node:
-                made.append(_create(shape.num_bytes))
-
-        def open_it() -> None:
-            opened.append(_Segment(shape, made[0][0] if made else _open_existing(path)))
-
-        try:
-            group.all_succeed(create, what="making the shared memory of the host path")
-            name = np.zeros((1, NAME_BYTES), np.uint8)
-            if made:
-                raw = made[0][1].encode()
-                name[0, : len(raw)] = np.frombuffer(raw, np.uint8)
-            names = group.gather(name, what="sharing the memory of the host path")
-            path = names[group.index * group.num_ranks + group.first_of_node].tobytes().rstrip(b"\0").decode()
-            group.all_succeed(open_it, what="opening the shared memory of the host path")
-        finally:
-            for descriptor, made_path in made:
-                Path(made_path).unlink(missing_ok=True)
-                if not opened:
-                    os.close(descriptor)
-        return opened[0]
+    def finish_reads(self) -> None:
+        """Reads are of the segment: weights may change meanwhile."""
 
     def close(self) -> None:
         """Stop the reader; the memory goes with the last rank that has it open."""
@@ -161,31 +127,27 @@ class _Shape:
 
     @property
     def weights_at(self) -> int:
-        return _pages(8 * self.num_entries)
+        return pages(8 * self.num_entries)
 
     @property
     def gradients_at(self) -> int:
-        return self.weights_at + _pages(self.num_entries * self.values * self.dtype.itemsize)
+        return self.weights_at + pages(self.num_entries * self.values * self.dtype.itemsize)
 
     @property
     def num_bytes(self) -> int:
         rows = 2 * self.num_ranks * self.num_slots
-        return max(self.gradients_at + _pages(rows * self.values * self.gradient_dtype.itemsize), PAGE)
+        return self.gradients_at + pages(rows * self.values * self.gradient_dtype.itemsize)
 
 
 class _Segment:
     """Views of the shared memory."""
 
-    def __init__(self, shape: _Shape, descriptor: int) -> None:
-        try:
-            memory = mmap.mmap(descriptor, shape.num_bytes)
-        finally:
-            os.close(descriptor)
+    def __init__(self, shape: _Shape, memory: mmap.mmap) -> None:
         self.num_entries, self.num_bytes = shape.num_entries, shape.num_bytes
         self.versions = np.frombuffer(memory, np.int64, count=shape.num_entries)
-        self.weights_nP = _view(memory, shape.weights_at, (shape.num_entries, shape.values), shape.dtype)
+        self.weights_nP = view_of(memory, shape.weights_at, (shape.num_entries, shape.values), shape.dtype)
         gradients = (2, shape.num_ranks, shape.num_slots, shape.values)
-        self.gradients_2RSP = _view(memory, shape.gradients_at, gradients, shape.gradient_dtype)
+        self.gradients_2RSP = view_of(memory, shape.gradients_at, gradients, shape.gradient_dtype)
 
     def read(self, entries: list[int], version: int, slots_nP: Tensor) -> None:
         """Copy published weights into slots; an error if they are of another version."""
@@ -220,42 +182,3 @@ class _Returned:
     def wait(self) -> None:
         self.said.wait()
         self.add()
-
-
-def _pages(num_bytes: int) -> int:
-    return -(-num_bytes // PAGE) * PAGE
-
-
-def _view(memory: mmap.mmap, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    count = int(np.prod(shape, dtype=np.int64))
-    if count == 0:
-        return torch.empty(shape, dtype=dtype)
-    return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
-
-
-def _create(num_bytes: int) -> tuple[int, str]:
-    """A reserved file in memory, open."""
-    try:
-        descriptor, name = tempfile.mkstemp(prefix="equilibra-", dir=SHARED_MEMORY)
-    except OSError as error:
-        raise ExecuteError(f"cannot make a shared-memory segment in {SHARED_MEMORY}: {error.strerror}") from error
-    try:
-        os.posix_fallocate(descriptor, 0, num_bytes)
-    except OSError as error:
-        os.close(descriptor)
-        Path(name).unlink()
-        raise BudgetError(
-            f"the host path needs {num_bytes / 2**20:.0f} MiB of shared memory in {SHARED_MEMORY}: {error.strerror}; "
-            "make it larger (docker: --shm-size), or use the collective path"
-        ) from error
-    return descriptor, name
-
-
-def _open_existing(path: str) -> int:
-    try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
-    except OSError as error:
-        raise ExecuteError(
-            f"cannot open {path}, the shared memory that the first rank of this node made: {error.strerror}; ranks of "
-            "a node must run on one machine (see ranks_per_node), otherwise use the collective path"
-        ) from error

@@ -58,13 +58,21 @@ class _LayerList:
 class StandingStore:
     """The standing copies of one plan."""
 
-    def __init__(self, group: ExpertGroup, weights: Sequence[ExpertWeights], plan: StepPlan | None) -> None:
+    def __init__(
+        self, group: ExpertGroup, weights: Sequence[ExpertWeights], plan: StepPlan | None,
+        before: StandingStore | None = None,
+    ) -> None:  # fmt: skip
+        """With the memory of the store before it, where that is enough."""
         self.group, self.weights = group, weights
         self._lists: dict[int, _LayerList] = _layer_lists(plan, group.rank) if plan is not None else {}
         held = sum(entry.held_expert.size for entry in self._lists.values())
         layout, like = weights[0].layout, weights[0]
-        self.rows_CP = torch.zeros(held, layout.size, dtype=like.dtype, device=like.device)
-        self.gradients_CP = torch.zeros(held, layout.size, dtype=like.gradient_dtype, device=like.device)
+        if before is not None and len(before.rows_CP) >= held and before.rows_CP.dtype == like.dtype:
+            self.rows_CP: Tensor = before.rows_CP
+            self.gradients_CP: Tensor = before.gradients_CP.zero_()
+        else:
+            self.rows_CP = torch.zeros(held, layout.size, dtype=like.dtype, device=like.device)
+            self.gradients_CP = torch.zeros(held, layout.size, dtype=like.gradient_dtype, device=like.device)
         self._arriving: dict[int, Pending] = {}
         self._arrived: set[int] = set()
         self.asked: dict[int, float] = {}
@@ -175,6 +183,13 @@ class Sources:
     """by layer"""
     standing: StandingStore
     """of the plan that is armed"""
+
+    def location(self, layer: int, expert: int) -> int:
+        """The slot of an expert at home, or -1 - the row of a standing copy, which has arrived then."""
+        if self.standing.holds(layer, expert):
+            self.standing.wait(layer)
+            return -1 - self.standing.row_of(layer, expert)
+        return self.weights[layer].slot_of(expert)
 
     def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
         """Copy an instance's weights into a row."""

@@ -32,6 +32,10 @@ class Path(StrEnum):
     """all-to-all inside the node: works anywhere"""
     HOST = "host"
     """memory of the node that every rank reads and writes: nobody waits for the home rank"""
+    IPC = "ipc"
+    """from the memory of the other GPU of the node, pulled by copy engines"""
+    BOTH = "both"
+    """both links at once: most of a copy from the other GPU, the rest from the node's memory"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -97,6 +101,8 @@ class Copied:
     """[n] the rank that has the instance"""
     most_of_a_node: int
     """n of the node that has most: buffers have the same size everywhere"""
+    most_served: int
+    """copies that are made of one rank's instances for one layer and micro-batch, where they are most"""
 
     def entry_of(self, layer: int, expert: int, origin: int) -> int:
         """The number of an instance."""
@@ -105,15 +111,17 @@ class Copied:
 
 def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Copied:
     """What some stages of a plan copy."""
-    per_node, found = group.cluster.ranks_per_node, [np.zeros((4, 0), np.int64)]
+    per_node, found, most_served = group.cluster.ranks_per_node, [np.zeros((4, 0), np.int64)], 0
     for stage in stages:
         part = plan.stages[stage]
         layer = part.problem_of_copy() // plan.num_micro_batches
+        of_rank = part.problem_of_copy() * group.num_ranks + part.origin
+        most_served = max(most_served, int(np.bincount(of_rank).max(initial=0)))
         found.append(np.stack([part.origin // per_node, layer, part.expert, part.origin]).astype(np.int64))
     every = np.unique(np.concatenate(found, axis=1), axis=1)
     mine = every[1:, every[0] == group.node].astype(np.int32)
     most = int(np.bincount(every[0]).max()) if every.size else 0
-    return Copied(layer=mine[0], expert=mine[1], origin=mine[2], most_of_a_node=most)
+    return Copied(layer=mine[0], expert=mine[1], origin=mine[2], most_of_a_node=most, most_served=most_served)
 
 
 class ExpertSource(Protocol):
@@ -157,6 +165,10 @@ class TransferEngine(Protocol):
 
         When it was waited for, it has been added to the origins' gradients, by holding rank and expert.
         """
+        ...
+
+    def finish_reads(self) -> None:
+        """Before weights change: nobody reads them for copies any more. All ranks of all nodes call."""
         ...
 
     def close(self) -> None:

@@ -5,17 +5,21 @@ Symbols: N rows, D width, F inner width, I instances of experts on this rank.
 The backward pass is written out because copies must not be kept for it: their slots serve other layers in between, and
 autograd would hold on to the weights. What is kept per row is the input and the product of the first matrix.
 Every product is over one instance's rows, so an instance's result does not depend on what else the rank computes.
+
+This file is the definition. On a GPU, in types of 16 bits, `kernels.grouped` computes it for all instances at once.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Sequence
+from itertools import accumulate
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
+from equilibra.execute.kernels import grouped
 from equilibra.execute.moe.spec import Activation
 
 __all__ = ["ExpertGradients", "ExpertParts", "activate", "activation_gradient", "backward", "forward"]
@@ -79,24 +83,33 @@ def activation_gradient(kind: Activation, h_N2F: Tensor, da_NF: Tensor) -> tuple
 
 
 def forward(
-    kind: Activation, rows_ND: Tensor, sizes: Sequence[int], instances: Sequence[ExpertParts]
+    kind: Activation, rows_ND: Tensor, sizes: Sequence[int], instances: Sequence[ExpertParts], *, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Results [N, D] and what the backward pass needs [N, 2F]; rows are grouped by instance, `sizes` each."""
+    """Results [N, D] and what the backward pass needs [N, 2F]; rows are grouped by instance, `sizes` each.
+
+    Unless it is kept for a backward pass, the second may be empty.
+    """
+    if grouped.serves(rows_ND, instances):
+        return grouped.forward(kind, rows_ND, grouped.Groups.of(tuple(sizes), rows_ND.device), instances, keep=keep)
     inner = instances[0].gate_up.shape[0]
     h, y = rows_ND.new_empty(rows_ND.shape[0], inner), torch.empty_like(rows_ND)
-    start = 0
-    for size, parts in zip(sizes, instances, strict=True):
-        if size == 0:
-            continue
-        span = slice(start, start + size)
+    for span, parts in _spans(sizes, instances):
         torch.mm(rows_ND[span], parts.gate_up.to(rows_ND.dtype).t(), out=h[span])
         if parts.gate_up_bias is not None:
             h[span] += parts.gate_up_bias.to(rows_ND.dtype)
         torch.mm(activate(kind, h[span]), parts.down.to(rows_ND.dtype).t(), out=y[span])
         if parts.down_bias is not None:
             y[span] += parts.down_bias.to(rows_ND.dtype)
-        start += size
     return y, h
+
+
+Item = TypeVar("Item")
+
+
+def _spans(sizes: Sequence[int], items: Sequence[Item]) -> list[tuple[slice, Item]]:
+    """Where the rows of every instance are, without those that have none."""
+    ends = list(accumulate(sizes, initial=0))
+    return [(slice(ends[i], ends[i + 1]), item) for i, item in enumerate(items) if sizes[i]]
 
 
 def backward(
@@ -106,22 +119,31 @@ def backward(
     instances: Sequence[ExpertParts],
     gradients: Sequence[ExpertParts | ExpertGradients | None],
     dx_ND: Tensor,
+    *,
+    num_last: int = 0,
+    after_last: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
 
-    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D].
+    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]. Parameters' gradients of
+    the last `num_last` instances come first; then `after_last` is called.
     """
+    if grouped.serves(saved[0], instances):
+        groups = grouped.Groups.of(tuple(sizes), saved[0].device)
+        grouped.backward(kind, saved, groups, instances, gradients, dx_ND, num_last=num_last, after_last=after_last)
+        return
     rows, h, dy = saved
-    start = 0
-    for size, parts, wanted in zip(sizes, instances, gradients, strict=True):
-        if size == 0:
-            continue
-        span = slice(start, start + size)
-        a, dh = activation_gradient(kind, h[span], torch.mm(dy[span], parts.down.to(dy.dtype)))
-        torch.mm(dh, parts.gate_up.to(dy.dtype), out=dx_ND[span])
-        if wanted is not None:
-            _add_products(wanted, (dy[span], a), (dh, rows[span]))
-        start += size
+    every = _spans(sizes, list(zip(instances, gradients, range(len(instances)), strict=True)))
+    first = len(instances) - num_last
+    for are_last in (True, False):
+        for span, (parts, wanted, at) in every:
+            if (at >= first) is are_last:
+                a, dh = activation_gradient(kind, h[span], torch.mm(dy[span], parts.down.to(dy.dtype)))
+                torch.mm(dh, parts.gate_up.to(dy.dtype), out=dx_ND[span])
+                if wanted is not None:
+                    _add_products(wanted, (dy[span], a), (dh, rows[span]))
+        if are_last:
+            after_last()
 
 
 def _add_products(

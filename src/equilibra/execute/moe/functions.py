@@ -19,6 +19,7 @@ from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.execute.group import Channel
+from equilibra.execute.kernels import on_gpu, weighed_gradient, weighed_sum
 from equilibra.execute.moe import expert_math
 from equilibra.execute.visits.visit import Tables, Where
 from equilibra.measure.events import Direction, Kind, Resource
@@ -62,6 +63,8 @@ class Pass:
         sent, received = (
             (tables.sent_sizes, tables.received_sizes) if out else (tables.received_sizes, tables.sent_sizes)
         )
+        if len(sent) == 1:
+            return rows_ND  # alone: nothing travels
         result = rows_ND.new_empty(sum(received), rows_ND.shape[1])
         me = runtime.group.rank
         num_bytes = max(sum(sent) - sent[me], sum(received) - received[me]) * rows_ND.shape[1] * rows_ND.itemsize
@@ -77,13 +80,22 @@ class Pass:
         return result
 
 
+def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
+    """Rows in another order, if there is one."""
+    return rows_ND if index is None else rows_ND.index_select(0, index)
+
+
 def _sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor) -> Tensor:
     """[T, D] each token's rows, summed in the order of its choices, each row read once."""
+    if on_gpu(rows_ND):
+        return weighed_sum(rows_ND, row_of_pair_TK, None)
     return embedding_bag(row_of_pair_TK, rows_ND, mode="sum")
 
 
 def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] the same, of weighed rows; in the type of the weights."""
+    """[T, D] the same, of weighed rows."""
+    if on_gpu(rows_ND):
+        return weighed_sum(rows_ND, row_of_pair_TK, weights_TK)
     if rows_ND.dtype == weights_TK.dtype:
         return embedding_bag(row_of_pair_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
     total_TD = rows_ND.new_zeros(len(weights_TK), rows_ND.shape[1], dtype=weights_TK.dtype)
@@ -91,6 +103,19 @@ def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK:
         rows = rows_ND.index_select(0, row_of_pair_TK[:, choice])
         total_TD.addcmul_(rows.to(total_TD.dtype), weights_TK[:, choice, None])
     return total_TD
+
+
+def _weighed_gradient(dout_TD: Tensor, rows_ND: Tensor, tables: Tables, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
+    """Gradients of rows [N, D] and of weights [T, K]."""
+    if on_gpu(rows_ND):
+        return weighed_gradient(dout_TD, rows_ND, tables.row_of_pair, weights_TK)
+    row_of_pair = tables.row_of_pair.flatten().long()
+    weight_of_row = weights_TK.new_empty(rows_ND.shape[0])
+    weight_of_row[row_of_pair] = weights_TK.flatten()
+    drows_ND = dout_TD.index_select(0, tables.token_of_row)
+    dweight_of_row = torch.linalg.vecdot(rows_ND.to(weights_TK.dtype), drows_ND.to(weights_TK.dtype))
+    dweights_TK = dweight_of_row.index_select(0, row_of_pair).view_as(weights_TK)
+    return drows_ND.mul_(weight_of_row[:, None].to(drows_ND.dtype)), dweights_TK
 
 
 class Dispatch(torch.autograd.Function):
@@ -104,7 +129,7 @@ class Dispatch(torch.autograd.Function):
         received = visit.exchange(
             Kind.DISPATCH, visit.direction, tokens_TD.index_select(0, tables.token_of_row), out=True
         )
-        return received.index_select(0, tables.received_of_grouped)
+        return _in_order(received, tables.received_of_grouped)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:  # noqa: ANN401
@@ -112,7 +137,7 @@ class Dispatch(torch.autograd.Function):
         (drows_ND,) = gradients
         visit: Pass = ctx.visit
         tables = visit.tables
-        ungrouped = drows_ND.index_select(0, tables.grouped_of_received)
+        ungrouped = _in_order(drows_ND, tables.grouped_of_received)
         returned = visit.exchange(Kind.DISPATCH, Direction.BACKWARD, ungrouped, out=False)
         visit.runtime.leave_layer()
         return _sum_of_choices(returned, tables.row_of_pair), None
@@ -130,7 +155,9 @@ class Experts(torch.autograd.Function):
         with runtime.recorder.span(
             Kind.EXPERTS, Resource.COMPUTE, where, visit.direction, tokens=visit.tables.num_rows
         ):
-            y, h = expert_math.forward(runtime.activation, rows_ND, visit.tables.instance_sizes, instances)
+            y, h = expert_math.forward(
+                runtime.activation, rows_ND, visit.tables.instance_sizes, instances, keep=any(ctx.needs_input_grad)
+            )
         ctx.save_for_backward(rows_ND, h)
         return y
 
@@ -153,7 +180,7 @@ class Combine(torch.autograd.Function):
         """Ungroup, send back, weigh and sum in the order of choices."""
         ctx.visit = visit
         tables = visit.tables
-        ungrouped = results_ND.index_select(0, tables.grouped_of_received)
+        ungrouped = _in_order(results_ND, tables.grouped_of_received)
         returned = visit.exchange(Kind.COMBINE, visit.direction, ungrouped, out=False)
         ctx.save_for_backward(returned, weights_TK)
         out_TD = _weighed_sum_of_choices(returned, tables.row_of_pair, weights_TK)
@@ -169,15 +196,9 @@ class Combine(torch.autograd.Function):
         visit.runtime.enter_layer(visit.where, Direction.BACKWARD)
         tables = visit.tables
         returned, weights_TK = ctx.saved_tensors
-        row_of_pair = tables.row_of_pair.flatten().long()
-        weight_of_row = weights_TK.new_empty(returned.shape[0])
-        weight_of_row[row_of_pair] = weights_TK.flatten()
-        drows = dout_TD.index_select(0, tables.token_of_row)
-        dweight_of_row = torch.linalg.vecdot(returned.to(weights_TK.dtype), drows.to(weights_TK.dtype))
-        dweights_TK = dweight_of_row.index_select(0, row_of_pair).view_as(weights_TK)
-        drows.mul_(weight_of_row[:, None].to(drows.dtype))
+        drows, dweights_TK = _weighed_gradient(dout_TD, returned, tables, weights_TK)
         received = visit.exchange(Kind.COMBINE, Direction.BACKWARD, drows.to(returned.dtype), out=True)
-        return received.index_select(0, tables.received_of_grouped), dweights_TK, None
+        return _in_order(received, tables.received_of_grouped), dweights_TK, None
 
 
 def dispatch(tokens_TD: Tensor, visit: Pass) -> Tensor:

@@ -71,6 +71,7 @@ class ExpertWeights(nn.Module):
             nn.init.normal_(values, std=0.02) if len(shape) > 1 else nn.init.zeros_(values)
             self.register_parameter(name, nn.Parameter(values))
         self._stamp: tuple[float, ...] | None = None
+        self._homes: tuple[tuple[object, ...], list[ExpertParts]] | None = None
         self.register_load_state_dict_pre_hook(_check_experts)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> Tensor:
@@ -117,9 +118,14 @@ class ExpertWeights(nn.Module):
         return slot
 
     def homes(self) -> list[ExpertParts]:
-        """Every expert at home."""
-        every = {name: self.get_parameter(name).detach().unbind(0) for name in self.names}
-        return [ExpertParts.named({name: every[name][i] for name in every}) for i in range(self.experts.size)]
+        """Every expert at home: views, made once for the tensors that there are."""
+        parts = self.parts()
+        now = tuple((part.data_ptr(), part.dtype) for part in parts)
+        if self._homes is None or self._homes[0] != now:
+            every = {name: part.detach().unbind(0) for name, part in zip(self.names, parts, strict=True)}
+            of_expert = [ExpertParts.named({n: every[n][i] for n in every}) for i in range(self.experts.size)]
+            self._homes = (now, of_expert)
+        return self._homes[1]
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:
         """Copy an expert into its flat form."""

@@ -76,8 +76,9 @@ class MicroBatch:
     def experts(self, layer: int, device: torch.device) -> Tensor:
         """[T, K] recorded experts of a layer."""
         if layer not in self._experts:
-            values = self.experts_TLK[:, layer].astype(np.int64)
-            self._experts[layer] = torch.from_numpy(values).to(device, non_blocking=True)
+            values = torch.from_numpy(self.experts_TLK[:, layer].astype(np.int64))
+            pinned = values.pin_memory() if device.type == "cuda" else values
+            self._experts[layer] = pinned.to(device, non_blocking=True)
         return self._experts[layer]
 
     def tables(self, layer: int, make: Callable[[], Tables]) -> Tables:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.plan import Stage
@@ -49,9 +51,9 @@ class Tables:
     """[N sent]"""
     row_of_pair: Tensor
     """[T, K]"""
-    received_of_grouped: Tensor
-    """[N received]"""
-    grouped_of_received: Tensor
+    received_of_grouped: Tensor | None
+    """[N received]; None: they are in this order already"""
+    grouped_of_received: Tensor | None
     """[N received]"""
 
     @property
@@ -66,10 +68,18 @@ class Tables:
 
 
 def on_device(instances: Instances, sent: SendTable, received: ReceiveTable, rank: int, device: torch.device) -> Tables:
-    """Tables of one rank; index arrays go to the device without waiting for it."""
+    """Tables of one rank; index arrays go to the device without waiting for it.
 
-    def index(values: object) -> Tensor:
-        return torch.as_tensor(values).to(device, non_blocking=True)
+    A rank that is alone sends nothing: its rows are made in the order in which they are computed.
+    """
+
+    def index(values: NDArray[np.int32]) -> Tensor:
+        host = torch.from_numpy(values)
+        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+    alone = received.size_of_source.size == 1
+    token_of_row = sent.token_of_row[received.received_of_grouped] if alone else sent.token_of_row
+    row_of_pair = received.grouped_of_received[sent.row_of_pair] if alone else sent.row_of_pair
 
     return Tables(
         instances=instances,
@@ -78,8 +88,8 @@ def on_device(instances: Instances, sent: SendTable, received: ReceiveTable, ran
         instance_sizes=received.size_of_instance.tolist(),
         num_homes=int((instances.home_of_expert == rank).sum()),
         num_standing=int((instances.standing_rank == rank).sum()),
-        token_of_row=index(sent.token_of_row),
-        row_of_pair=index(sent.row_of_pair),
-        received_of_grouped=index(received.received_of_grouped),
-        grouped_of_received=index(received.grouped_of_received),
+        token_of_row=index(token_of_row),
+        row_of_pair=index(row_of_pair),
+        received_of_grouped=None if alone else index(received.received_of_grouped),
+        grouped_of_received=None if alone else index(received.grouped_of_received),
     )

@@ -1,0 +1,306 @@
+"""Grouped kernels on a GPU against torch's grouped_mm: correct, and how fast, for several tiles.
+
+    PYTHONPATH=src python benchmarks/probes/measure_kernels.py --output FILE [--sweep] [--rows 16384 65536]
+
+Bare: the two products of the forward pass and the four of the backward pass by `torch._grouped_mm`, without
+activations, permutation or sums of gradients.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import json
+import multiprocessing
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.placement import contiguous
+from equilibra.core.plan import Stage
+from equilibra.cost.rates import Rates
+from equilibra.execute.group import join_expert_group
+from equilibra.execute.kernels import grouped
+from equilibra.execute.kernels.grouped import Groups, Tile
+from equilibra.execute.moe import expert_math
+from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.functions import Pass, combine, dispatch, experts
+from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe.spec import Activation, MoESpec
+from equilibra.execute.runtime import Runtime
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
+from equilibra.trace.routing import RoutingTrace
+
+SHAPES = {
+    "qwen3-30b-a3b": (2048, 768, 16),
+    "qwen3-235b-a22b": (4096, 1536, 16),
+    "deepseek-v3": (7168, 2048, 8),
+    "gpt-oss-20b": (2880, 2880, 4),
+}
+DEVICE = torch.device("cuda")
+SWEEP = {
+    "FIRST": [(128, 64, 8, 4), (128, 64, 8, 3)],
+    "SECOND": [(256, 64, 8, 4), (128, 64, 8, 3), (256, 64, 8, 3)],
+    "ROW": [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4)],
+    "WEIGHT": [(128, 64, 8, 4), (128, 64, 4, 4), (128, 32, 8, 6)],
+}  # fmt: skip
+
+
+def us(work: Any, repeats: int = 12) -> float:
+    """Median microseconds of a piece of work, each measured by itself."""
+    for _ in range(3):
+        work()
+    spans = []
+    for _ in range(repeats):
+        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        first.record()
+        work()
+        last.record()
+        spans.append((first, last))
+    torch.cuda.synchronize()
+    return median(a.elapsed_time(b) * 1e3 for a, b in spans)
+
+
+class Layer:
+    """One rank's experts and rows."""
+
+    def __init__(self, shape: str, rows: int, *, bias: bool = False, dtype: torch.dtype = torch.bfloat16) -> None:
+        width, inner, count = SHAPES[shape]
+        torch.manual_seed(0)
+        self.width, self.inner, self.count, self.rows = width, inner, count, rows
+        part = torch.rand(count) + 0.5
+        sizes = (part / part.sum() * rows).long().tolist()
+        sizes[0] += rows - sum(sizes)
+        self.sizes = sizes
+        new = {"device": DEVICE, "dtype": dtype}
+        self.gate_up = torch.randn(count, 2 * inner, width, **new) * 0.02
+        self.down = torch.randn(count, width, inner, **new) * 0.02
+        self.biases = (torch.randn(count, 2 * inner, **new), torch.randn(count, width, **new)) if bias else None
+        self.gradient = (
+            torch.zeros_like(self.gate_up, dtype=torch.float32),
+            torch.zeros_like(self.down, dtype=torch.float32),
+        )
+        self.x, self.dy = torch.randn(rows, width, **new), torch.randn(rows, width, **new)
+        self.index = torch.randperm(rows, device=DEVICE).to(torch.int32)
+        self.groups = Groups.of(tuple(sizes), DEVICE)
+        self.offs = torch.tensor(sizes, device=DEVICE).cumsum(0).to(torch.int32)
+        self.instances = [
+            ExpertParts(self.gate_up[i], self.down[i], *((b[i] for b in self.biases) if self.biases else ()))
+            for i in range(count)
+        ]
+        self.gradients = [
+            ExpertParts(self.gradient[0][i], self.gradient[1][i],
+                        *((torch.zeros_like(b[i], dtype=torch.float32) for b in self.biases) if self.biases else ()))
+            for i in range(count)
+        ]  # fmt: skip
+        self.dx = torch.empty_like(self.x)
+
+
+def bare(layer: Layer) -> dict[str, float]:
+    mm, offs = torch._grouped_mm, layer.offs
+    h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
+    a = torch.randn(layer.rows, layer.inner, device=DEVICE, dtype=layer.x.dtype)
+    w1, w2 = layer.gate_up.transpose(1, 2), layer.down.transpose(1, 2)
+    work = {
+        "first": lambda: mm(layer.x, w1, offs),
+        "second": lambda: mm(a, w2, offs),
+        "inner": lambda: mm(layer.dy, layer.down, offs),
+        "outer": lambda: mm(h, layer.gate_up, offs),
+        "weight_down": lambda: mm(layer.dy.t(), a, offs),
+        "weight_gate_up": lambda: mm(h.t(), layer.x, offs),
+    }
+
+    def forward() -> None:
+        work["first"]()
+        work["second"]()
+
+    def backward() -> None:
+        for name in ("inner", "outer", "weight_down", "weight_gate_up"):
+            work[name]()
+
+    return {**{name: us(run) for name, run in work.items()}, "forward": us(forward), "backward": us(backward)}
+
+
+def ours(layer: Layer) -> dict[str, float]:
+    """The experts alone, rows in order: products and activations, gradients summed in float32."""
+    kind, groups, instances = Activation.SWIGLU, layer.groups, layer.instances
+    _, h = grouped.forward(kind, layer.x, groups, instances)
+    saved, none = (layer.x, h, layer.dy), [None] * layer.count
+    return {
+        "forward": us(lambda: grouped.forward(kind, layer.x, groups, instances)),
+        "forward_only": us(lambda: grouped.forward(kind, layer.x, groups, instances, keep=False)),
+        "backward": us(lambda: grouped.backward(kind, saved, groups, instances, layer.gradients, layer.dx)),
+        "backward_rows": us(lambda: grouped.backward(kind, saved, groups, instances, none, layer.dx)),
+    }
+
+
+def whole_layer(shape: str, rows: int) -> dict[str, float]:
+    """BalancedMoE of one rank: from tokens to tokens, with and without the router."""
+    width, inner, count = SHAPES[shape]
+    top_k = 8 if count >= 16 else 4
+    tokens = rows // top_k
+    cluster = Cluster(num_nodes=1, ranks_per_node=1)
+    runtime = Runtime(join_expert_group(cluster), contiguous(cluster, num_layers=1, num_experts=count))
+    spec = MoESpec(hidden=width, expert_ffn=inner, num_experts=count, top_k=top_k)
+    moe = BalancedMoE(spec, runtime, device=DEVICE, dtype=torch.bfloat16)
+    runtime.recorder.on = False
+    balancer = Balancer(runtime, BalancerSetting(tokens_per_rank=tokens, planner="static", rates=Rates.free()))
+    ids = np.argsort(np.random.default_rng(0).random((tokens, count)), axis=1)[:, None, :top_k].astype(np.uint8)
+    routing = RoutingTrace(ids=ids, offsets=np.array([0, tokens], np.int64), num_experts=count)
+    (micro_batch,) = balancer.begin(routing).micro_batches(Stage.UPDATE)
+    x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
+    dout = torch.randn_like(x)
+    weights = torch.rand(tokens, top_k, device=DEVICE, requires_grad=True)
+    for part in moe.experts.parts():
+        part.requires_grad_()
+    found: dict[str, float] = {}
+
+    def without_router() -> torch.Tensor:
+        visit = Pass(runtime, micro_batch.where(0), runtime.tables(0, micro_batch.experts(0, DEVICE)), micro_batch)
+        return combine(experts(dispatch(x, visit), visit, moe.experts.parts()), weights, visit)
+
+    for name, run in (("layer", lambda: moe(x)), ("without_router", without_router)):
+        with micro_batch:
+            found[f"{name}_forward"] = us(run)
+            found[f"{name}_both"] = us(lambda run=run: run().backward(dout))
+    return found
+
+
+def check() -> list[dict[str, Any]]:
+    """Against float64: as close as bf16 lets it be."""
+    found = []
+    SHAPES["odd"] = (264, 200, 5)
+    for bias, kind in itertools.product((False, True), Activation):
+        layer = Layer("odd", 700, bias=bias)
+        layer.sizes[1], layer.sizes[2] = 0, layer.sizes[1] + layer.sizes[2]
+        layer.groups = Groups.of(tuple(layer.sizes), DEVICE)
+        wide = [ExpertParts(*(None if p is None else p.double() for p in i)) for i in layer.instances]
+        y64, h64 = expert_math.forward(kind, layer.x.double(), layer.sizes, wide)
+        g64 = [ExpertParts(*(None if p is None else torch.zeros_like(p) for p in i)) for i in wide]
+        dx64 = torch.empty_like(y64)
+        expert_math.backward(kind, (layer.x.double(), h64, layer.dy.double()), layer.sizes, wide, g64, dx64)
+        y, h = expert_math.forward(kind, layer.x, layer.sizes, layer.instances)
+        saved = (layer.x, h, layer.dy)
+        expert_math.backward(kind, saved, layer.sizes, layer.instances, layer.gradients, layer.dx, num_last=2)
+        pairs = [
+            (a, b)
+            for x, z in zip(layer.gradients, g64, strict=True)
+            for a, b in zip(x, z, strict=True)
+            if a is not None
+        ]
+        errors = {
+            name: max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in group)
+            for name, group in {"y": [(y, y64)], "dx": [(layer.dx, dx64)], "weights": pairs}.items()
+        }
+        found.append({"bias": bias, "kind": str(kind), **errors})
+        assert max(errors.values()) < 0.03, found[-1]
+    return found
+
+
+def kernels_of(layer: Layer) -> dict[str, Any]:
+    """Every kernel by itself, by the name of its tile."""
+    kind, groups = Activation.SWIGLU, layer.groups
+    gate_up = grouped.addresses([p.gate_up for p in layer.instances], DEVICE)
+    down = grouped.addresses([p.down for p in layer.instances], DEVICE)
+    h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
+    a, dh = h[:, : layer.inner].contiguous(), torch.empty_like(h)
+    return {
+        "FIRST": lambda: grouped.first_product(kind, groups, layer.x, gate_up, None, h, a),
+        "SECOND": lambda: grouped.second_product(groups, a, down, None, layer.dx),
+        "ROW_inner": lambda: grouped.row_gradient(groups, layer.dy, down, a),
+        "ROW_outer": lambda: grouped.row_gradient(groups, h, gate_up, layer.dx),
+        "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
+        "WEIGHT_down": lambda: grouped.weight_gradient(layer.dy, a, [g.down for g in layer.gradients], groups.offsets),
+        "WEIGHT_gate_up": lambda: grouped.weight_gradient(
+            h, layer.x, [g.gate_up for g in layer.gradients], groups.offsets
+        ),
+    }
+
+
+def sweep_one(job: tuple[str, str, tuple[int, ...], int], *, timed: bool = True) -> dict[str, Any]:
+    shape, name, (bn, bk, warps, stages), rows = job
+    before = getattr(grouped, name)
+    setattr(grouped, name, Tile(bn=bn, bk=bk, warps=warps, stages=stages))
+    result: dict[str, Any] = {"shape": shape, "rows": rows, "tile": [bn, bk, warps, stages]}
+    for kernel, run in kernels_of(Layer(shape, rows)).items():
+        if kernel.startswith(name):
+            try:
+                run()
+                result[kernel] = us(run) if timed else 0.0
+            except Exception as error:  # noqa: BLE001 - a tile that does not fit is a result
+                result[kernel] = str(error)[:80]
+    setattr(grouped, name, before)
+    return result
+
+
+def _warm(job: tuple[str, str, tuple[int, ...], int]) -> None:
+    sweep_one((job[0], job[1], job[2], 256), timed=False)
+
+
+def passes(layer: Layer) -> dict[str, float]:
+    """What would be separate passes over memory."""
+    h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
+    low = (torch.zeros_like(layer.gate_up), torch.zeros_like(layer.down))
+    return {
+        "permute": us(lambda: layer.x.index_select(0, layer.index)),
+        "copy": us(lambda: layer.dx.copy_(layer.x)),
+        "swiglu": us(lambda: torch.nn.functional.silu(h[:, : layer.inner]) * h[:, layer.inner :]),
+        "add_float32": us(lambda: [sums.add_(part) for sums, part in zip(layer.gradient, low, strict=True)]),
+    }
+
+
+def _rounded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _rounded(v) for k, v in value.items()}
+    return round(value, 3 if value < 10 else None) if isinstance(value, float) else value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--shapes", nargs="*", default=["qwen3-30b-a3b", "qwen3-235b-a22b"])
+    parser.add_argument("--rows", nargs="*", type=int, default=[16384, 65536])
+    parsed = parser.parse_args()
+    result: dict[str, Any] = {
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "triton": triton.__version__,
+    }
+    result["check"] = check()
+    print("checked", max(c["y"] for c in result["check"]), flush=True)
+    result["layers"] = []
+    for shape, rows in itertools.product(parsed.shapes, parsed.rows):
+        layer = Layer(shape, rows)
+        entry = {"shape": shape, "rows": rows, "bare": bare(layer), "experts": ours(layer), "passes": passes(layer)}
+        entry["kernels"] = {name: us(run) for name, run in kernels_of(layer).items()}
+        del layer
+        entry |= whole_layer(shape, rows)
+        total = entry["bare"]["forward"] + entry["bare"]["backward"]
+        summed = total + entry["passes"]["add_float32"]
+        entry["over_bare"] = entry["without_router_both"] / total
+        entry["over_bare_with_sums"] = entry["without_router_both"] / summed
+        result["layers"].append(entry)
+        print(json.dumps({k: _rounded(v) for k, v in entry.items()}), flush=True)
+        parsed.output.write_text(json.dumps(result))
+    if parsed.sweep:
+        jobs = [
+            (shape, name, tile, rows)
+            for shape in parsed.shapes for name, tiles in SWEEP.items() for tile in tiles for rows in parsed.rows
+        ]  # fmt: skip
+        with multiprocessing.get_context("spawn").Pool(14) as pool:
+            pool.map(_warm, [job for job in jobs if job[3] == parsed.rows[0]], chunksize=1)
+        result["sweep"] = []
+        for job in jobs:
+            result["sweep"].append(sweep_one(job))
+            print({k: (round(v) if isinstance(v, float) else v) for k, v in result["sweep"][-1].items()}, flush=True)
+            parsed.output.write_text(json.dumps(result))
+
+
+if __name__ == "__main__":
+    main()

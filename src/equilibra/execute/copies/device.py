@@ -1,0 +1,176 @@
+"""Paths on GPUs: copies travel on a stream of their own, and ranks signal each other without the host.
+
+Symbols: S spare slots per rank, R ranks of the node, P values of one expert in flat form, n number of a list.
+
+    fetch        the side stream waits for what the compute stream was given so far (it may still use the slots),
+                 then pulls; the compute stream waits for the side stream where copies are taken
+    gradients    [2, S, P] on the holding rank: list n is in bank n % 2
+    give back    holder: signal given = n once they are computed
+                 origin: its side stream waits for given = n of the holders, pulls into staging rows, signals taken = n;
+                 the compute stream adds them later, by holding rank and expert: the order is fixed
+                 holder: before list n + 2 its compute stream waits until all have taken list n
+
+`DevicePath` says where weights and gradients are pulled from: `ipc` from the other GPU's memory, `host` from memory of
+the node. Lists have the same number on all ranks of a node, because all make the same calls.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from equilibra.core.errors import InputError, StaleError
+from equilibra.execute.copies.signals import Signals
+from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.group import ExpertGroup, Pending, Ready
+
+__all__ = ["DeviceEngine", "DevicePath", "banks_of"]
+
+
+class DevicePath(Protocol):
+    """Where a GPU pulls from; all of it is queued on the stream that is current."""
+
+    signals: Signals
+    """of the node: given and taken of every rank"""
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the path."""
+        ...
+
+    def publish(self, copied: Copied, source: ExpertSource) -> None:
+        """Weights are new. All ranks call; when it returns they can be pulled."""
+        ...
+
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
+        """Fill slots with the copies that this rank holds."""
+        ...
+
+    def push_gradients(self, bank: int, count: int) -> None:
+        """Make the first `count` gradients of a bank of this rank available to their origins."""
+        ...
+
+    def pull_gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> None:
+        """Gradients of the copies that others made of this rank's instances, by holding rank and expert."""
+        ...
+
+    def close(self) -> None:
+        """Give back what the path holds."""
+        ...
+
+
+def banks_of(num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> Tensor:
+    """[2, S, P] gradients of the copies that a rank holds."""
+    return torch.zeros(2, num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
+
+
+class DeviceEngine:
+    """A TransferEngine over a path."""
+
+    def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor, path: DevicePath) -> None:
+        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+            raise InputError(
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets all streams of a GPU wait for each other, and ranks could wait for "
+                "each other forever: unset it, or use the collective path"
+            )
+        self.group, self.path, self.banks_2SP = group, path, banks_2SP
+        self._row = row
+        self._side = torch.cuda.Stream(row.device)  # type: ignore[no-untyped-call]
+        self._version: int | None = None
+        self._list = 0
+        """lists of gradients so far"""
+        self._staging_kP = banks_2SP.new_empty(0, row.numel())
+        self._me, self._num_ranks = group.rank - group.first_of_node, group.cluster.ranks_per_node
+
+    @property
+    def num_bytes(self) -> int:
+        """Gradients of copies held and served, and memory of the path."""
+        return self.banks_2SP.nbytes + self._staging_kP.nbytes + self.path.num_bytes
+
+    def serve(self, source: ExpertSource) -> None:
+        """Copies are made of these instances from now on."""
+        self.source = source
+
+    def publish(self, version: int, copied: Copied) -> None:
+        """Once after the weights changed: the host waits, as nothing could run meanwhile."""
+        self._side.synchronize()
+        torch.cuda.current_stream().synchronize()
+        self.group.barrier(what="waiting for readers of the last version")
+        self.path.publish(copied, self.source)
+        torch.cuda.current_stream().synchronize()
+        self.group.barrier(what="publishing weights")
+        self._version = version
+        most = copied.most_served
+        if len(self._staging_kP) < most:
+            self._staging_kP = self.banks_2SP.new_empty(most, self._row.numel())
+
+    def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
+        """Pull on the side stream."""
+        if copies.held_expert.size == 0:
+            return Ready()
+        if version != self._version:
+            raise StaleError(f"weights of version {self._version} are published, version {version} was asked for")
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            self.path.pull_weights(copies, slots_nP)
+        return _Arriving(self._side.record_event())
+
+    def gradient_slots(self, copies: CopyList) -> Tensor:
+        """Zeros in the bank of this list, when the origins of the list before the last have taken theirs."""
+        stream = torch.cuda.current_stream()
+        if self._list >= 2 and copies.num_in_node:
+            for rank in range(self._num_ranks):
+                self.path.signals.wait(self._num_ranks + rank, self._list - 1, stream)
+        return self.banks_2SP[self._list % 2, : copies.held_expert.size].zero_()
+
+    def give_back(self, copies: CopyList) -> Pending:
+        """Signal that gradients are there; pull those of others when they are."""
+        if copies.num_in_node == 0:
+            return Ready()
+        signals, bank = self.path.signals, self._list % 2
+        self._list += 1
+        self._side.wait_stream(torch.cuda.current_stream())
+        served = self._staging_kP[: copies.served_expert.size]
+        with torch.cuda.stream(self._side):
+            self.path.push_gradients(bank, copies.held_expert.size)
+            signals.give(self._me, self._list, self._side)
+            for rank in sorted(set((copies.served_target - copies.first_rank).tolist())):
+                signals.wait(rank, self._list, self._side)
+            self.path.pull_gradients(copies, bank, served)
+            signals.give(self._num_ranks + self._me, self._list, self._side)
+        arrived = self._side.record_event()
+
+        def add() -> None:
+            for expert, row in zip(copies.served_expert.tolist(), served, strict=True):
+                self.source.add_gradient(copies.layer, expert, row)
+
+        return _Arriving(arrived, add)
+
+    def finish_reads(self) -> None:
+        """Collective, before weights change: nobody pulls any more."""
+        self._side.synchronize()
+        self.group.barrier(what="waiting for copies under way before weights change")
+
+    def close(self) -> None:
+        """Let go of everything; whoever still waits goes on."""
+        self.path.signals.release()
+        self.path.close()
+
+
+@dataclass(frozen=True)
+class _Arriving:
+    """Something on the side stream."""
+
+    event: torch.cuda.Event
+    then: Callable[[], None] | None = None
+
+    def wait(self) -> None:
+        """Let the compute stream wait for it; the host does not."""
+        torch.cuda.current_stream().wait_event(self.event)
+        if self.then is not None:
+            self.then()

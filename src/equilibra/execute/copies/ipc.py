@@ -1,0 +1,186 @@
+"""The ipc path: a GPU pulls from the memory of another one, by CUDA IPC.
+
+Every rank lets the others of its node open the tensors that its homes and standing copies lie in, once; a copy is then
+pulled from where it is, by copy engines (NVLink between GPUs; on one GPU that several processes share, inside it).
+Handles are exchanged again only if tensors have moved, which every publication asks all ranks about. Where an instance
+lies is told with the publication.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.errors import ExecuteError
+from equilibra.execute.copies.pinned import PinnedPath, signals_of_node
+from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.group import ExpertGroup
+
+__all__ = ["BothPath", "IpcPath", "handle_of", "opened"]
+
+
+def handle_of(tensor: Tensor) -> dict[str, Any]:
+    """What another process needs to open a tensor: numbers and text."""
+    shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    encoded = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared]
+    return {"storage": encoded, "offset": tensor.storage_offset(), "shape": list(tensor.shape)}
+
+
+def opened(handle: dict[str, Any], dtype: torch.dtype) -> Tensor:
+    """A tensor of another process."""
+    device, *rest = handle["storage"]
+    raw = [base64.b64decode(x) if isinstance(x, str) else x for x in rest]
+    storage = torch.UntypedStorage._new_shared_cuda(device, *raw)  # noqa: SLF001
+    shape = torch.Size(handle["shape"])
+    strides = torch.empty(shape, device="meta").stride()
+    return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, int(handle["offset"]), shape, strides)
+
+
+class IpcPath:
+    """See DevicePath."""
+
+    def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
+        self.group, self.banks_2SP, self.row = group, banks_2SP, row
+        self.signals, self._signals = signals_of_node(group)
+        self._banks = self._exchange([banks_2SP], banks_2SP.dtype)
+        self._tensors: dict[int, list[Tensor]] = {}
+        """by rank of the node: layer by layer the parts of its homes, and its standing copies at last"""
+        self._shared: tuple[int, ...] = ()
+        self._location: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._copied: Copied | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Signals; all else is others' memory."""
+        return self._signals.raw.nbytes
+
+    def publish(self, copied: Copied, source: ExpertSource) -> None:
+        """Tell where this rank's instances lie."""
+        assert isinstance(source, Sources)
+        mine = [part.detach() for weights in source.weights for part in weights.parts()] + [source.standing.rows_CP]
+        now = tuple(tensor.data_ptr() for tensor in mine)
+        moved = self.group.gather(np.array([now != self._shared]), what="asking whether weights have moved")
+        if any(bool(part[0]) for part in moved):
+            self._tensors = self._exchange(mine, self.row.dtype)
+            self._shared = now
+        own = np.flatnonzero(copied.origin == self.group.rank)
+        told = np.array([source.location(int(copied.layer[i]), int(copied.expert[i])) for i in own], np.int64)
+        said = self.group.gather(told, what="telling where instances lie")
+        first = self.group.index * self.group.num_ranks
+        self._location = np.zeros(copied.origin.size, np.int64)
+        for rank in set(copied.origin.tolist()):
+            self._location[copied.origin == rank] = said[first + rank]
+        self._copied, self._layout = copied, source.weights[0].layout
+
+    def _exchange(self, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, list[Tensor]]:
+        """The tensors of every rank of the node, by rank."""
+        text: list[bytes] = []
+
+        def share() -> None:
+            handles = [handle_of(tensor) if tensor.numel() else None for tensor in tensors]
+            text.append(json.dumps(handles).encode())
+
+        group, result = self.group, {self.group.rank: tensors}
+        group.all_succeed(share, what="sharing memory of the GPU")
+        said = group.gather(np.frombuffer(text[0], np.uint8), what="exchanging handles of GPU memory")
+        first, per_node = group.index * group.num_ranks, group.cluster.ranks_per_node
+
+        def open_others() -> None:
+            for rank in range(group.first_of_node, group.first_of_node + per_node):
+                if rank != group.rank:
+                    handles = json.loads(said[first + rank].tobytes())
+                    result[rank] = [_opened_or_empty(handle, dtype) for handle in handles]
+
+        group.all_succeed(open_others, what="opening memory of other GPUs")
+        return result
+
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
+        """Part by part from where the instance lies."""
+        self.pull_until(copies, slots_nP, last=self.row.numel())
+
+    def pull_until(self, copies: CopyList, slots_nP: Tensor, *, last: int) -> None:
+        """The values of every copy before `last`, which ends a row of a part."""
+        assert self._copied is not None
+        names = list(self._layout.shapes)
+        for slot, (expert, origin) in enumerate(
+            zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
+        ):
+            at = int(self._location[self._copied.entry_of(copies.layer, expert, origin)])
+            tensors = self._tensors[origin]
+            if at < 0:
+                slots_nP[slot, :last].copy_(tensors[-1][-1 - at, :last], non_blocking=True)
+                continue
+            for number, name in enumerate(names):
+                begin = self._layout.first[name]
+                values = tensors[copies.layer * len(names) + number][at].reshape(-1)[: max(last - begin, 0)]
+                slots_nP[slot, begin : begin + values.numel()].copy_(values, non_blocking=True)
+
+    def push_gradients(self, bank: int, count: int) -> None:
+        """They are where others read them."""
+
+    def pull_gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> None:
+        """From the banks of the holding ranks."""
+        for row, target, slot in zip(rows_kP, copies.served_target.tolist(), copies.served_slot.tolist(), strict=True):
+            row.copy_(self._banks[target][0][bank, slot], non_blocking=True)
+
+    def close(self) -> None:
+        """Let go of others' memory."""
+        self._tensors, self._banks = {}, {}
+        self._signals.close()
+
+
+class BothPath(IpcPath):
+    """Both links at once: the first part of every copy from the other GPU, the rest over the host link.
+
+    Gradients come from the other GPU.
+    """
+
+    def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor, host_share: float) -> None:
+        super().__init__(group, banks_2SP, row)
+        self._host = PinnedPath(group, banks_2SP[:, :0], row)
+        self._host_stream = torch.cuda.Stream(row.device)  # type: ignore[no-untyped-call]
+        self._cut = int(row.numel() * (1 - host_share)) // 8 * 8
+
+    @property
+    def num_bytes(self) -> int:
+        """Both."""
+        return super().num_bytes + self._host.num_bytes
+
+    def publish(self, copied: Copied, source: ExpertSource) -> None:
+        """On both."""
+        super().publish(copied, source)
+        self._host.publish(copied, source)
+
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
+        """Both links at once; the stream goes on when both are done."""
+        here = torch.cuda.current_stream()
+        self._host_stream.wait_stream(here)
+        with torch.cuda.stream(self._host_stream):
+            self._host.pull_from(copies, slots_nP, first=self._cut)
+        self.pull_until(copies, slots_nP, last=self._cut)
+        here.wait_stream(self._host_stream)
+
+    def close(self) -> None:
+        """Both."""
+        self._host.close()
+        super().close()
+
+
+def _opened_or_empty(handle: dict[str, Any] | None, dtype: torch.dtype) -> Tensor:
+    if handle is None:
+        return torch.empty(0, dtype=dtype)
+    try:
+        return opened(handle, dtype)
+    except RuntimeError as error:
+        raise ExecuteError(
+            f"cannot open the memory of another GPU ({str(error).splitlines()[0]}): all ranks of a node must see its "
+            "GPUs under the same numbers, and PYTORCH_CUDA_ALLOC_CONF must not have expandable_segments; or use "
+            "another path (`equilibra doctor` tells which work)"
+        ) from error

@@ -1,0 +1,108 @@
+"""The host path on GPUs: memory of the node that every rank has registered with its GPU.
+
+Symbols: n published instances, R ranks of the node, S spare slots, P values of one expert in flat form.
+
+    segment:  signals [2R] int64 | weights [n, P] | gradients [2, R, S, P]
+
+Every rank writes those of its instances that the plan copies, once after the weights changed; GPUs pull them over the
+host link, which nothing else uses meanwhile. Gradients go through it in the update.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equilibra.execute.copies.segment import map_of_node, pages, view_of
+from equilibra.execute.copies.signals import Signals, register_with_device, unregister
+from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.group import ExpertGroup
+
+__all__ = ["PinnedPath", "signals_of_node"]
+
+
+@dataclass(kw_only=True, eq=False)
+class _Part:
+    """A piece of registered memory of the node."""
+
+    values: Tensor
+    raw: Tensor
+    """its bytes"""
+
+    @classmethod
+    def of(cls, group: ExpertGroup, shape: tuple[int, ...], dtype: torch.dtype) -> _Part:
+        num_bytes = pages(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        memory = map_of_node(group, num_bytes)
+        raw = view_of(memory, 0, (num_bytes,), torch.uint8)
+        group.all_succeed(lambda: register_with_device(raw), what="registering shared memory with CUDA")
+        return cls(values=view_of(memory, 0, shape, dtype), raw=raw)
+
+    def close(self) -> None:
+        unregister(self.raw)
+
+
+def signals_of_node(group: ExpertGroup) -> tuple[Signals, _Part]:
+    """Given and taken of every rank of the node, 0 at first."""
+    part = _Part.of(group, (2 * group.cluster.ranks_per_node,), torch.int64)
+    return Signals(part.values.numpy()), part
+
+
+class PinnedPath:
+    """See DevicePath."""
+
+    def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
+        self.group, self.banks_2SP, self.row = group, banks_2SP, row
+        self.signals, self._signals = signals_of_node(group)
+        shape = (2, group.cluster.ranks_per_node, *banks_2SP.shape[1:])
+        self._gradients = _Part.of(group, shape, banks_2SP.dtype)
+        self._weights: _Part | None = None
+        self._copied: Copied | None = None
+
+    @property
+    def num_bytes(self) -> int:
+        """Shared memory, counted on every rank."""
+        return sum(part.raw.nbytes for part in (self._signals, self._gradients, self._weights) if part is not None)
+
+    def publish(self, copied: Copied, source: ExpertSource) -> None:
+        """Write this rank's instances, in memory that is large enough."""
+        needed = copied.most_of_a_node
+        if self._weights is None or len(self._weights.values) < needed:
+            if self._weights is not None:
+                self._weights.close()
+            self._weights = _Part.of(self.group, (needed, self.row.numel()), self.row.dtype)
+        for entry in np.flatnonzero(copied.origin == self.group.rank).tolist():
+            source.write_flat(int(copied.layer[entry]), int(copied.expert[entry]), self._weights.values[entry])
+        self._copied = copied
+
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
+        """From the segment."""
+        self.pull_from(copies, slots_nP, first=0)
+
+    def pull_from(self, copies: CopyList, slots_nP: Tensor, *, first: int) -> None:
+        """The values of every copy from `first` on."""
+        assert self._weights is not None
+        assert self._copied is not None
+        for slot, (expert, origin) in enumerate(
+            zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
+        ):
+            entry = self._copied.entry_of(copies.layer, expert, origin)
+            slots_nP[slot, first:].copy_(self._weights.values[entry, first:], non_blocking=True)
+
+    def push_gradients(self, bank: int, count: int) -> None:
+        """Into the segment."""
+        mine = self._gradients.values[bank, self.group.rank - self.group.first_of_node]
+        mine[:count].copy_(self.banks_2SP[bank, :count], non_blocking=True)
+
+    def pull_gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> None:
+        """From the segment."""
+        for row, target, slot in zip(rows_kP, copies.served_target.tolist(), copies.served_slot.tolist(), strict=True):
+            row.copy_(self._gradients.values[bank, target - copies.first_rank, slot], non_blocking=True)
+
+    def close(self) -> None:
+        """Memory goes with the last rank that has it open."""
+        for part in (self._signals, self._gradients, self._weights):
+            if part is not None:
+                part.close()

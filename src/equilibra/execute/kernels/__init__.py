@@ -1,0 +1,43 @@
+"""Triton kernels for GPUs: products over rows grouped by instance, and rows to tokens and back.
+
+Where there is no GPU, or no Triton, nothing here is used, and torch's own operations compute the same.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from importlib.util import find_spec
+
+import torch
+from torch import Tensor
+
+__all__ = ["has_triton", "on_gpu", "weighed_gradient", "weighed_sum"]
+
+KNOWN = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled."""
+    return find_spec("triton") is not None
+
+
+def on_gpu(rows_ND: Tensor) -> bool:
+    """Whether kernels serve such rows; sums are in float32, so float64 is not theirs."""
+    return rows_ND.is_cuda and rows_ND.dtype in KNOWN and has_triton()
+
+
+def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
+    """[T, D] each token's rows, summed in the order of its choices, weighed if there are weights."""
+    from equilibra.execute.kernels import rows  # noqa: PLC0415 - needs Triton
+
+    return rows.weighed_sum(rows_ND, row_of_pair_TK, weights_TK)
+
+
+def weighed_gradient(
+    dout_TD: Tensor, rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor
+) -> tuple[Tensor, Tensor]:
+    """Gradients of rows [N, D] and of weights [T, K]."""
+    from equilibra.execute.kernels import rows  # noqa: PLC0415
+
+    return rows.weighed_gradient(dout_TD, rows_ND, row_of_pair_TK, weights_TK)

@@ -1,0 +1,258 @@
+"""The expert layer on a GPU: `expert_math`'s forward and backward pass as grouped products.
+
+Symbols: N rows, D width, F inner width, I instances.
+
+Everything the kernels need to know is made on the host, where sizes are known, and goes to the device in one pinned
+copy: nothing waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equilibra.execute.kernels import has_triton
+from equilibra.execute.moe.spec import Activation
+
+if TYPE_CHECKING:
+    from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
+
+__all__ = ["Groups", "backward", "forward", "serves"]
+
+BM = 128
+"""rows of a tile"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile:
+    """How a kernel cuts its result, and runs."""
+
+    bn: int
+    """columns"""
+    bk: int
+    """inner dimension at a time"""
+    warps: int
+    """of a program"""
+    stages: int
+    """tiles on their way"""
+    bm: int = BM
+    """rows"""
+
+
+FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
+SECOND = Tile(bn=256, bk=64, warps=8, stages=3)
+ROW = Tile(bn=256, bk=64, warps=8, stages=3)
+WEIGHT = Tile(bn=128, bk=64, warps=8, stages=4)
+ELEMENTS = 2048
+"""values of a program that works on one value at a time"""
+SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
+"""for types of four bytes, whose tiles take twice the memory"""
+
+
+def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
+    """Whether these kernels compute such rows: on a GPU, in types that its matrix units know."""
+    return (
+        rows_ND.is_cuda
+        and rows_ND.dtype in (torch.bfloat16, torch.float16)
+        and bool(instances)
+        and all(parts.gate_up.dtype == rows_ND.dtype for parts in instances)
+        and all(size % 8 == 0 for size in instances[0].down.shape)
+        and has_triton()
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Groups:
+    """Where the rows of every instance are."""
+
+    num_instances: int
+    """I"""
+    num_rows: int
+    """N"""
+    num_tiles: int
+    """tiles of rows"""
+    tiles: Tensor
+    """[3 * num_tiles] int32: instance, first row, end of the instance's rows"""
+    offsets: Tensor
+    """[I + 1] int32: first row of every instance"""
+
+    @classmethod
+    @lru_cache(maxsize=256)
+    def of(cls, sizes: tuple[int, ...], device: torch.device) -> Groups:
+        """From rows per instance."""
+        rows = np.asarray(sizes, np.int64)
+        offsets = np.concatenate([[0], np.cumsum(rows)])
+        tiles_of_instance = -(-rows // BM)
+        instance = np.repeat(np.arange(rows.size), tiles_of_instance)
+        before = np.cumsum(tiles_of_instance) - tiles_of_instance
+        first = offsets[instance] + (np.arange(instance.size) - before[instance]) * BM
+        both = to_device(np.concatenate([instance, first, offsets[instance + 1], offsets]).astype(np.int32), device)
+        return cls(
+            num_instances=rows.size, num_rows=int(offsets[-1]), num_tiles=instance.size,
+            tiles=both[: 3 * instance.size], offsets=both[3 * instance.size :],
+        )  # fmt: skip
+
+
+def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
+    """A small array, without waiting for the device."""
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+
+
+def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
+    """[I] where tensors lie; 0 where there is none."""
+    return _address_table(tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors), device)
+
+
+@lru_cache(maxsize=4096)
+def _address_table(values: tuple[int, ...], device: torch.device) -> Tensor:
+    """Homes and slots stay where they are, so there are few tables."""
+    return to_device(np.array(values, np.int64), device)
+
+
+def forward(
+    kind: Activation, rows_ND: Tensor, groups: Groups, instances: Sequence[ExpertParts], *, keep: bool = True
+) -> tuple[Tensor, Tensor]:
+    """Results [N, D] and h [N, 2F], which is empty unless it is kept."""
+    like, num_rows = instances[0], groups.num_rows
+    width, inner = like.down.shape
+    h = rows_ND.new_empty(num_rows if keep else 0, 2 * inner)
+    a, y = rows_ND.new_empty(num_rows, inner), rows_ND.new_empty(num_rows, width)
+    if num_rows:
+        gate_up, down = _table(instances, "gate_up"), _table(instances, "down")
+        bias = like.gate_up_bias is not None
+        first_product(kind, groups, rows_ND, gate_up, _table(instances, "gate_up_bias") if bias else None, h, a)
+        second_product(groups, a, down, _table(instances, "down_bias") if bias else None, y)
+    return y, h
+
+
+def backward(
+    kind: Activation, saved: tuple[Tensor, Tensor, Tensor], groups: Groups, instances: Sequence[ExpertParts],
+    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, num_last: int = 0,
+    after_last: Callable[[], None] | None = None,
+) -> None:  # fmt: skip
+    """As `expert_math.backward`."""
+    rows_ND, h, dy = saved
+    gate_up, down = _table(instances, "gate_up"), _table(instances, "down")
+    a, dh = h.new_empty(groups.num_rows, h.shape[1] // 2), torch.empty_like(h)
+    if groups.num_rows:
+        row_gradient(groups, dy, down, a)
+        activation_gradient(kind, h, a, dh)
+    split = len(instances) - num_last
+    pairs = ((dy, a, "down"), (dh, rows_ND, "gate_up"))
+    _weights(groups, pairs, gradients, split, len(instances))
+    if after_last is not None:
+        after_last()
+    if groups.num_rows:
+        row_gradient(groups, dh, gate_up, dx_ND)
+    _weights(groups, pairs, gradients, 0, split)
+
+
+def _table(instances: Sequence[ExpertParts], name: str) -> Tensor:
+    return addresses([getattr(parts, name) for parts in instances], instances[0].gate_up.device)
+
+
+def _weights(
+    groups: Groups, pairs: Sequence[tuple[Tensor, Tensor, str]],
+    gradients: Sequence[ExpertParts | ExpertGradients | None], begin: int, end: int,
+) -> None:  # fmt: skip
+    """Add gradients of instances begin to end; all of them learn the same parts."""
+    wanted = [g for g in gradients[begin:end] if g is not None]
+    if not wanted or groups.num_rows == 0:
+        return
+    offsets = groups.offsets[begin : end + 1]
+    for left, right, name in pairs:
+        into = [getattr(g, name) for g in wanted]
+        if into[0] is not None:
+            weight_gradient(left, right, into, offsets)
+        biases = [getattr(g, f"{name}_bias") for g in wanted]
+        if biases[0] is not None:
+            bias_gradient(left, biases, offsets)
+
+
+# --- launches ---
+
+
+def first_product(
+    kind: Activation, groups: Groups, x: Tensor, weights: Tensor, biases: Tensor | None, h: Tensor, a: Tensor
+) -> None:
+    """Write h and a, from rows."""
+    tile, inner = _tile(FIRST, x), a.shape[1]
+    _kernels().first_product[(groups.num_tiles * -(-inner // tile.bn),)](
+        x, weights, weights if biases is None else biases, h, a, groups.tiles, groups.num_tiles, x, D=x.shape[1],
+        F=inner, BIAS=biases is not None, KEEP=len(h) > 0, CLAMPED=kind is Activation.CLAMPED_SWIGLU,
+        **_sizes(tile, x),
+    )  # fmt: skip
+
+
+def second_product(groups: Groups, a: Tensor, weights: Tensor, biases: Tensor | None, y: Tensor) -> None:
+    """Write y, from a."""
+    tile, width = _tile(SECOND, a), y.shape[1]
+    _kernels().second_product[(groups.num_tiles * -(-width // tile.bn),)](
+        a, weights, weights if biases is None else biases, y, groups.tiles, groups.num_tiles, a, D=width,
+        F=a.shape[1], BIAS=biases is not None, **_sizes(tile, a),
+    )  # fmt: skip
+
+
+def row_gradient(groups: Groups, rows_NK: Tensor, weights: Tensor, into_NC: Tensor) -> None:
+    """Write rows times weights: da from dy, dx from dh."""
+    tile, columns = _tile(ROW, rows_NK), into_NC.shape[1]
+    _kernels().row_gradient[(groups.num_tiles * -(-columns // tile.bn),)](
+        rows_NK, weights, into_NC, groups.tiles, groups.num_tiles, rows_NK, K=rows_NK.shape[1], C=columns,
+        **_sizes(tile, rows_NK),
+    )  # fmt: skip
+
+
+def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> None:
+    """Write dh, from h and da, which becomes a."""
+    _kernels().activation_gradient[(-(-da.numel() // ELEMENTS),)](
+        h, da, dh, da.numel(), F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU, BLOCK=ELEMENTS
+    )
+
+
+def weight_gradient(left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor) -> None:
+    """Add left.T right of every instance's rows."""
+    table = addresses(into, left.device)
+    tile, rows, cols = _tile(WEIGHT, left), left.shape[1], right.shape[1]
+    _kernels().weight_gradient[(-(-rows // tile.bm) * -(-cols // tile.bn), len(into))](
+        left, right, table, offsets, into[0], A=rows, B=cols, IN_MEMORY=left.is_cuda, **_sizes(tile, left)
+    )
+
+
+def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor) -> None:
+    """Add column sums of every instance's rows."""
+    table = addresses(into, left.device)
+    _kernels().bias_gradient[(-(-left.shape[1] // 64), len(into))](
+        left, table, offsets, into[0], A=left.shape[1], BN=64, BK=64
+    )
+
+
+def _kernels() -> Any:  # noqa: ANN401 - Triton's kernels have no type
+    """The kernels; descriptors that they make need a little memory for each launch."""
+    import triton  # noqa: PLC0415 - where there is no Triton, nothing comes here
+
+    from equilibra.execute.kernels import products  # noqa: PLC0415
+
+    triton.set_allocator(_allocate)  # it is kept for each thread, and the backward pass has threads of its own
+    return products
+
+
+def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
+    return torch.empty(size, dtype=torch.int8, device="cuda")
+
+
+def _tile(tile: Tile, like: Tensor) -> Tile:
+    return tile if like.itemsize == 2 else SMALL
+
+
+def _sizes(tile: Tile, like: Tensor) -> dict[str, Any]:
+    return {
+        "PRECISION": "tf32" if like.itemsize == 2 else "ieee", "BM": tile.bm, "BN": tile.bn, "BK": tile.bk,
+        "num_warps": tile.warps, "num_stages": tile.stages,
+    }  # fmt: skip

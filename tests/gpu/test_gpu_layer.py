@@ -1,0 +1,37 @@
+"""BalancedMoE in bf16 through the grouped kernels: what a plan does changes nothing, and the host waits for nothing."""
+
+import numpy as np
+import pytest
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_training import WORLDS
+from tests.gpu.bf16 import bf16_steps
+
+CLUSTER, RANKS = WORLDS["4 ranks"]
+
+
+@pytest.fixture(scope="module", params=[False, True], ids=["plain", "biases"])
+def without_balancing(request):
+    return request.param, run_ranks(RANKS, bf16_steps, CLUSTER, "collective", "static", request.param, timeout_s=200)
+
+
+@pytest.mark.parametrize("path", ["ipc", "host", "both", "collective"])
+def test_copies_and_moves_change_nothing(path, without_balancing):
+    bias, wanted = without_balancing
+    found = run_ranks(RANKS, bf16_steps, CLUSTER, path, "random", bias, timeout_s=200)
+    assert found[0]["copies"] > 0
+    assert found[0]["moves"] > 0
+    for step in range(2):
+        first, second = found[0]["losses"][step], wanted[0]["losses"][step]
+        assert first == pytest.approx(second, rel=1e-5 if step == 0 else 1e-2)
+    all_found = {key: value for rank in found for key, value in rank["gradients"][0].items()}
+    all_wanted = {key: value for rank in wanted for key, value in rank["gradients"][0].items()}
+    assert all_found.keys() == all_wanted.keys()
+    scale = max(float(np.abs(value).max()) for value in all_wanted.values())
+    for key, value in all_wanted.items():  # products of bf16 rows are summed in float32, in another order
+        assert np.allclose(all_found[key], value, rtol=1e-3, atol=1e-5 * scale), key
+
+
+@pytest.mark.parametrize("path", ["ipc", "host", "both"])
+def test_the_host_never_waits_for_the_device(path):
+    found = run_ranks(RANKS, bf16_steps, CLUSTER, path, "random", False, True, timeout_s=200)
+    assert found[0]["copies"] > 0
