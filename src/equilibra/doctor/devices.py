@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any, cast
 
-from equilibra.doctor.finding import Finding, State, without_gpu
+from equilibra.doctor.driver import load_driver
+from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
 __all__ = ["check_gpus", "check_peers"]
 
@@ -18,7 +20,7 @@ def check_gpus() -> list[Finding]:
     import torch
 
     if absent := without_gpu("gpu"):
-        return [absent]
+        return [_unseen() or absent]
     return [_gpu(index) for index in range(torch.cuda.device_count())]
 
 
@@ -43,6 +45,23 @@ def check_peers() -> Finding:
         advice="copies between these go through host memory; check ACS and IOMMU settings, or the container's devices",
         values=values,
     )  # fmt: skip
+
+
+def _unseen() -> Finding | None:
+    """What keeps torch from using a driver that is here; None where there is none."""
+    import torch
+
+    try:
+        load_driver()
+    except OSError:
+        return None
+    try:
+        cast("Any", torch.cuda).init()
+    except (RuntimeError, AssertionError) as error:
+        text = f"there is an NVIDIA driver, but {first_line(error)}"
+        advice = "does nvidia-smi show the GPUs? check CUDA_VISIBLE_DEVICES and the container's devices"
+        return Finding(name="gpu", state=State.MISSING, text=text, advice=advice)
+    return None
 
 
 def _gpu(index: int) -> Finding:

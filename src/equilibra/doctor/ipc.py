@@ -11,6 +11,7 @@ import pickle
 import subprocess
 import sys
 from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
 
 from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
@@ -48,11 +49,11 @@ def expandable_segments() -> str:
 def _shared() -> str:
     """Run the exchange; what was exchanged, or an error."""
     import torch
-    from torch.multiprocessing.reductions import reduce_tensor
+    from torch.multiprocessing import reductions
 
     tensor = torch.arange(NUM_VALUES, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
-    handle = bytes(ForkingPickler.dumps(reduce_tensor(tensor)))
+    handle = bytes(ForkingPickler.dumps(cast("Any", reductions).reduce_tensor(tensor)))
     done = subprocess.run(
         [sys.executable, "-m", "equilibra.doctor.peer"],
         input=handle,

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, cast
 
 from equilibra.core.model import MoEModel
 from equilibra.doctor.finding import Ask, Finding, State, first_line, without_gpu
@@ -138,7 +139,7 @@ def _registered(memory: mmap.mmap) -> tuple[int, bool]:
     import torch
 
     host = torch.frombuffer(memory, dtype=torch.uint8).fill_(5)
-    cudart = torch.cuda.cudart()
+    cudart = cast("Any", torch.cuda).cudart()
     answer = int(cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
     if answer != 0:
         return answer, False

@@ -23,6 +23,7 @@ from typing import Any, Self
 from equilibra.doctor.finding import Ask, Finding, Measured, State, Verdict, first_line
 from equilibra.doctor.measure import GPU_MEASUREMENTS
 from equilibra.doctor.measure_host import HOST_MEASUREMENTS
+from equilibra.doctor.streams import NAME as STREAMS
 from equilibra.doctor.verdict import num_gpus, verdicts
 from equilibra.doctor.worker import CHECKS, GPU, HOST
 
@@ -149,6 +150,8 @@ def examine(
             findings += found
             measured += rates
             done += 1
+            if jobs[done - 1] == STREAMS and found[0].state is State.MISSING:
+                hands.stop()  # a stream may still wait, and would keep everything after it
             if done == len(CHECKS) and measure:
                 jobs += _measurements(num_gpus(findings))
     return Examination(findings=findings, measured=measured, verdicts=verdicts(findings))

@@ -89,7 +89,7 @@ def _rate(kind: str, cases: list[dict[str, Any]]) -> float | None:
     except InputError:
         return None
     amount, per_us = ("flop", 1e-6) if kind == "dense" else ("bytes", 1e-3)
-    seen = max(case[amount] * per_us / case["us"] for case in cases)
+    seen: float = max(case[amount] * per_us / case["us"] for case in cases)
     return min(float(getattr(fitted.hardware, FIELDS[kind])), MOST_OVER_SEEN * seen)
 
 

@@ -7,7 +7,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from importlib import metadata, util
-from typing import Any
+from typing import Any, cast
 
 from equilibra.doctor.driver import driver_version, load_driver
 from equilibra.doctor.finding import Finding, State, without_gpu
@@ -82,12 +82,13 @@ def check_nccl() -> Finding:
         return without_gpu("nccl") or Finding(
             name="nccl", state=State.MISSING, text="this torch has no NCCL", advice="install a torch with NCCL"
         )
-    version = ".".join(str(part) for part in torch.cuda.nccl.version())
+    nccl = cast("Any", torch.cuda.nccl)
+    version = ".".join(str(part) for part in nccl.version())
     if not torch.cuda.is_available():
         return Finding(name="nccl", state=State.NOT_TESTED, text=f"{version}; no GPU here")
     count = torch.cuda.device_count()
     ones = [torch.ones(1024, device=f"cuda:{index}") for index in range(count)]
-    torch.cuda.nccl.all_reduce(ones)
+    nccl.all_reduce(ones)
     sums = {float(one.sum()) for one in ones}
     values = {"version": version, "gpus": count}
     if sums != {1024.0 * count}:
@@ -103,7 +104,7 @@ def check_gloo() -> Finding:
 
     if not (distributed.is_available() and distributed.is_gloo_available()):
         return Finding(name="gloo", state=State.MISSING, text="this torch has no gloo", advice="install another torch")
-    store = distributed.HashStore()
+    store = cast("Any", distributed).HashStore()
     with ThreadPoolExecutor(2) as threads:
         sums = list(threads.map(lambda rank: _gloo_sum(store, rank), range(2)))
     if sums != [3.0, 3.0]:
@@ -121,7 +122,7 @@ def _gloo_sum(store: Any, rank: int) -> float:  # noqa: ANN401
     import torch
     from torch import distributed
 
-    group = distributed.ProcessGroupGloo(store, rank, 2, timedelta(seconds=GLOO_TIMEOUT_S))
+    group = cast("Any", distributed).ProcessGroupGloo(store, rank, 2, timedelta(seconds=GLOO_TIMEOUT_S))
     number = torch.tensor([float(rank + 1)])
     group.allreduce([number]).wait()
     return float(number)

@@ -7,8 +7,9 @@ write lets it go. The host only polls, with a limit; a stream that never moves e
 from __future__ import annotations
 
 import ctypes
+import os
 from time import monotonic, sleep
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, cast
 
 from equilibra.doctor.driver import call, load_driver
 from equilibra.doctor.finding import Finding, State, without_gpu
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 __all__ = ["check_stream_values"]
 
 NAME = "stream values"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
 VALUE = 7
 FLAG_WAIT_UNTIL_AT_LEAST, FLAG_WRITE = 0, 0
 HELD_S, LIMIT_S = 0.05, 5.0
@@ -30,9 +32,9 @@ def check_stream_values() -> Finding:
 
     if absent := without_gpu(NAME):
         return absent
-    driver = load_driver()
+    driver, cuda = load_driver(), cast("Any", torch.cuda)
     flag = torch.zeros(1, dtype=torch.int64, device="cuda")
-    waiting, writing, passed = torch.cuda.Stream(), torch.cuda.Stream(), torch.cuda.Event()
+    waiting, writing, passed = cuda.Stream(), cuda.Stream(), cuda.Event()
     torch.cuda.synchronize()
     _value(driver, "Wait", waiting, flag, FLAG_WAIT_UNTIL_AT_LEAST)
     passed.record(waiting)
@@ -40,14 +42,21 @@ def check_stream_values() -> Finding:
     held = not passed.query()
     _value(driver, "Write", writing, flag, FLAG_WRITE)
     if not _happens(passed, LIMIT_S):
-        text = f"a stream still waited {LIMIT_S:g} s after the value was written"
-        return Finding(name=NAME, state=State.MISSING, text=text)
+        return _stuck()
+    written = int(flag.item())
     if not held:
         return Finding(name=NAME, state=State.MISSING, text="a stream did not wait for a value that was not there yet")
-    written = int(flag.item())
     if written != VALUE:
         return Finding(name=NAME, state=State.MISSING, text=f"{written} was found where {VALUE} was written")
     return Finding(name=NAME, state=State.OK, text="a stream waited for a value that another stream wrote")
+
+
+def _stuck() -> Finding:
+    """The write never got past the wait."""
+    text = f"a stream still waited {LIMIT_S:g} s after the value was written"
+    setting = os.environ.get(QUEUES)
+    advice = f"{QUEUES}={setting} makes streams wait for each other; take it out and try again" if setting else ""
+    return Finding(name=NAME, state=State.MISSING, text=text, advice=advice)
 
 
 def _value(driver: ctypes.CDLL, what: str, stream: torch.cuda.Stream, flag: torch.Tensor, mode: int) -> None:
@@ -59,7 +68,7 @@ def _value(driver: ctypes.CDLL, what: str, stream: torch.cuda.Stream, flag: torc
     call(driver, name, ctypes.c_void_p(stream.cuda_stream), address, value, ctypes.c_uint(mode))
 
 
-def _happens(event: torch.cuda.Event, limit_s: float) -> bool:
+def _happens(event: Any, limit_s: float) -> bool:  # noqa: ANN401
     end = monotonic() + limit_s
     while not event.query():
         if monotonic() > end:

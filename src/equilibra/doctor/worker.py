@@ -43,7 +43,7 @@ class Check(NamedTuple):
     """One check, and what an error inside it means."""
 
     on_error: State
-    run: Callable[[], Finding | Sequence[Finding]] | Callable[[Ask], Finding]
+    run: Callable[..., Finding | Sequence[Finding]]
     asks: bool = False
     """whether it depends on what the user wants to run"""
 
@@ -75,7 +75,7 @@ def answer(job: str, ask: Ask) -> dict[str, Any]:
     if job.startswith((GPU, HOST)):
         return _measure(job)
     check = CHECKS[job]
-    run: Callable[[], Any] = partial(check.run, ask) if check.asks else partial(check.run)
+    run = partial(check.run, *([ask] if check.asks else []))
     return {"findings": [asdict(finding) for finding in guarded(job, run, on_error=check.on_error)]}
 
 

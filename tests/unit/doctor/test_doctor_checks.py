@@ -158,6 +158,15 @@ def test_two_gpus_are_two_findings_and_a_busy_one_is_a_warning(two_gpus):
     assert "NVIDIA H100 80GB HBM3, 70.0 of 80.0 GiB free, sm_90" in found[1].text
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="torch sees the GPU")
+def test_a_driver_that_torch_cannot_use_is_said(no_gpu, monkeypatch):
+    monkeypatch.setattr(devices, "load_driver", object)
+    (found,) = check("gpu")
+    assert found.state is State.MISSING
+    assert "there is an NVIDIA driver, but" in found.text
+    assert found.advice
+
+
 def test_peers(two_gpus, monkeypatch):
     assert devices.check_peers().state is State.OK
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 0))
@@ -276,7 +285,11 @@ def test_the_driver_is_asked_by_its_second_version_where_there_is_one():
         streams._value(first, "Write", stream, flag, 0)
 
 
-def test_a_stream_that_never_moves_is_given_up():
+def test_a_stream_that_never_moves_is_given_up(monkeypatch):
+    monkeypatch.delenv(streams.QUEUES, raising=False)
+    assert (streams._stuck().state, streams._stuck().advice) == (State.MISSING, "")
+    monkeypatch.setenv(streams.QUEUES, "1")
+    assert "take it out" in streams._stuck().advice
     assert not streams._happens(types.SimpleNamespace(query=lambda: False), 0.02)
     assert streams._happens(types.SimpleNamespace(query=lambda: True), 0.02)
 

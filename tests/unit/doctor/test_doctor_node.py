@@ -36,6 +36,16 @@ def test_a_crash_costs_one_check():
     assert "signal 11" in next(finding.text for finding in found.findings if finding.name == "cuda ipc")
 
 
+def test_after_a_stuck_stream_there_is_a_new_worker(tmp_path):
+    log = tmp_path / "pids"
+    code = f"    print(job, __import__('os').getpid(), file=open({str(log)!r}, 'a'), flush=True)\n"
+    stuck = "    if job == 'stream values':\n        print(json.dumps({'findings': [{'name': job, 'state': 'missing', "
+    stuck += "'text': 'stuck'}]}), flush=True); continue\n"
+    examine(Ask(), measure=False, worker=worker(code + stuck))
+    pids = dict(line.rsplit(" ", 1) for line in log.read_text().splitlines())
+    assert pids["python"] == pids["stream values"] != pids["transfer paths"]
+
+
 def test_the_last_words_of_a_worker_are_kept():
     with (
         worker("    sys.exit('no module named luck')\n") as hands,

@@ -5,6 +5,7 @@ import pytest
 from equilibra.core.errors import InputError
 from equilibra.cost.files import hardware_toml, load_hardware
 from equilibra.cost.presets import hardware_named
+from equilibra.doctor import measure_host
 from equilibra.doctor.finding import Finding, Measured, State
 from equilibra.doctor.measure import measured_of, summary
 from equilibra.doctor.measure_host import HOST_MEASUREMENTS
@@ -112,7 +113,10 @@ def test_nothing_measured_is_nothing_to_write():
 
 
 @pytest.mark.parametrize("name", HOST_MEASUREMENTS)
-def test_this_machine_is_measured(name):
+def test_this_machine_is_measured(monkeypatch, name):
+    small = {"PRODUCTS": (32, 64), "COPIES": (2**16, 2**18), "CASE_S": 0.01}
+    for constant, value in small.items():
+        monkeypatch.setattr(measure_host, constant, value)
     found = HOST_MEASUREMENTS[name]()
     assert 0 < found.low <= found.value <= found.high
     assert found.repeats >= 5
