@@ -129,8 +129,10 @@ def needed_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int) -> tuple[
 
 
 def _ranks_here() -> int:
-    import torch
-
+    try:
+        import torch
+    except ImportError:
+        return RANKS_WITHOUT_GPUS
     return torch.cuda.device_count() or RANKS_WITHOUT_GPUS
 
 

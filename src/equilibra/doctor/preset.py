@@ -55,7 +55,7 @@ def preset_of(findings: Sequence[Finding], measured: Sequence[Measured], *, name
     """The machine as the simulator wants it."""
     gpus = [finding.values for finding in findings if "capability" in finding.values]
     found = {kind: rates for kind in FIELDS if (rates := _cases(kind, measured, on_gpu=bool(gpus)))}
-    fitted = {kind: value for kind, cases in found.items() if (value := _rate(kind, cases)) is not None}
+    fitted = {kind: _rate(kind, cases) for kind, cases in found.items()}
     if not fitted:
         raise InputError("nothing could be measured here, so there is no hardware to write; see the findings")
     base = _nearest(gpus[0]["device"] if gpus else "", fitted.get("dense"))
@@ -82,15 +82,15 @@ def _cases(kind: str, measured: Sequence[Measured], *, on_gpu: bool) -> list[dic
     return [{**case, "kind": kind, "bytes": case["bytes"] // 2} for case in cases if case["kind"] == "memory"]
 
 
-def _rate(kind: str, cases: list[dict[str, Any]]) -> float | None:
-    """The fitted constant; None where the timings do not grow with the size."""
-    try:
-        fitted = calibrate(cases, hardware_named(MEASURED_PRESET), name="doctor", source="")
-    except InputError:
-        return None
+def _rate(kind: str, cases: list[dict[str, Any]]) -> float:
+    """The fitted constant; where the timings do not grow with the size, the rate of the largest case."""
     amount, per_us = ("flop", 1e-6) if kind == "dense" else ("bytes", 1e-3)
-    seen: float = max(case[amount] * per_us / case["us"] for case in cases)
-    return min(float(getattr(fitted.hardware, FIELDS[kind])), MOST_OVER_SEEN * seen)
+    seen: list[float] = [case[amount] * per_us / case["us"] for case in cases]
+    try:
+        fitted = calibrate(cases, hardware_named(MEASURED_PRESET), name="doctor", source="").hardware
+    except InputError:
+        return seen[-1]
+    return min(float(getattr(fitted, FIELDS[kind])), MOST_OVER_SEEN * max(seen))
 
 
 def _nearest(device: str, dense_tflops: float | None) -> Hardware:

@@ -10,7 +10,7 @@ from importlib import metadata, util
 from typing import Any, cast
 
 from equilibra.doctor.driver import driver_version, load_driver
-from equilibra.doctor.finding import Finding, State, without_gpu
+from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
 __all__ = ["check_cuda", "check_gloo", "check_nccl", "check_python", "check_torch", "check_triton"]
 
@@ -29,8 +29,12 @@ def check_python() -> Finding:
 
 def check_torch() -> Finding:
     """The package is there, new enough, and built for what the machine has."""
-    import torch
-
+    try:
+        import torch
+    except ImportError as error:
+        return Finding(
+            name="torch", state=State.MISSING, text=first_line(error), advice="pip install 'equilibra[torch]'"
+        )
     version, cuda = str(torch.__version__), torch.version.cuda
     text = f"{version}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}"
     values = {"version": version, "cuda": cuda}

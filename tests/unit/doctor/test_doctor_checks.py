@@ -75,6 +75,12 @@ def test_without_torch_every_check_still_answers(monkeypatch, name):
     assert "torch" in found.text
 
 
+def test_without_torch_shared_memory_is_still_looked_at(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    (found,) = check("shared memory", Ask(model="olmoe"))
+    assert found.values["ranks_per_node"] == memory.RANKS_WITHOUT_GPUS
+
+
 @pytest.mark.parametrize("name", ["pinned memory", "registering", "cuda ipc", "stream values", "nccl"])
 @pytest.mark.skipif(torch.cuda.is_available(), reason="these fail only without a GPU")
 def test_what_is_tried_and_fails_is_missing(two_gpus, name):

@@ -97,14 +97,22 @@ def test_the_file_says_what_was_measured_and_is_read_back(tmp_path):
     assert "nvlink_gb_per_s" not in measured
 
 
-def test_timings_that_do_not_grow_leave_the_preset_s_constant():
+def test_timings_that_do_not_grow_give_the_rate_of_the_largest():
     flat = Measured(
         name="x", value=1, unit="GB/s", low=1, high=1, repeats=5,
         cases=[{"kind": "host_copy", "bytes": size, "us": 10.0} for size in (10**6, 10**9)],
     )  # fmt: skip
     found = preset_of(gpus("NVIDIA H200"), [rate("dense", 7e14, amount="flop"), flat], name="mine")
-    assert "host_link_gb_per_s" not in found.measured
-    assert found.hardware.host_link_gb_per_s == hardware_named("h200").host_link_gb_per_s
+    assert found.hardware.host_link_gb_per_s == pytest.approx(1e9 / 10 * 1e-3)
+
+
+def test_noise_cannot_give_more_than_was_seen():
+    disturbed = Measured(
+        name="x", value=1, unit="GB/s", low=1, high=1, repeats=5,
+        cases=[{"kind": "host_copy", "bytes": size, "us": us} for size, us in ((10**8, 10_000.0), (10**9, 20_000.0))],
+    )  # fmt: skip
+    made = preset_of(gpus("NVIDIA H200"), [disturbed], name="mine").hardware
+    assert made.host_link_gb_per_s == pytest.approx(1.1 * 50)  # the fit alone would say 90
 
 
 def test_nothing_measured_is_nothing_to_write():
