@@ -1,6 +1,7 @@
 """`equilibra`: one command, one file per subcommand. Heavy imports happen inside the commands, so help is instant.
 
-Exit codes: 0 done, 1 a defect of ours, 2 the input cannot be used (one clear line on stderr), 130 interrupted.
+Exit codes: 0 done, 1 a defect of ours (doctor: no transfer path works here), 2 the input cannot be used (one clear line
+on stderr), 130 interrupted.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import equilibra
-from equilibra.cli import bench, calibrate, plan, report, simulate, trace, train
+from equilibra.cli import bench, calibrate, doctor, plan, report, simulate, trace, train
 from equilibra.core.errors import EquilibraError, InputError
 
 __all__ = ["main"]
@@ -23,7 +24,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (train, simulate, report, plan, trace, calibrate, bench):
+    for command in (train, simulate, report, plan, trace, calibrate, doctor, bench):
         command.add_parser(commands)
     parsed, rest = parser.parse_known_args(arguments)
     if rest and all("=" in word and not word.startswith("-") for word in rest) and parsed.command == "train":

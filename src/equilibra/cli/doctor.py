@@ -1,0 +1,109 @@
+"""`equilibra doctor`: what does this machine have, what do its links carry, which transfer paths will work on it?"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import shlex
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import equilibra
+from equilibra.cli.arguments import positive
+from equilibra.cli.progress import Progress
+from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equilibra.doctor.node import Examination
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "doctor",
+        help="check and measure this machine, and say which transfer paths will work on it",
+        description="Looks at software, GPUs, links and memory, tries what the transfer paths need, measures, and says "
+        "which paths will work. Exit code 0 if at least one does, 1 if none, 2 for bad input.",
+    )
+    parser.add_argument("--model", metavar="NAME", help="preset, .toml or config.json: is /dev/shm enough for it?")
+    parser.add_argument("--spare-slots", type=positive, default=2, metavar="S", help="flash copies a rank can hold (2)")
+    parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks on this machine (its GPUs)")
+    parser.add_argument("--no-measure", action="store_true", help="only check: a few seconds less")
+    parser.add_argument("--write", metavar="FILE.toml", help="write the machine as hardware for `equilibra simulate`")
+    parser.add_argument("--force", "--overwrite", action="store_true", help="replace --write's file if it exists")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Examine, print, write."""
+    from equilibra.doctor.finding import Ask, PathState
+    from equilibra.doctor.node import examine
+    from equilibra.doctor.show import as_table, as_text
+
+    _check(arguments)
+    ask = Ask(model=arguments.model, spare_slots=arguments.spare_slots, ranks_per_node=arguments.ranks_per_node)
+    progress = Progress()
+    tell = progress.step if sys.stderr.isatty() else _quiet  # many short jobs: a line for each would be noise
+    try:
+        found = examine(ask, measure=not arguments.no_measure, tell=tell)
+    finally:
+        progress.close()
+    if arguments.json:
+        about = {"command": "equilibra " + shlex.join(sys.argv[1:]), "version": equilibra.__version__,
+                 "date": datetime.now(UTC).isoformat(timespec="seconds")}  # fmt: skip
+        print(json.dumps({**about, **as_table(found)}))
+    else:
+        print(as_text(found))
+    sys.stdout.flush()
+    if arguments.write:
+        _write(
+            found, Path(arguments.write), overwrite=arguments.force
+        )  # after the answer: a full disk must not cost it
+    return 0 if any(one.state is PathState.WORKS for one in found.verdicts) else 1
+
+
+def _quiet(_what: str, _done: int, _total: int) -> None:
+    pass
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    """Refuse before the work what would be refused after it."""
+    if arguments.model is not None:
+        from equilibra.cost.files import load_model
+
+        load_model(arguments.model)
+    if arguments.write is None:
+        if arguments.force:
+            raise InputError("--force goes with --write: it replaces that file")
+        return
+    if arguments.no_measure:
+        raise InputError("--write needs measurements: leave out --no-measure")
+    target = Path(arguments.write).absolute()
+    if target.suffix != ".toml":
+        raise InputError(f"cannot write {arguments.write}: hardware files end in .toml")
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write {arguments.write}: the folder {target.parent} does not exist")
+    if target.is_dir():
+        raise InputError(f"cannot write {arguments.write}: it is a folder; give the name of a file")
+    if target.exists() and not arguments.force:
+        raise InputError(f"cannot write {arguments.write}: it exists; choose another name, or replace it with --force")
+
+
+def _write(found: Examination, path: Path, *, overwrite: bool) -> None:
+    from equilibra.core.atomic import atomic_file
+    from equilibra.cost.files import hardware_toml
+    from equilibra.doctor.preset import preset_of
+
+    preset = preset_of(found.findings, found.measured, name=path.stem.lower())
+    with atomic_file(path, overwrite=overwrite) as part:
+        part.write_text(hardware_toml(preset.hardware))
+    print(
+        f"wrote {path}: {', '.join(preset.measured)} from this machine, the rest from {preset.base}\n"
+        f"use it with: equilibra simulate --hardware {path}",
+        file=sys.stderr,
+    )

@@ -1,0 +1,74 @@
+"""CUDA IPC: another process opens a tensor of this one, reads it, and writes it.
+
+The handle is torch.multiprocessing's reduction of the tensor. On a machine with several GPUs the other process reads
+the tensor from its last GPU, so the copy crosses devices.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from multiprocessing.reduction import ForkingPickler
+from typing import Any, cast
+
+from equilibra.doctor.finding import Finding, State, first_line, without_gpu
+
+__all__ = ["check_ipc", "expandable_segments"]
+
+NAME = "cuda ipc"
+NUM_VALUES = 2**18
+TIMEOUT_S = 45
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def check_ipc() -> Finding:
+    """Share a tensor with a process of its own."""
+    if absent := without_gpu(NAME):
+        return absent
+    advice = ""
+    if setting := expandable_segments():
+        advice = f"take expandable_segments out of {setting}: it can keep CUDA IPC from working"
+    try:
+        text = _shared()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        advice = advice or "in a container, share the IPC and PID namespaces (docker: --ipc=host)"
+        return Finding(name=NAME, state=State.MISSING, text=first_line(error), advice=advice)
+    return Finding(name=NAME, state=State.WARNING if advice else State.OK, text=text, advice=advice)
+
+
+def expandable_segments() -> str:
+    """The variable that switches on expandable segments; empty if none does."""
+    for name in SETTINGS:
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            return name
+    return ""
+
+
+def _shared() -> str:
+    """Run the exchange; what was exchanged, or an error."""
+    import torch
+    from torch.multiprocessing import reductions
+
+    tensor = torch.arange(NUM_VALUES, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    handle = bytes(ForkingPickler.dumps(cast("Any", reductions).reduce_tensor(tensor)))
+    done = subprocess.run(
+        [sys.executable, "-m", "equilibra.doctor.peer"],
+        input=handle,
+        capture_output=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"the other process ended with {done.returncode}: {said[-1] if said else 'no word'}")
+    read, device = pickle.loads(done.stdout)  # noqa: S301 - from our own child
+    torch.cuda.synchronize()
+    if read != NUM_VALUES * (NUM_VALUES - 1) // 2:
+        raise RuntimeError(f"the other process read a sum of {read}, not {NUM_VALUES * (NUM_VALUES - 1) // 2}")
+    if not bool((tensor == torch.arange(NUM_VALUES, device="cuda") + 1).all()):
+        raise RuntimeError("what the other process wrote did not arrive")
+    where = "one GPU" if device == tensor.get_device() else f"GPUs {tensor.get_device()} and {device}"
+    return f"two processes read and wrote one tensor, on {where}"

@@ -1,0 +1,168 @@
+"""Checks of host memory: the limit on locked memory, pinning, /dev/shm, and registering shared memory with CUDA.
+
+The host path keeps one segment per node in /dev/shm. With n published instances, R ranks of the node, S spare slots and
+P values of one expert it holds, each part in whole pages,
+
+    8 n  +  n P weight bytes  +  2 R S P gradient bytes
+
+n is what the plan of a step copies: at most every expert of every layer that is at home in the node.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import resource
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+from equilibra.core.model import MoEModel
+from equilibra.doctor.finding import Ask, Finding, State, first_line, without_gpu
+
+__all__ = ["check_locked", "check_pinning", "check_registering", "check_shared_memory", "segment_bytes"]
+
+SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the host path keeps its segment
+INFINIBAND = Path("/dev/infiniband")
+PAGE, MIB, GIB = 4096, 2**20, 2**30
+PINNED_BYTES, REGISTERED_BYTES = 64 * MIB, 4 * MIB
+RANKS_WITHOUT_GPUS = 2
+
+
+def check_locked() -> Finding:
+    """RLIMIT_MEMLOCK: CUDA does not mind it, InfiniBand does."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    values = {"bytes": None if limit == resource.RLIM_INFINITY else limit}
+    if limit == resource.RLIM_INFINITY:
+        return Finding(name="locked memory", state=State.OK, text="unlimited", values=values)
+    text = f"{limit / MIB:g} MiB (RLIMIT_MEMLOCK)"
+    if not INFINIBAND.exists():
+        text += "; only InfiniBand needs more, and there is none here"
+        return Finding(name="locked memory", state=State.OK, text=text, values=values)
+    advice = "NCCL over InfiniBand needs more: ulimit -l unlimited (docker: --ulimit memlock=-1)"
+    return Finding(name="locked memory", state=State.WARNING, text=text, advice=advice, values=values)
+
+
+def check_pinning() -> Finding:
+    """Pin 64 MiB and copy it to the device and back."""
+    import torch
+
+    if absent := without_gpu("pinned memory"):
+        return absent
+    try:
+        host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
+    except RuntimeError as error:
+        advice = "raise the container's memory limit; copies from host memory will not overlap with compute"
+        return Finding(name="pinned memory", state=State.MISSING, text=first_line(error), advice=advice)
+    host.fill_(7)
+    back = torch.empty_like(host).copy_(host.to("cuda", non_blocking=True))
+    if not host.is_pinned() or not bool((back == 7).all()):
+        return Finding(name="pinned memory", state=State.MISSING, text="64 MiB pinned, but they came back changed")
+    return Finding(name="pinned memory", state=State.OK, text=f"pinned {PINNED_BYTES // MIB} MiB, to the GPU and back")
+
+
+def check_shared_memory(ask: Ask) -> Finding:
+    """Room in /dev/shm, against what the host path needs for the model."""
+    with _shared_file(PAGE):
+        pass  # it can be written at all
+    about = os.statvfs(SHARED_MEMORY)
+    total, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
+    text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
+    values: dict[str, object] = {"total_bytes": total, "free_bytes": free}
+    if ask.model is None:
+        if free < 64 * MIB:
+            return _too_small(text, values, State.WARNING)
+        return Finding(name="shared memory", state=State.OK, text=f"{text} (say --model to know if it is enough)",
+                       values=values)  # fmt: skip
+    from equilibra.cost.files import load_model
+
+    model, ranks = load_model(ask.model), ask.ranks_per_node or _ranks_here()
+    fewest, one, most = needed_bytes(model, num_ranks=ranks, spare_slots=ask.spare_slots)
+    values |= {"model": model.name, "ranks_per_node": ranks, "spare_slots": ask.spare_slots,
+               "gradients_bytes": fewest, "one_micro_batch_bytes": one, "every_expert_bytes": most}  # fmt: skip
+    text += (
+        f"; {model.name}, {ranks} ranks, {ask.spare_slots} spare slots: {one / GIB:.1f} GiB (one micro-batch) "
+        f"to {most / GIB:.1f} GiB (every expert)"
+    )
+    if free < fewest:
+        return _too_small(text, values, State.MISSING)
+    if free < most:
+        return _too_small(text, values, State.WARNING)
+    return Finding(name="shared memory", state=State.OK, text=text, values=values)
+
+
+def check_registering() -> Finding:
+    """Register a segment of shared memory with CUDA, copy it to the device, and let it go."""
+    if absent := without_gpu("registering"):
+        return absent
+    with _shared_file(REGISTERED_BYTES) as descriptor, mmap.mmap(descriptor, REGISTERED_BYTES) as memory:
+        answer, came = _registered(memory)
+    if answer != 0:
+        text = f"cudaHostRegister of shared memory answered {answer}"
+        return Finding(name="registering", state=State.MISSING, text=text, advice="use the collective path")
+    if not came:
+        return Finding(
+            name="registering", state=State.MISSING, text="registered, but the bytes came to the GPU changed"
+        )
+    text = f"registered {REGISTERED_BYTES // MIB} MiB of shared memory with CUDA and copied it to the GPU"
+    return Finding(name="registering", state=State.OK, text=text)
+
+
+def segment_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int, num_instances: int) -> int:
+    """Size of the host path's segment."""
+    values = model.expert_parameters
+    parts = (8 * num_instances, num_instances * values * model.weight_bytes,
+             2 * num_ranks * spare_slots * values * model.gradient_bytes)  # fmt: skip
+    return max(sum(-(-part // PAGE) * PAGE for part in parts), PAGE)
+
+
+def needed_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int) -> tuple[int, int, int]:
+    """The segment for no instance, for one micro-batch that fills every slot, and for every expert of every layer."""
+    of_one = model.num_layers * min(model.num_experts, num_ranks * spare_slots)
+    sizes = (0, of_one, model.num_layers * model.num_experts)
+    fewest, one, most = (
+        segment_bytes(model, num_ranks=num_ranks, spare_slots=spare_slots, num_instances=size) for size in sizes
+    )
+    return fewest, one, most
+
+
+def _ranks_here() -> int:
+    try:
+        import torch
+    except ImportError:
+        return RANKS_WITHOUT_GPUS
+    return torch.cuda.device_count() or RANKS_WITHOUT_GPUS
+
+
+def _registered(memory: mmap.mmap) -> tuple[int, bool]:
+    """The answer of cudaHostRegister, and whether the bytes came to the device; registered no longer."""
+    import torch
+
+    host = torch.frombuffer(memory, dtype=torch.uint8).fill_(5)
+    cudart = cast("Any", torch.cuda).cudart()
+    answer = int(cudart.cudaHostRegister(host.data_ptr(), host.nbytes, 0))
+    if answer != 0:
+        return answer, False
+    try:
+        return answer, bool((host.to("cuda", non_blocking=True) == 5).all())
+    finally:
+        cudart.cudaHostUnregister(host.data_ptr())
+
+
+def _too_small(text: str, values: dict[str, object], state: State) -> Finding:
+    advice = "make it larger (docker: --shm-size, kubernetes: an emptyDir of medium Memory), or use the collective path"
+    return Finding(name="shared memory", state=state, text=text, advice=advice, values=values)
+
+
+@contextmanager
+def _shared_file(num_bytes: int) -> Iterator[int]:
+    """A reserved file in /dev/shm without a name, as the host path makes them."""
+    descriptor, name = tempfile.mkstemp(prefix="equilibra-doctor-", dir=SHARED_MEMORY)
+    try:
+        Path(name).unlink()
+        os.posix_fallocate(descriptor, 0, num_bytes)
+        yield descriptor
+    finally:
+        os.close(descriptor)
