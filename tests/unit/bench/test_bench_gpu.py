@@ -314,7 +314,8 @@ def test_with_rows_as_times_shares_are_those_of_the_plans(case, monkeypatch):
         expected = imbalance[BALANCED] / imbalance[name]
         assert result["share_of_balanced"][name]["median"] == pytest.approx(expected, rel=1e-6)
     assert result["exposed_share"]["device"]["median"] == 0
-    assert result["online"] == {"plan_us": pytest.approx(50), "copy_us": pytest.approx(100)}
+    assert result["online"]["plan_us"] == pytest.approx(50)
+    assert 100 <= result["online"]["copy_us"] <= 200  # ranks that hold a copy hold one or two
     alone = imbalance[BALANCED] / imbalance[ONLINE]
     assert result["share_of_balanced"][ONLINE]["high"] < alone  # planning and copies count
 
