@@ -86,12 +86,12 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is not None and arguments.redraw:
         return _redraw(*earlier, folder)
     device = device_named(arguments.device)
-    asked = {
+    asked: dict[str, Any] = {
         name: getattr(arguments, name)
         for name in (*NUMBERS, "spare_slots", "standing_slots")
         if getattr(arguments, name) is not None
     }
-    paths = {"paths": (arguments.path,)} if arguments.path else {}
+    paths: dict[str, Any] = {"paths": (arguments.path,)} if arguments.path else {}
     setting = GpuSetting(**asked, **paths)
     if not arguments.keep:
         earlier = fresh()

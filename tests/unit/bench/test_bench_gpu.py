@@ -249,6 +249,7 @@ def test_a_layer_takes_as_long_as_its_slowest_rank():
     assert layer_times(rows).tolist() == [[13, 12], [15, 11]]
     rows["copy_us"], rows["backward_us"] = 1.0, 2.0
     assert layer_times(rows).tolist() == [[16, 15], [18, 14]]
+    assert laws.measured_us(rows).tolist() == [6, 4.5]  # medians of ranks first: without planning (3, 2), (1.5, 1.5)
     with pytest.raises(InputError, match="missing"):
         layer_times(rows[2:])
 
@@ -306,7 +307,7 @@ class RowsAsTimes:
 def test_with_rows_as_times_shares_are_those_of_the_plans(case, monkeypatch):
     monkeypatch.setattr(measure, "Replay", RowsAsTimes)
     monkeypatch.setattr(measure, "seconds_to_plan", lambda *_: 50e-6)
-    found = measure.measure(case, SETTING, device=CPU, seconds=None)
+    found = measure.measure(case, contenders(case, SETTING), SETTING, device=CPU, seconds=None)
     assert len(found.rows) == len(NAMES) * 2 * 2 * 2 * 4  # contenders, layers, micro-batches, repeats, ranks
     result = case_result(case, SETTING, found)
     imbalance = {one["contender"]: one["imbalance"] for one in result["contenders"]}
@@ -322,7 +323,7 @@ def test_with_rows_as_times_shares_are_those_of_the_plans(case, monkeypatch):
 
 def test_a_case_without_time_has_whole_layers_and_says_so(case, monkeypatch):
     monkeypatch.setattr(measure, "Replay", RowsAsTimes)
-    found = measure.measure(case, SETTING, device=CPU, seconds=0.0)
+    found = measure.measure(case, contenders(case, SETTING), SETTING, device=CPU, seconds=0.0)
     assert any("1 of 4 layers and micro-batches" in note for note in found.notes)
     assert layer_times(found.rows[found.rows["contender"] == 0]).shape == (2, 1)
 
@@ -336,7 +337,7 @@ def test_contenders_take_turns(case, monkeypatch):
             return super().run(works, moves, path, head_start_us=head_start_us)
 
     monkeypatch.setattr(measure, "Replay", Watched)
-    measure.measure(case, replace(SETTING, layers=1, micro_batches=1), device=CPU, seconds=0.0)
+    measure.measure(case, contenders(case, SETTING), SETTING, device=CPU, seconds=0.0)
     rounds = [order[i : i + len(NAMES)] for i in range(0, len(order), len(NAMES))]
     assert len(rounds) == 3  # one does not count
     assert sorted(map(str, rounds[0])) == sorted(map(str, rounds[1]))

@@ -25,7 +25,7 @@ class Clock:
         """Now, in the current queue."""
         if not self.cuda:
             return perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record()
         return event
 
@@ -41,4 +41,4 @@ class Clock:
     def let_host_ahead(self, us: float) -> None:
         """Keep the device busy for so long, so that the host can queue what comes: its time must not be measured."""
         if self.cuda and us > 0:
-            torch.cuda._sleep(int(us * CYCLES_PER_US))  # noqa: SLF001
+            torch.cuda._sleep(int(us * CYCLES_PER_US))  # type: ignore[no-untyped-call]  # noqa: SLF001

@@ -34,6 +34,7 @@ from equilibra.bench.gpu.contenders import (
     OTHER_PATH,
     STATIC,
     STILL_ONE,
+    contenders,
 )
 from equilibra.bench.gpu.records import Records, layer_times, load_records, spread
 from equilibra.bench.gpu.setting import GpuSetting
@@ -64,7 +65,7 @@ def device_named(name: str | None) -> torch.device:
             "there is no GPU that PyTorch can use here: run this where there is one, or see that everything runs with "
             "--device cpu and small sizes (--hidden 64 --ffn 64 --tokens-per-rank 64)"
         )
-    return torch.device(name or "cuda")
+    return torch.device("cpu") if name == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
 def about_device(device: torch.device) -> dict[str, Any]:
@@ -95,12 +96,14 @@ def run_cases(
 
     outcome, records = earlier
     about = {**environment(), **about_device(device)}
+    tell(f"planning {len(cases)} cases")
+    planned = [contenders(case, setting) for case in cases]
     begin, weight_done, weight_all = perf_counter(), 0.0, sum(case.weight for case in cases)
     for number, case in enumerate(cases, start=1):
         start = perf_counter()
         left_s = None if setting.seconds is None else max(setting.seconds - (start - begin), 0.0)
         part_s = None if left_s is None else left_s * case.weight / (weight_all - weight_done)
-        found = measure(case, setting, device=device, seconds=part_s)
+        found = measure(case, planned[number - 1], setting, device=device, seconds=part_s)
         seconds = perf_counter() - start
         records.add(case.name, found.rows)
         result = {**case_result(case, setting, found), "seconds": seconds, "command": command, "measured_on": about}

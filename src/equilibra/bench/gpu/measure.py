@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from equilibra.bench.gpu.case import Case
-from equilibra.bench.gpu.contenders import NAMES, Contender, contenders, seconds_to_plan
+from equilibra.bench.gpu.contenders import NAMES, Contender, seconds_to_plan
 from equilibra.bench.gpu.records import FIELDS
 from equilibra.bench.gpu.replay import Replay, Sizes
 from equilibra.bench.gpu.setting import GpuSetting
@@ -42,21 +42,26 @@ class Measured:
     """part of the timed calls in which the device may have waited for the host to queue kernels"""
 
 
-def measure(case: Case, setting: GpuSetting, *, device: torch.device, seconds: float | None) -> Measured:
-    """Run a case; `seconds` is what it may take, but one layer and micro-batch is always measured."""
-    begin = perf_counter()
-    every = contenders(case, setting)
+def measure(
+    case: Case, every: list[Contender], setting: GpuSetting, *, device: torch.device, seconds: float | None
+) -> Measured:
+    """Run the contenders of a case; `seconds` is what it may take, but one layer and micro-batch is always measured."""
+    begin, threads = perf_counter(), torch.get_num_threads()
     sizes = Sizes.of([work for contender in every for work in contender.every_work()])
     runner = _Runner(case, setting, every, Replay(case.model, sizes, device=device, seed=setting.seed))
     cells = [(layer, m) for m in range(case.load.num_micro_batches) for layer in range(case.load.num_layers)]
     parts: list[NDArray[Any]] = []
     start = perf_counter()
-    for done, (layer, m) in enumerate(cells, start=1):
-        parts.append(runner.cell(layer, m))
-        each = (perf_counter() - start) / done
-        if seconds is not None and done < len(cells) and perf_counter() - begin + each > seconds:
-            runner.notes.append(f"{done} of {len(cells)} layers and micro-batches: no time for more")
-            break
+    torch.set_num_threads(1 if device.type == "cpu" else threads)  # small products wait for threads, not for work
+    try:
+        for done, (layer, m) in enumerate(cells, start=1):
+            parts.append(runner.cell(layer, m))
+            each = (perf_counter() - start) / done
+            if seconds is not None and done < len(cells) and perf_counter() - begin + each > seconds:
+                runner.notes.append(f"{done} of {len(cells)} layers and micro-batches: no time for more")
+                break
+    finally:
+        torch.set_num_threads(threads)
     del runner.replay
     if device.type == "cuda":
         torch.cuda.empty_cache()  # other shapes come

@@ -54,13 +54,14 @@ class Records:
 
     def of(self, case: str, contender: str | None = None) -> NDArray[Any]:
         """Those of a case, and of one of its contenders."""
-        rows = self.rows[self.rows["case"] == self.cases.index(case)]
+        rows: NDArray[Any] = self.rows[self.rows["case"] == self.cases.index(case)]
         return rows if contender is None else rows[rows["contender"] == NAMES.index(contender)]
 
 
 def rank_times(rows: NDArray[Any]) -> NDArray[np.float64]:
     """[records] microseconds of a rank."""
-    return rows["copy_us"].astype(np.float64) + rows["forward_us"] + rows["backward_us"]
+    us: NDArray[np.float64] = rows["copy_us"].astype(np.float64) + rows["forward_us"] + rows["backward_us"]
+    return us
 
 
 def layer_times(rows: NDArray[Any]) -> NDArray[np.float64]:

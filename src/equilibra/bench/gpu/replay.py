@@ -75,7 +75,9 @@ class Replay:
         self.cuda = device.type == "cuda"
         self.dtype = torch.bfloat16 if self.cuda else torch.float32
         self.clock = Clock(device)
-        self.side = torch.cuda.Stream(device) if self.cuda else None
+        self.side: torch.cuda.Stream | None = None
+        if self.cuda:
+            self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.host_us = 0.0
         """what the host took to queue the last call"""
         self._check_memory()
@@ -158,12 +160,13 @@ class Replay:
         self._fetch(move.exposed, path, bank)
         stamps.append(self.clock.stamp())
         copied = self._beside(lambda: self._fetch(move.ahead, path, 1 - bank), move.ahead)
-        _, h = forward(Activation.SWIGLU, rows, sizes, instances)
+        _, h = forward(Activation.SWIGLU, rows, sizes, instances) if count else (rows, rows)
         stamps += self._together(copied)
         copied = self._beside(
             lambda: self._backward_moves(move, path, 1 - bank), move.behind, move.returned, move.added
         )
-        backward(Activation.SWIGLU, (rows, h, dy), sizes, instances, gradients, dx)
+        if count:
+            backward(Activation.SWIGLU, (rows, h, dy), sizes, instances, gradients, dx)
         return stamps + self._together(copied)
 
     def _beside(self, moving: Callable[[], None], *amounts: int) -> Stamp | None:

@@ -14,6 +14,7 @@ roofline is the larger of FLOP and bytes at these rates; `reached` is that time 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -50,7 +51,7 @@ def measured_ceilings(device: torch.device, *, repeats: int = 5) -> dict[str, fl
     left, right = (torch.randn(side, side, device=device, dtype=dtype) for _ in range(2))
     source, target = (torch.empty(num_bytes, dtype=torch.uint8, device=device) for _ in range(2))
     host = torch.empty(num_bytes // 4, dtype=torch.uint8, pin_memory=cuda)
-    works = {
+    works: dict[str, Callable[[], object]] = {
         "product": lambda: torch.mm(left, right),
         "device": lambda: target.copy_(source, non_blocking=True),
         "host": lambda: target[: num_bytes // 4].copy_(host, non_blocking=True),
