@@ -82,7 +82,9 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"there is no folder {folder}; create it first")
     if folder is None and (arguments.keep or arguments.redraw):
         raise InputError("--keep and --redraw are about earlier results: name their folder with --output")
-    earlier = earlier_outcome(folder) if folder is not None else fresh()  # refuse what is not ours
+    earlier = fresh()
+    if folder is not None:  # refuses what is not ours
+        earlier = earlier_outcome(folder, records=arguments.keep or arguments.redraw)
     if folder is not None and arguments.redraw:
         return _redraw(*earlier, folder)
     device = device_named(arguments.device)
@@ -93,8 +95,6 @@ def run(arguments: argparse.Namespace) -> int:
     }
     paths: dict[str, Any] = {"paths": (arguments.path,)} if arguments.path else {}
     setting = GpuSetting(**asked, **paths)
-    if not arguments.keep:
-        earlier = fresh()
     routings, missing = _routings(arguments)
     if missing:
         print(f"left out, not in --traces: {', '.join(missing)}", file=sys.stderr)

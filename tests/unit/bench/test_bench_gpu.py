@@ -1,5 +1,6 @@
 """Cases, works, contenders, replay, times and laws of the GPU bench; the command: test_bench_gpu_command.py."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
+from equilibra.bench import suite
 from equilibra.bench.gpu import laws, measure, replay
 from equilibra.bench.gpu.case import case_of, cases_for, routing_of
 from equilibra.bench.gpu.contenders import (
@@ -214,6 +216,40 @@ def test_copies_really_move_into_the_other_bank(path):
     assert torch.equal(runner.banks[0][1], before[0][1])
 
 
+def test_a_pass_ends_when_products_and_copies_have_ended(monkeypatch):
+    told = []
+
+    class Stream:
+        def __init__(self, name):
+            self.name = name
+
+        def wait_stream(self, other):
+            told.append(f"{self.name} waits for {other.name}")
+
+    main = Stream("main")
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
+    for name in ("forward", "backward"):
+        original = getattr(replay, name)
+        monkeypatch.setattr(replay, name, lambda *a, _f=original, _n=name: told.append(_n) or _f(*a))
+    runner = small_replay()
+    runner.side = Stream("side")
+    work = RankWork(staying=(4,), flash=(3,))
+    runner.run([work], [Moves(ahead=1, behind=1)], "device")
+    both = ["side waits for main", "{}", "main waits for side"]
+    assert told == [step.format(name) for name in ("forward", "backward") for step in both]
+    told.clear()
+    runner.run([work], [STILL], None)
+    assert told == ["forward", "backward"]  # nothing to wait for
+
+
+def test_a_copy_that_is_late_is_counted():
+    runner = small_replay()
+    start, there, computed, copied, ahead, computed_back, copied_back, end = 0.0, 1.0, 3.0, 4.5, 4.5, 9.0, 8.0, 9.0
+    times = runner._times(start, there, computed, copied, ahead, computed_back, copied_back, end)
+    assert times == pytest.approx((1e6, 3.5e6, 4.5e6, 1.5e6))
+
+
 def test_sizes_are_the_largest_of_all():
     works = [RankWork(staying=(4, 0, 3), flash=()), RankWork(staying=(1,), flash=(9, 1))]
     assert Sizes.of(works) == Sizes(rows=11, staying=3, flash=2)
@@ -343,6 +379,13 @@ def test_contenders_take_turns(case, monkeypatch):
     assert sorted(map(str, rounds[0])) == sorted(map(str, rounds[1]))
     assert rounds[1] == order[7:14] == [None, None, "device", "device", "host", None, None]
     assert rounds[2] == [None, "device", "device", "host", None, None, None]
+
+
+def test_the_commit_is_said_where_the_source_is_no_checkout(monkeypatch):
+    monkeypatch.setattr(suite.shutil, "which", lambda _: None)
+    assert suite.environment()["commit"] == "unknown"
+    monkeypatch.setenv("EQUILIBRA_COMMIT", "abc123")
+    assert suite.environment()["commit"] == "abc123"
 
 
 # --- laws and roofline ---

@@ -174,8 +174,8 @@ def fresh() -> tuple[Outcome, Records]:
     return {"cases": [], "ceilings": [], "left_out": []}, Records()
 
 
-def earlier_outcome(folder: Path) -> tuple[Outcome, Records]:
-    """What an earlier run left in a folder; nothing if there is none."""
+def earlier_outcome(folder: Path, *, records: bool) -> tuple[Outcome, Records]:
+    """What an earlier run left in a folder, nothing if there is none; an error if the file is not ours."""
     file = folder / "gpu.json"
     if not file.is_file():
         return fresh()
@@ -184,4 +184,4 @@ def earlier_outcome(folder: Path) -> tuple[Outcome, Records]:
         outcome = {name: found[name] for name in ("cases", "ceilings", "left_out")}
     except (ValueError, KeyError, TypeError):
         raise InputError(f"{file} is not a result of this bench; move it away, or choose another folder") from None
-    return outcome, load_records(folder / "gpu-records.npz")
+    return (outcome, load_records(folder / "gpu-records.npz")) if records else fresh()

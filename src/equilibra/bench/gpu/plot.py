@@ -34,9 +34,9 @@ def plot_gpu(rows: list[Row], folder: Path) -> None:
     axis.set_xticks(range(len(rows)), [str(row["case"]).replace(", ", "\n") for row in rows], fontsize=5.5)
     axis.set_ylim(0, 1.1)
     axis.set_ylabel("share of the balanced speed")
-    axis.legend(ncols=4, frameon=False, loc="lower left", fontsize=8)
+    figure.legend(ncols=4, frameon=False, loc="outside lower center", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
-    figure.suptitle("Expert layers of real routing, rank after rank on one device, measured")
+    figure.suptitle("Expert layers, rank after rank on one device, measured")
     with atomic_file(folder / "gpu.png", overwrite=True) as written:
         figure.savefig(written, format="png", dpi=120)
     plt.close(figure)

@@ -89,7 +89,8 @@ class Replay:
         self.banks = [self._random(slots, values) * 0.02 for _ in range(2)]
         self.bank_experts = [self.layout.experts(bank) for bank in self.banks]
         self.source = self._random(slots, values) * 0.02
-        self.host_source = torch.zeros(slots, values, dtype=self.dtype, pin_memory=self.cuda)
+        self.host_source = torch.empty(slots, values, dtype=self.dtype, pin_memory=self.cuda)
+        self.host_source.copy_(self.source)
         self.gradients: list[ExpertParts] = self.layout.experts(self._zeros(sizes.staying + slots, values))
         self.neighbour_homes = self._zeros(min(sizes.staying, NEIGHBOUR_HOMES), values)
         """gradients of another layer's homes, which those of its copies are added to"""

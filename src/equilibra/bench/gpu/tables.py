@@ -23,7 +23,7 @@ __all__ = ["EXPOSED_REACH", "GPU", "SHARE_REACH", "page", "result_of", "write_gp
 
 SHARE_REACH, EXPOSED_REACH = 0.97, 0.01
 TITLES = {
-    "cases": "Layers of real routing, rank after rank on one device (measured)",
+    "cases": "Expert layers, rank after rank on one device (measured)",
     "times": "A layer of every contender (measured)",
     "calibration": "The cost model, fitted to some cases and compared on the others (measured and predicted)",
     "roofline": "Roofline (measured)",
