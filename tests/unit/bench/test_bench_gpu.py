@@ -383,6 +383,7 @@ def test_contenders_take_turns(case, monkeypatch):
 
 def test_the_commit_is_said_where_the_source_is_no_checkout(monkeypatch):
     monkeypatch.setattr(suite.shutil, "which", lambda _: None)
+    monkeypatch.delenv("EQUILIBRA_COMMIT", raising=False)
     assert suite.environment()["commit"] == "unknown"
     monkeypatch.setenv("EQUILIBRA_COMMIT", "abc123")
     assert suite.environment()["commit"] == "abc123"
