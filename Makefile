@@ -59,6 +59,10 @@ bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES:
 	$(BIN)/equilibra bench train --output benchmarks/results
 	$(BIN)/python benchmarks/training_runs.py benchmarks/results
 
+.PHONY: bench-gpu
+bench-gpu: $(READY) ## measure expert layers on a GPU into benchmarks/results (EQUILIBRA_TRACES: real routing)
+	$(BIN)/equilibra bench gpu --output benchmarks/results
+
 .PHONY: clean
 clean: ## remove the environment and caches
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache

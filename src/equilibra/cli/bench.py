@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equilibra.cli.arguments import positive
+from equilibra.cli.bench_gpu import add_gpu
 
 if TYPE_CHECKING:
     from equilibra.bench.suite import Suite
@@ -35,7 +36,7 @@ TRAIN_NUMBERS = {
 def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
     parser = commands.add_parser(
-        "bench", help="measure the planner, the runtime and whole training steps; replay the papers' tables"
+        "bench", help="measure the planner, the runtime, whole training steps and a GPU; replay the papers' tables"
     )
     benches = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
     for name, text, details in (
@@ -59,6 +60,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
         bench.set_defaults(run=run, suite=name)
     _add_runtime(benches)
     _add_train(benches)
+    add_gpu(benches)
 
 
 def _add_runtime(benches: Any) -> None:  # noqa: ANN401

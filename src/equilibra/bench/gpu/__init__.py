@@ -1,0 +1,1 @@
+"""The GPU bench: planned rows of every rank as real kernels on one device, one rank after another."""

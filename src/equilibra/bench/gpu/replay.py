@@ -1,0 +1,219 @@
+"""Replay: ranks one after another on one device, each with its rows, its weights and what moves meanwhile.
+
+Symbols: N rows, D width, F inner width, P values of one expert in flat form, S spare slots.
+
+Everything is allocated before anything is timed: one pool of distinct random experts, which all ranks use in turn, two
+banks of spare slots, float32 gradients, rows and their gradients. A rank computes with one bank while copies go into
+the other. Copies go on a stream of their own; a pass ends when both have ended: what copies take longer is waited for.
+Where the host computes there is no second stream, so copies are in line.
+
+Time of a rank: from the moment its pass starts to the moment it ends, copies included.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from time import perf_counter
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from equilibra.bench.gpu.clock import Clock, Stamp
+from equilibra.bench.gpu.work import Moves, RankWork
+from equilibra.core.errors import BudgetError
+from equilibra.core.model import MoEModel
+from equilibra.execute.moe.expert_math import ExpertParts, backward, forward
+from equilibra.execute.moe.spec import Activation, MoESpec
+from equilibra.execute.moe.weights import FlatLayout
+
+__all__ = ["RankTimes", "Replay", "Sizes"]
+
+HEAD_START_US = 300.0
+"""for the host to queue the first rank"""
+NEIGHBOUR_HOMES = 4
+"""experts of another layer: enough that caches do not keep them"""
+
+
+class Sizes(NamedTuple):
+    """The most that any rank needs."""
+
+    rows: int
+    """N"""
+    staying: int
+    """homes and standing copies"""
+    flash: int
+    """flash copies"""
+
+    @classmethod
+    def of(cls, works: Sequence[RankWork]) -> Sizes:
+        """The largest of some."""
+        return cls(
+            max(work.num_rows for work in works), max(len(work.staying) for work in works),
+            max(len(work.flash) for work in works),
+        )  # fmt: skip
+
+
+class RankTimes(NamedTuple):
+    """One rank in one layer and micro-batch, in microseconds."""
+
+    copy_us: float
+    """weights that had to come before it started"""
+    forward_us: float
+    """experts, and whatever of the copies took longer"""
+    backward_us: float
+    """the same, backward"""
+    late_us: float
+    """what the compute stream waited for copies, of both passes"""
+
+
+class Replay:
+    """Buffers of one shape, and the ranks that use them."""
+
+    def __init__(self, model: MoEModel, sizes: Sizes, *, device: torch.device, seed: int = 0) -> None:
+        self.model, self.sizes, self.device = model, sizes, device
+        self.cuda = device.type == "cuda"
+        self.dtype = torch.bfloat16 if self.cuda else torch.float32
+        self.clock = Clock(device)
+        self.side: torch.cuda.Stream | None = None
+        if self.cuda:
+            self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+        self.host_us = 0.0
+        """what the host took to queue the last call"""
+        self._check_memory()
+        torch.manual_seed(seed)
+        spec = MoESpec(hidden=model.hidden, expert_ffn=model.expert_ffn, num_experts=1, top_k=1)
+        self.layout = FlatLayout(spec)
+        slots, values = max(sizes.flash, 1), self.layout.size
+        self.staying = self.layout.experts(self._random(sizes.staying, values) * 0.02)
+        self.banks = [self._random(slots, values) * 0.02 for _ in range(2)]
+        self.bank_experts = [self.layout.experts(bank) for bank in self.banks]
+        self.source = self._random(slots, values) * 0.02
+        self.host_source = torch.empty(slots, values, dtype=self.dtype, pin_memory=self.cuda)
+        self.host_source.copy_(self.source)
+        self.gradients: list[ExpertParts] = self.layout.experts(self._zeros(sizes.staying + slots, values))
+        self.neighbour_homes = self._zeros(min(sizes.staying, NEIGHBOUR_HOMES), values)
+        """gradients of another layer's homes, which those of its copies are added to"""
+        self.neighbour_copies, self.returned = (self._zeros(slots, values) for _ in range(2))
+        """gradients of another layer's copies, and where they go"""
+        self.host_returned = torch.zeros(slots, values, pin_memory=self.cuda)
+        self.arrived = self._zeros(1, values)
+        self.rows = self._random(sizes.rows, model.hidden)
+        self.dy = self._random(sizes.rows, model.hidden) * 0.01
+        self.dx = torch.empty_like(self.rows)
+        torch.empty(self._scratch_bytes(), dtype=torch.uint8, device=device)  # given back, and kept by the allocator
+
+    def _random(self, *shape: int) -> Tensor:
+        return torch.randn(*shape, device=self.device, dtype=self.dtype)
+
+    def _zeros(self, *shape: int) -> Tensor:
+        return torch.zeros(*shape, device=self.device)
+
+    @property
+    def expert_bytes(self) -> int:
+        """Of a copy's weights."""
+        return self.layout.size * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of a copy's gradient."""
+        return self.layout.size * 4
+
+    def _check_memory(self) -> None:
+        if not self.cuda:
+            return
+        model, sizes = self.model, self.sizes
+        weights = (sizes.staying + 4 * sizes.flash + 4) * model.expert_parameters * 2
+        gradients = (sizes.staying + 4 * sizes.flash + NEIGHBOUR_HOMES + 4) * model.expert_parameters * 4
+        need = weights + gradients + sizes.rows * 3 * model.hidden * 2 + self._scratch_bytes()
+        free, _ = torch.cuda.mem_get_info(self.device)
+        if need > free:
+            raise BudgetError(
+                f"{sizes.rows} rows and {sizes.staying} experts of {model.name} need about {need / 2**30:.0f} GiB, "
+                f"{free / 2**30:.0f} GiB are free: use fewer --tokens-per-rank"
+            )
+
+    def _scratch_bytes(self) -> int:
+        """What both passes allocate for rows, about."""
+        return self.sizes.rows * (3 * self.model.hidden + 10 * self.model.expert_ffn) * self.dtype.itemsize
+
+    def run(self, works: Sequence[RankWork], moves: Sequence[Moves], path: str | None, *, head_start_us: float = 0.0
+            ) -> list[RankTimes]:  # fmt: skip
+        """All ranks of a layer and micro-batch, one after another."""
+        self.clock.settle()
+        self.clock.let_host_ahead(HEAD_START_US + head_start_us)
+        begin = perf_counter()
+        stamps = [
+            self._rank(work, move, path or "device", bank=rank % 2)
+            for rank, (work, move) in enumerate(zip(works, moves, strict=True))
+        ]
+        self.host_us = (perf_counter() - begin) * 1e6
+        self.clock.settle()
+        return [self._times(*found) for found in stamps]
+
+    def _rank(self, work: RankWork, move: Moves, path: str, *, bank: int) -> list[Stamp]:
+        """Stamps: start, weights there, forward computed, copies done, forward over, backward likewise."""
+        count, sizes = work.num_rows, work.sizes
+        instances = [*self.staying[: len(work.staying)], *self.bank_experts[bank][: len(work.flash)]]
+        gradients = self.gradients[: len(sizes)]
+        rows, dy, dx = self.rows[:count], self.dy[:count], self.dx[:count]
+        stamps = [self.clock.stamp()]
+        self._fetch(move.exposed, path, bank)
+        stamps.append(self.clock.stamp())
+        copied = self._beside(lambda: self._fetch(move.ahead, path, 1 - bank), move.ahead)
+        _, h = forward(Activation.SWIGLU, rows, sizes, instances) if count else (rows, rows)
+        stamps += self._together(copied)
+        copied = self._beside(
+            lambda: self._backward_moves(move, path, 1 - bank), move.behind, move.returned, move.added
+        )
+        if count:
+            backward(Activation.SWIGLU, (rows, h, dy), sizes, instances, gradients, dx)
+        return stamps + self._together(copied)
+
+    def _beside(self, moving: Callable[[], None], *amounts: int) -> Stamp | None:
+        """Start moving something beside what the device computes; the stamp is at its end."""
+        if not any(amounts):
+            return None
+        if self.side is None:
+            moving()
+            return self.clock.stamp()
+        self.side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.side):
+            moving()
+            return self.clock.stamp()
+
+    def _together(self, copied: Stamp | None) -> list[Stamp]:
+        """Stamps when compute is done, when copies are done, and when both are."""
+        computed = self.clock.stamp()
+        if copied is None:
+            return [computed, computed, computed]
+        if self.side is not None:
+            torch.cuda.current_stream().wait_stream(self.side)
+        return [computed, copied, self.clock.stamp()]
+
+    def _fetch(self, num: int, path: str, bank: int) -> None:
+        """Weights of so many experts into slots of a bank."""
+        if num:
+            source = self.host_source if path == "host" else self.source
+            self.banks[bank][:num].copy_(source[:num], non_blocking=True)
+
+    def _backward_moves(self, move: Moves, path: str, bank: int) -> None:
+        """Weights of the layer before, gradients home, and the sum of those that came home."""
+        self._fetch(move.behind, path, bank)
+        if move.returned:
+            into = self.host_returned if path == "host" else self.returned
+            into[: move.returned].copy_(self.neighbour_copies[: move.returned], non_blocking=True)
+        for number in range(move.added):
+            arrived = self.returned[number % len(self.returned)]
+            if path == "host":
+                arrived = self.arrived[0]
+                arrived.copy_(self.host_returned[number % len(self.host_returned)], non_blocking=True)
+            self.neighbour_homes[number % len(self.neighbour_homes)].add_(arrived)
+
+    def _times(self, *stamps: Stamp) -> RankTimes:
+        start, there, computed, copied, ahead, computed_back, copied_back, end = stamps
+        us = self.clock.us
+        late = max(us(there, copied) - us(there, computed), 0.0) if copied is not computed else 0.0
+        if copied_back is not computed_back:
+            late += max(us(ahead, copied_back) - us(ahead, computed_back), 0.0)
+        return RankTimes(us(start, there), us(there, ahead), us(ahead, end), late)
