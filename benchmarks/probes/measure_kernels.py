@@ -220,6 +220,7 @@ def check() -> list[dict[str, Any]]:
 def kernels_of(layer: Layer) -> dict[str, Any]:
     """Every kernel by itself, by the name of its tile."""
     kind, groups = Activation.SWIGLU, layer.groups
+    order = torch.arange(layer.count, device=DEVICE, dtype=torch.int32)
     gate_up = grouped.addresses([p.gate_up for p in layer.instances], DEVICE)
     down = grouped.addresses([p.down for p in layer.instances], DEVICE)
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
@@ -230,9 +231,11 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
         "ROW_inner": lambda: grouped.row_gradient(groups, layer.dy, down, a),
         "ROW_outer": lambda: grouped.row_gradient(groups, h, gate_up, layer.dx),
         "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
-        "WEIGHT_down": lambda: grouped.weight_gradient(layer.dy, a, [g.down for g in layer.gradients], groups.offsets),
+        "WEIGHT_down": lambda: grouped.weight_gradient(
+            layer.dy, a, [g.down for g in layer.gradients], groups.offsets, order
+        ),
         "WEIGHT_gate_up": lambda: grouped.weight_gradient(
-            h, layer.x, [g.gate_up for g in layer.gradients], groups.offsets
+            h, layer.x, [g.gate_up for g in layer.gradients], groups.offsets, order
         ),
     }
 

@@ -36,7 +36,7 @@ from equilibra.bench.gpu.contenders import (
     STILL_ONE,
     contenders,
 )
-from equilibra.bench.gpu.records import Records, layer_times, load_records, spread
+from equilibra.bench.gpu.records import Records, layer_times, load_records, ratio, settled_times, spread
 from equilibra.bench.gpu.setting import GpuSetting
 from equilibra.bench.suite import environment
 from equilibra.core.errors import InputError
@@ -123,20 +123,26 @@ def run_cases(
 
 def case_result(case: Case, setting: GpuSetting, found: Measured) -> dict[str, Any]:
     """Figures of one case, and what was run."""
-    us = {
-        contender.name: layer_times(found.rows[found.rows["contender"] == NAMES.index(contender.name)])
-        for contender in found.contenders
-    }
+    rows = {one.name: found.rows[found.rows["contender"] == NAMES.index(one.name)] for one in found.contenders}
+    us = {name: layer_times(of) for name, of in rows.items()}
     total = {name: times.sum(axis=1) for name, times in us.items()}
+    settled = {name: float(settled_times(of).sum()) for name, of in rows.items()}
+
+    def over(first: str, second: str) -> dict[str, Any]:
+        return ratio(settled[first] / settled[second], total[first] / total[second])
+
+    def exposed(name: str) -> dict[str, Any]:
+        return ratio(settled[name] / settled[STILL_ONE] - 1, total[name] / total[STILL_ONE] - 1)
+
     moved = dict(zip(setting.paths, (EQUILIBRA, OTHER_PATH), strict=False))
     return {
         "case": case.name, "recording": case.recording, "model": case.model.name, "ranks": case.cluster.num_ranks,
         "nodes": case.cluster.num_nodes, "hidden": case.model.hidden, "expert_ffn": case.model.expert_ffn,
         "experts": case.model.num_experts, "top_k": case.model.top_k, "layers": case.layers,
         "static_imbalance": case.static_imbalance(),
-        "share_of_balanced": {name: spread(total[BALANCED] / times) for name, times in total.items()},
-        "speedup_over_static": {name: spread(total[STATIC] / times) for name, times in total.items()},
-        "exposed_share": {path: spread(total[name] / total[STILL_ONE] - 1) for path, name in moved.items()},
+        "share_of_balanced": {name: over(BALANCED, name) for name in total},
+        "speedup_over_static": {name: over(STATIC, name) for name in total},
+        "exposed_share": {path: exposed(name) for path, name in moved.items()},
         "late_share": {path: _late_share(found, name) for path, name in moved.items()},
         "layer_us": {name: spread(times.mean(axis=1)) for name, times in us.items()},
         "online": _online(found),

@@ -1,7 +1,9 @@
 """Measure one case: contenders in turn inside every layer and micro-batch, repeat after repeat.
 
-A round runs every contender once, in an order that turns by one from round to round; the first round of every layer and
-micro-batch does not count: kernels are chosen and memory is found in it. A layer and micro-batch is finished before the
+A round runs every rank once, and for every rank all contenders one after another, in an order that turns by one from
+rank to rank and round to round: a device's clock drifts by several percent within seconds, and what is compared must
+stand together. The first round of every layer and micro-batch does not count: kernels are chosen and memory is found
+in it. A layer and micro-batch is finished before the
 next one starts, so a case that runs out of time has whole ones.
 """
 
@@ -18,7 +20,7 @@ from numpy.typing import NDArray
 from equilibra.bench.gpu.case import Case
 from equilibra.bench.gpu.contenders import NAMES, Contender, seconds_to_plan
 from equilibra.bench.gpu.records import FIELDS
-from equilibra.bench.gpu.replay import Replay, Sizes
+from equilibra.bench.gpu.replay import RankTimes, Replay, Sizes
 from equilibra.bench.gpu.setting import GpuSetting
 
 __all__ = ["Measured", "measure"]
@@ -89,21 +91,32 @@ class _Runner:
         """All repeats of a layer and micro-batch."""
         found = []
         for repeat in range(-1, self.setting.repeats):
-            turn = repeat % len(self.every)
-            for contender in self.every[turn:] + self.every[:turn]:
-                rows = self._one(contender, layer, micro_batch, repeat)
-                if repeat >= 0:
-                    found.append(rows)
+            times: dict[str, list[RankTimes]] = {contender.name: [] for contender in self.every}
+            for rank in range(self.case.cluster.num_ranks):
+                turn = (repeat + rank) % len(self.every)
+                for contender in self.every[turn:] + self.every[:turn]:
+                    time = self._rank(contender, layer, micro_batch, rank, timed=repeat >= 0)
+                    times[contender.name].append(time)
+            if repeat >= 0:
+                found += [self._rows(one, layer, micro_batch, repeat, times[one.name]) for one in self.every]
         return np.concatenate(found)
 
-    def _one(self, contender: Contender, layer: int, micro_batch: int, repeat: int) -> NDArray[Any]:
-        """A contender once: a record per rank."""
+    def _rank(self, contender: Contender, layer: int, micro_batch: int, rank: int, *, timed: bool) -> RankTimes:
+        """One rank of a contender once."""
+        work, move = contender.works[layer][micro_batch][rank], contender.moves(layer, micro_batch)[rank]
+        head_start_us = self.head_start_us[contender.name]
+        (time,) = self.replay.run([work], [move], contender.path, head_start_us=head_start_us)
+        self._watch_host(contender.name, sum(time[:3]), timed=timed)
+        return time
+
+    def _rows(
+        self, contender: Contender, layer: int, micro_batch: int, repeat: int, times: list[RankTimes]
+    ) -> NDArray[Any]:
+        """A record per rank."""
         works, moves = contender.works[layer][micro_batch], contender.moves(layer, micro_batch)
         plan_us = 0.0
         if contender.planning is not None:
             plan_us = seconds_to_plan(contender.planning, layer, micro_batch) * 1e6
-        times = self.replay.run(works, moves, contender.path, head_start_us=self.head_start_us[contender.name])
-        self._watch_host(contender.name, sum(sum(time[:3]) for time in times), timed=repeat >= 0)
         rows = np.zeros(len(works), FIELDS)
         rows["contender"], rows["repeat"] = NAMES.index(contender.name), repeat
         rows["layer"], rows["micro_batch"] = self.case.layers[layer], micro_batch

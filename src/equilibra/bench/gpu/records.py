@@ -22,7 +22,17 @@ from equilibra.bench.gpu.contenders import NAMES
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 
-__all__ = ["FIELDS", "Records", "layer_times", "load_records", "rank_times", "save_records", "spread"]
+__all__ = [
+    "FIELDS",
+    "Records",
+    "layer_times",
+    "load_records",
+    "rank_times",
+    "ratio",
+    "save_records",
+    "settled_times",
+    "spread",
+]
 
 FIELDS = np.dtype([
     ("case", "i2"), ("contender", "u1"), ("layer", "i2"), ("micro_batch", "i2"), ("repeat", "i2"), ("rank", "i2"),
@@ -73,6 +83,25 @@ def layer_times(rows: NDArray[Any]) -> NDArray[np.float64]:
     if not np.isfinite(times).all():
         raise InputError("records of some repeats are missing: every layer needs all repeats")
     return times
+
+
+def settled_times(rows: NDArray[Any]) -> NDArray[np.float64]:
+    """[layers x micro-batches] the same, where a rank's time is its median over repeats.
+
+    The slowest of many ranks in one repeat is slow by chance too, and the more so the more ranks there are.
+    """
+    cell, cells = _numbered(rows, ("layer", "micro_batch"))
+    rank, ranks = _numbered(rows, ("rank",))
+    repeat, repeats = _numbered(rows, ("repeat",))
+    times = np.full((cells, ranks, repeats), np.nan)
+    times[cell, rank, repeat] = rank_times(rows) + rows["plan_us"]
+    settled: NDArray[np.float64] = np.median(times, axis=2).max(axis=1)
+    return settled
+
+
+def ratio(settled: float, of_repeats: Any) -> dict[str, Any]:  # noqa: ANN401
+    """A ratio of settled times, and the least and largest of single repeats."""
+    return {**spread(of_repeats), "median": settled}
 
 
 def _numbered(rows: NDArray[Any], names: tuple[str, ...]) -> tuple[NDArray[np.int64], int]:

@@ -71,8 +71,8 @@ def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
 class Groups:
     """Where the rows of every instance are."""
 
-    num_instances: int
-    """I"""
+    sizes: tuple[int, ...]
+    """[I] rows of every instance"""
     num_rows: int
     """N"""
     num_tiles: int
@@ -94,7 +94,7 @@ class Groups:
         first = offsets[instance] + (np.arange(instance.size) - before[instance]) * BM
         both = to_device(np.concatenate([instance, first, offsets[instance + 1], offsets]).astype(np.int32), device)
         return cls(
-            num_instances=rows.size, num_rows=int(offsets[-1]), num_tiles=instance.size,
+            sizes=sizes, num_rows=int(offsets[-1]), num_tiles=instance.size,
             tiles=both[: 3 * instance.size], offsets=both[3 * instance.size :],
         )  # fmt: skip
 
@@ -154,6 +154,12 @@ def backward(
     _weights(groups, pairs, gradients, 0, split)
 
 
+@lru_cache(maxsize=512)
+def _by_rows(sizes: tuple[int, ...], device: torch.device) -> Tensor:
+    """[I] instances by their number of rows, most first: what takes longest must not start last."""
+    return to_device(np.argsort(-np.array(sizes, np.int64), kind="stable").astype(np.int32), device)
+
+
 def _table(instances: Sequence[ExpertParts], name: str) -> Tensor:
     return addresses([getattr(parts, name) for parts in instances], instances[0].gate_up.device)
 
@@ -170,7 +176,7 @@ def _weights(
     for left, right, name in pairs:
         into = [getattr(g, name) for g in wanted]
         if into[0] is not None:
-            weight_gradient(left, right, into, offsets)
+            weight_gradient(left, right, into, offsets, _by_rows(groups.sizes[begin:end], left.device))
         biases = [getattr(g, f"{name}_bias") for g in wanted]
         if biases[0] is not None:
             bias_gradient(left, biases, offsets)
@@ -216,12 +222,12 @@ def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> 
     )
 
 
-def weight_gradient(left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor) -> None:
+def weight_gradient(left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor, order: Tensor) -> None:
     """Add left.T right of every instance's rows."""
     table = addresses(into, left.device)
     tile, rows, cols = _tile(WEIGHT, left), left.shape[1], right.shape[1]
     _kernels().weight_gradient[(-(-rows // tile.bm) * -(-cols // tile.bn), len(into))](
-        left, right, table, offsets, into[0], A=rows, B=cols, IN_MEMORY=left.is_cuda, **_sizes(tile, left)
+        left, right, table, offsets, order, into[0], A=rows, B=cols, IN_MEMORY=left.is_cuda, **_sizes(tile, left)
     )
 
 

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-TABLES = ["weights", "biases", "gradients", "tiles", "offsets", "like"]
+TABLES = ["order", "weights", "biases", "gradients", "tiles", "offsets", "like"]
 
 
 def _once_per_shape(kernel):
@@ -175,17 +175,17 @@ def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr
 
 @_once_per_shape
 def weight_gradient(
-    left, right, gradients, offsets, like,
+    left, right, gradients, offsets, order, like,
     A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, IN_MEMORY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Adds left.T right [A, B] of an instance's rows to its gradient.
+    """Adds left.T right [A, B] of an instance's rows to its gradient; instances with most rows start first.
 
     If IN_MEMORY, sums are added by the memory, which saves waiting for what was there; nobody else adds to the same
     place meanwhile.
     """
     columns = tl.cdiv(B, BN)
-    g, at = tl.program_id(1), tl.program_id(0)
+    g, at = tl.load(order + tl.program_id(1)), tl.program_id(0)
     first, last = tl.load(offsets + g), tl.load(offsets + g + 1)
     if first < last:
         left_col, right_col = (at // columns) * BM, (at % columns) * BN
