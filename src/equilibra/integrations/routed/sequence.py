@@ -48,8 +48,9 @@ class RoutedSequence:
 
     def experts(self) -> NDArray[np.int32]:
         """[T - 1, L, K] as rollout engines report it here: -1 where there is no routing, nothing of the last token."""
-        known = np.where(self.recorded[:-1, None, None], self.ids[:-1], -1)
-        return known.astype(np.int32)
+        experts = self.ids[:-1].astype(np.int32)
+        experts[~self.recorded[:-1]] = -1
+        return experts
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
