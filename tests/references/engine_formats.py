@@ -58,10 +58,13 @@ def vllm_output(ones: list[Known], *, first: int = 0, dtype: Any = np.uint8) -> 
     return SimpleNamespace(request_id="0", prompt_token_ids=list(range(ones[0].prompt)), outputs=answers, finished=True)
 
 
-def vllm_response(ones: list[Known], *, first: int = 0, token_ids: bool = False) -> dict[str, Any]:
+def vllm_response(
+    ones: list[Known], *, first: int = 0, token_ids: bool = False, model: RoutedModel = MODEL
+) -> dict[str, Any]:
     """A body of /v1/completions."""
     choices: list[dict[str, Any]] = [
-        {"index": n, "text": "", "finish_reason": "stop", "routed_experts": npy_base64(columns(one)[first:]),
+        {"index": n, "text": "", "finish_reason": "stop",
+         "routed_experts": npy_base64(columns(one, model=model)[first:]),
          "token_ids": list(range(one.answer)) if token_ids else None}
         for n, one in enumerate(ones)
     ]  # fmt: skip

@@ -94,7 +94,7 @@ class Served:
 
 
 @contextmanager
-def sglang_server(served: Served | None = None) -> Iterator[tuple[str, Served]]:
+def sglang_server(served: Served | None = None, port: int = 0) -> Iterator[tuple[str, Served]]:
     """The address of a running server, and what is behind it."""
     served = served or Served()
 
@@ -116,7 +116,7 @@ def sglang_server(served: Served | None = None) -> Iterator[tuple[str, Served]]:
         def log_message(self, *_):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server = ThreadingHTTPServer(("127.0.0.1", port), Handler)
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:

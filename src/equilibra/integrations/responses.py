@@ -22,7 +22,7 @@ from equilibra.integrations.routed.sequence import RoutedSequence
 __all__ = ["FORMATS", "sequences_of_file"]
 
 FORMATS = ("vllm", "sglang")
-MAX_LINE_BYTES = 1 << 30
+MAX_LINE_BYTES = 256 << 20
 START = ("routed_experts_start_len", "routed_experts_prompt_start")
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from equilibra.train.config_checks import check_flag, check_number, check_table, check_text, check_whole
+from equilibra.train.config_checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
 
-__all__ = ["Option", "RolloutConfig"]
+__all__ = ["ENGINES", "Option", "RolloutConfig"]
 
+ENGINES = ("embedded", "sglang", "vllm")
 Option = str | int | float | bool
 """a value of `task.options`, `rollout.options` and `algorithm.options`"""
 
@@ -43,7 +44,7 @@ class RolloutConfig:
     """vllm: further settings of vllm.LLM, as gpu_memory_utilization = 0.4"""
 
     def __post_init__(self) -> None:
-        check_text("rollout.engine", self.engine)
+        check_choice("rollout.engine", self.engine, ENGINES)
         for name in ("prompts", "answers", "max_prompt_tokens", "max_answer_tokens"):
             check_whole(f"rollout.{name}", getattr(self, name), low=1)
         check_number("rollout.temperature", self.temperature, above=0, high=1e3)

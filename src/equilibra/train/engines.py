@@ -14,14 +14,12 @@ from equilibra.integrations.sglang.http import Server, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine
 from equilibra.rl.engine import Engine
 from equilibra.train.config import TrainConfig
-from equilibra.train.config_checks import check_choice
 
 if TYPE_CHECKING:
     from equilibra.train.build import Parts
 
-__all__ = ["ENGINES", "build_engine", "check_engine"]
+__all__ = ["build_engine", "check_engine"]
 
-ENGINES = ("embedded", "sglang", "vllm")
 WEIGHTS = "engine-weights"
 """in the run folder: where weights are handed over, if the configuration says nothing else"""
 
@@ -29,7 +27,6 @@ WEIGHTS = "engine-weights"
 def check_engine(config: TrainConfig) -> None:
     """An error now if the engine cannot be used, before anything is trained."""
     rollout = config.rollout
-    check_choice("rollout.engine", rollout.engine, ENGINES)
     if rollout.engine == "sglang":
         _addresses(rollout.server)
     if rollout.engine == "vllm":

@@ -1,6 +1,7 @@
 """Rollout engines outside the package: the same numbers as the embedded one, and errors that say what is wrong."""
 
 import socket
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -23,7 +24,8 @@ from equilibra.integrations.sglang.http import Server, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine, import_vllm
 from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of
-from equilibra.train.config import ClusterConfig
+from equilibra.train.config import ClusterConfig, TrainConfig
+from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
 
 END = 17
 CPU = torch.device("cpu")
@@ -189,11 +191,14 @@ def test_a_stream_is_read_to_its_end_even_if_it_cannot_be_written(weights, group
     assert next(left, None) is None
 
 
-def test_a_server_that_is_starting_is_waited_for(model, weights, group, tmp_path):
+def free_port():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
-        port = taken.getsockname()[1]
-    now, pauses = [0.0], []
+        return taken.getsockname()[1]
+
+
+def test_a_server_that_never_starts():
+    now, pauses, port = [0.0], [], free_port()
 
     def pause(seconds):
         pauses.append(seconds)
@@ -203,6 +208,23 @@ def test_a_server_that_is_starting_is_waited_for(model, weights, group, tmp_path
     with pytest.raises(ExecuteError, match=rf"no server answered at http://127.0.0.1:{port} within 5 s"):
         server.post("/generate", {}, max_bytes=10)
     assert 8 <= len(pauses) <= 10
+
+
+def test_a_server_that_is_starting_is_waited_for(model, weights, group, tmp_path):
+    port = free_port()
+    with ExitStack() as stack:
+        pauses = []
+
+        def pause(seconds):
+            pauses.append(seconds)
+            if len(pauses) == 2:
+                stack.enter_context(sglang_server(port=port))
+
+        server = Server(url=f"http://127.0.0.1:{port}", timeout_s=5.0, pause=pause)
+        engine = sglang_engine(model, group, "", tmp_path, servers=[server])
+        engine.load_weights(iter(weights.items()))
+        same(engine.generate(requests_of(), temperature=1.0), embedded(model, weights, requests_of(), 1.0))
+    assert len(pauses) == 2
 
 
 def test_a_server_that_says_nothing(model):
@@ -273,6 +295,15 @@ def test_ranks_share_servers(model, tmp_path):
     ]
     assert served.updates == other.updates == [str(tmp_path / "weights")] * 2
     assert served.asked == other.asked > 0
+
+
+def test_a_resumed_run_may_have_other_servers_but_no_other_engine():
+    before = with_overrides(TrainConfig(), ["rollout.engine=sglang", "rollout.server=http://a:1"])
+    check_resumable(before, with_overrides(before, ["rollout.server=http://b:1", "rollout.weights_folder=there"]))
+    with pytest.raises(InputError, match=r"cannot resume with rollout\.engine"):
+        check_resumable(before, with_overrides(before, ["rollout.engine=embedded"]))
+    folder = with_absolute_paths(with_overrides(before, ["rollout.weights_folder=there"])).rollout.weights_folder
+    assert folder.startswith("/")
 
 
 # --- vLLM in process, with a stand-in of its documented interface ---

@@ -1,5 +1,6 @@
 """Routing built exactly to each engine's format comes back as it was, with what engines do not know left open."""
 
+import base64
 import json
 import subprocess
 import sys
@@ -7,6 +8,8 @@ import sys
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from tests.references.engine_formats import (
     MODEL,
     columns,
@@ -241,3 +244,30 @@ def test_converters_need_no_engine_and_no_torch():
         "sys.exit(any(name in sys.modules for name in ('torch', 'transformers', 'vllm', 'sglang', 'verl', 'slime')))"
     )
     assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0
+
+
+@given(
+    prompt=st.integers(1, 6), answer=st.integers(1, 6), skipped=st.integers(0, 12), lost=st.sets(st.integers(0, 10)),
+    dense=st.sets(st.integers(0, 4), max_size=4), seed=st.integers(0, 1000),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_any_sequence_comes_back(prompt, answer, skipped, lost, dense, seed):
+    """Whatever was left out at the start, forgotten in the middle, and whichever layers are dense."""
+    model = RoutedModel(num_layers=5, top_k=3, num_experts=16, dense_layers=tuple(sorted(dense)))
+    one = known(prompt, answer, seed=seed, model=model)
+    first, missing = min(skipped, len(one.ids)), sorted(row for row in lost if row < len(one.ids))
+    full = columns(one, np.int32, model=model)
+    full[missing] = -1
+    response = vllm_response([one], first=first, model=model)
+    response["choices"][0]["routed_experts"] = npy_base64(full[first:])
+    result = sglang_result(one, first=first, model=model)
+    result["meta_info"]["routed_experts"] = base64.b64encode(full[first:].tobytes()).decode()
+    for found in (
+        vllm.sequences_of_response(response, model, first=first),
+        sglang.sequences_of_response(result, model, first=first),
+    ):
+        (sequence,) = found
+        check(sequence, one, missing=sorted({*range(first), *missing}))
+        experts = sequence.experts()
+        assert (experts[~sequence.recorded[:-1]] == -1).all()
+        np.testing.assert_array_equal(experts[sequence.recorded[:-1]], one.ids[sequence.recorded[:-1]])

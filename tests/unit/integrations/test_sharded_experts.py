@@ -67,3 +67,14 @@ def test_what_cannot_be_sharded(group, tmp_path):
     shard_experts(model, group)
     with pytest.raises(InputError, match="sharded already"):
         shard_experts(model, group)
+
+
+def test_activations_are_computed_anew_inside_a_micro_batch_only(group, tmp_path):
+    save_small("qwen3_moe", tmp_path / "model")
+    model = plain(tmp_path / "model", torch.float32)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    shard_experts(model, group)
+    tokens = sequences()[0][None]
+    loss = hidden(model, tokens, torch.ones_like(tokens)).sum()
+    with pytest.raises(InputError, match="computed anew outside of"):
+        loss.backward()
