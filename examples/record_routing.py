@@ -5,57 +5,51 @@ Here the engines' answers are made up, in exactly their shapes; in a rollout the
 
 import base64
 import tempfile
+from itertools import chain
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 
-from equilibra.trace.open import load_trace, save_trace
-from equilibra.trace.routing import RoutingTrace
+from equilibra.integrations import sglang, slime, verl, vllm
+from equilibra.integrations.routed import RoutedModel, save_sequences
+from equilibra.trace.open import load_trace
 
-NUM_EXPERTS, TOP_K, HIDDEN_LAYERS = 64, 6, 5
-MOE_LAYERS = [1, 2, 3, 4]  # dense layers have a column of zeros in the engines' answers: leave them out
+# The engines have a column for every layer; the dense ones, here the first, are columns of zeros and are left out.
+# model_from_folder("/models/qwen3-30b-a3b") reads all this from config.json.
+MODEL = RoutedModel(num_layers=5, top_k=6, num_experts=64, dense_layers=(0,))
 random = np.random.default_rng(0)
 
 
-def recording(routed: list[np.ndarray]) -> RoutingTrace:
-    """One sequence after another. The last token of a sequence was never routed, so engines return one row less."""
-    rows, recorded = [], []
-    for ids in routed:  # [tokens - 1, hidden layers, k]
-        moe = ids[:, MOE_LAYERS]
-        rows.append(np.concatenate([moe, moe[-1:]]))  # any ids will do for a token that is not recorded
-        recorded.append(np.arange(len(moe) + 1) < len(moe))
-    offsets = np.concatenate([[0], np.cumsum([len(part) for part in rows])])
-    ids = np.concatenate(rows).astype(np.uint8 if NUM_EXPERTS <= 256 else np.uint16)
-    return RoutingTrace(ids=ids, offsets=offsets, num_experts=NUM_EXPERTS, recorded=np.concatenate(recorded))
-
-
 def made_up(tokens: int) -> np.ndarray:
-    ids = np.argsort(random.random((tokens - 1, HIDDEN_LAYERS, NUM_EXPERTS)), axis=2)[..., :TOP_K]
+    ids = np.argsort(random.random((tokens - 1, MODEL.num_layers, MODEL.num_experts)), axis=2)[..., : MODEL.top_k]
     ids[:, 0] = 0  # the dense layer
     return ids
 
 
 # vLLM, built with enable_return_routed_experts: routed_experts of every CompletionOutput
-vllm = [made_up(300).astype(np.uint8), made_up(120).astype(np.uint8)]
+answer = SimpleNamespace(index=0, token_ids=[0] * 200, routed_experts=made_up(300).astype(np.uint8))
+from_vllm = vllm.sequences_of_outputs([SimpleNamespace(prompt_token_ids=[0] * 100, outputs=[answer])], MODEL)
 
-# SGLang: server --enable-return-routed-experts, request return_routed_experts; meta_info["routed_experts"]
-meta_info = {"routed_experts": base64.b64encode(made_up(200).astype(np.int32).tobytes()).decode()}
-flat = np.frombuffer(base64.b64decode(meta_info["routed_experts"]), np.int32)
-sglang = [flat.reshape(-1, HIDDEN_LAYERS, TOP_K)]
+# SGLang: server --enable-return-routed-experts, request return_routed_experts; the answer of /generate
+text = base64.b64encode(made_up(200).astype(np.int32).tobytes()).decode()
+meta_info = {"prompt_tokens": 50, "completion_tokens": 150, "routed_experts": text}
+from_sglang = sglang.sequences_of_response({"text": "", "meta_info": meta_info}, MODEL)
 
-# verl: batch.batch["routed_experts"] [batch, prompt + response, layers, k], zero where attention_mask is 0
-routed_experts, attention_mask = np.zeros((2, 256, HIDDEN_LAYERS, TOP_K), np.int16), np.zeros((2, 256), bool)
+# verl: a DataProto, or a table with its tensors; zeros where nothing was written
+batch = {"routed_experts": np.zeros((2, 256, 5, 6), np.int16), "attention_mask": np.zeros((2, 256), int)}
+batch["prompts"] = np.zeros((2, 40), int)
 for row, tokens in enumerate((256, 90)):
-    routed_experts[row, : tokens - 1], attention_mask[row, :tokens] = made_up(tokens), True
-verl = [routed_experts[row][attention_mask[row]][:-1] for row in range(2)]
+    batch["routed_experts"][row, : tokens - 1], batch["attention_mask"][row, :tokens] = made_up(tokens), 1
+from_verl = verl.sequences_of_batch(batch, MODEL)
 
-# slime: sample.rollout_routed_experts [tokens - 1, layers, k] of every sample
-slime = [made_up(77).astype(np.int32)]
+# slime: its samples
+sample = {"tokens": [0] * 77, "response_length": 37, "rollout_routed_experts": made_up(77).astype(np.int32)}
+from_slime = slime.sequences_of_samples([sample], MODEL)
 
 with tempfile.TemporaryDirectory() as folder:
     path = Path(folder) / "rollout.npz"
-    save_trace(recording([*vllm, *sglang, *verl, *slime]), path)
+    save_sequences(chain(from_vllm, from_sglang, from_verl, from_slime), path, MODEL)
     back = load_trace(path)
-    unrecorded = back.num_tokens - int(np.count_nonzero(back.recorded))
-    print(f"{back.num_sequences} sequences, {back.num_tokens} tokens, {unrecorded} without routing (their last ones)")
+    print(f"{back.num_sequences} sequences, {back.num_tokens} tokens, {back.tokens_without_routing} without routing")
     print("save yours to a folder that stays, then: equilibra simulate --trace rollout.npz --nodes 2 --report")

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from time import monotonic
 
-__all__ = ["Progress"]
+__all__ = ["Progress", "announced"]
 
 WIDTH = 24
 
@@ -35,3 +38,18 @@ class Progress:
         """Take the bar away."""
         if self._drawn:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def announced(work: str) -> Iterator[None]:
+    """Say what is going on, if it takes longer than a second, and how long it took."""
+    start = monotonic()
+    timer = threading.Timer(1.0, lambda: print(f"{work} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if monotonic() - start > 1.0:
+        print(f"{work}: {monotonic() - start:.1f} s", file=sys.stderr)

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import json
 import sys
-import threading
-import time
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from equilibra.cli.progress import announced
+from equilibra.cli.trace_convert import add_convert
 
 if TYPE_CHECKING:
     import argparse
-    from collections.abc import Iterator, Sequence
+    from collections.abc import Sequence
 
     from equilibra.trace.summary import TraceSummary
     from equilibra.trace.synth import SynthKnobs, SynthShape
@@ -40,7 +40,7 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
     trace = subparsers.add_parser("trace", help="look at a routing recording, convert it, make a synthetic one")
     commands = trace.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
     _add_info(commands)
-    _add_convert(commands)
+    add_convert(commands)
     _add_synth(commands)
 
 
@@ -57,16 +57,6 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     info.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
-
-
-def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    convert = commands.add_parser("convert", help="from .npz to .eqtrace and back, by the suffix of DST")
-    convert.add_argument("source", metavar="SRC", help="NAME.npz or NAME.eqtrace")
-    convert.add_argument("target", metavar="DST", help="NAME.npz or NAME.eqtrace")
-    convert.add_argument("--experts", type=int, metavar="E", help="experts of a layer, where an .npz does not say")
-    convert.add_argument("--overwrite", action="store_true", help="replace DST if it is there")
-    convert.add_argument("--json", action="store_true", help="print one JSON object")
-    convert.set_defaults(run=_convert)
 
 
 def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
@@ -95,25 +85,12 @@ def _info(arguments: argparse.Namespace) -> int:
     from equilibra.trace.summary import summarize
 
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
-    with _announced(f"reading {arguments.file}"):
+    with announced(f"reading {arguments.file}"):
         recording = load_trace(arguments.file, num_experts=arguments.experts, verify=not arguments.no_verify)
         if arguments.distinct:
             require_distinct_experts(recording)
         summary = summarize(recording, cluster, arguments.tokens_per_microbatch)
     _print(json.dumps(summary.to_dict()) if arguments.json else _table(arguments.file, summary))
-    return 0
-
-
-def _convert(arguments: argparse.Namespace) -> int:
-    from equilibra.trace.open import load_trace, save_trace
-
-    with _announced(f"converting {arguments.source}"):
-        recording = load_trace(arguments.source, num_experts=arguments.experts)
-        save_trace(recording, arguments.target, overwrite=arguments.overwrite)
-    made = {"target": arguments.target, "tokens": recording.num_tokens, "sequences": recording.num_sequences}
-    _print(
-        json.dumps(made) if arguments.json else "wrote {target}: {tokens} tokens, {sequences} sequences".format(**made)
-    )
     return 0
 
 
@@ -123,7 +100,7 @@ def _synth(arguments: argparse.Namespace) -> int:
     from equilibra.trace.open import save_trace
     from equilibra.trace.synth import synthetic_recording
 
-    with _announced(f"making {arguments.target}"):
+    with announced(f"making {arguments.target}"):
         size, knobs = _wanted(arguments)
         recording = synthetic_recording(
             size, knobs, seed=arguments.seed, step=arguments.step, record_last_token=not arguments.no_last_token
@@ -197,21 +174,6 @@ def _sparkline(values: Sequence[float]) -> str:
     """One block per value, from zero to the largest."""
     top = max(values) or 1.0
     return "".join(BLOCKS[min(7, int(8 * value / top))] for value in values)
-
-
-@contextmanager
-def _announced(work: str) -> Iterator[None]:
-    """Say on stderr what is going on, if it takes longer than a second."""
-    start = time.monotonic()
-    timer = threading.Timer(1.0, lambda: print(f"{work} ...", file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-    if time.monotonic() - start > 1.0:
-        print(f"{work}: {time.monotonic() - start:.1f} s", file=sys.stderr)
 
 
 def _print(text: str) -> None:

@@ -146,6 +146,10 @@ class Runtime:
     def enter_layer(self, where: Where, direction: Direction) -> None:
         """A layer begins: what ran since the last one was attention and other dense parts."""
         self.check_whole()
+        if self.current is None and direction is Direction.FORWARD_AGAIN:
+            raise InputError(
+                "activations are computed anew outside of `with micro_batch:`: run the backward pass inside it"
+            )
         since = self.recorder.dense_since
         if since is not None:
             self.recorder.add(Kind.ATTENTION, Resource.COMPUTE, where, direction, since, perf_counter())

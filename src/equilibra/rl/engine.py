@@ -1,12 +1,13 @@
 """Rollout engines: whatever turns prompts into answers and says which experts every token went to.
 
 An engine has weights of its own: after every update it is given the new ones by their published names, in logical
-order, whatever the placement of the trainer is. The embedded one is `integrations.hf.Replica` under `Sampler`; others
-(vLLM, SGLang) implement the same protocol.
+order, whatever the placement of the trainer is. The embedded one is `integrations.hf.Replica`; those of
+`integrations.sglang` and `integrations.vllm` implement the same protocol.
 """
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -15,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Engine", "Generation", "Request"]
+__all__ = ["Engine", "Generation", "Request", "seed_of"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -31,6 +32,16 @@ class Request:
     def max_new(self) -> int:
         """Tokens that may be generated."""
         return int(self.noise.size)
+
+    def unanswered(self, shape: tuple[int, int]) -> Generation:
+        """No token was asked for: nothing is generated, and no routing known. shape: MoE layers, experts per token."""
+        experts = np.full((self.tokens.size - 1, *shape), -1, np.int32)
+        return Generation(tokens=np.zeros(0, np.int64), logprobs=np.zeros(0), experts=experts, ended=False)
+
+
+def seed_of(request: Request) -> int:
+    """31 bits for engines that take a seed: the same noise gives the same one."""
+    return int.from_bytes(hashlib.sha256(request.noise.tobytes()).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

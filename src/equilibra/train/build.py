@@ -17,7 +17,7 @@ from equilibra.execute.copies.transfer import Path as CopyPath
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
-from equilibra.integrations.hf import ModelFolder, Replica, ShardedModel, Text, build_model, open_model_folder, text_of
+from equilibra.integrations.hf import ModelFolder, ShardedModel, Text, build_model, open_model_folder, text_of
 from equilibra.integrations.reasoning_gym import reasoning_gym_task
 from equilibra.rl.algorithms.algorithm import Algorithm, algorithm_named
 from equilibra.rl.learner import Learner
@@ -26,6 +26,7 @@ from equilibra.rl.tasks.jsonl import jsonl_task
 from equilibra.rl.tasks.reward import reward_function
 from equilibra.rl.tasks.task import Task
 from equilibra.train.config import Option, TrainConfig
+from equilibra.train.engines import build_engine, check_engine
 
 __all__ = [
     "Parts", "algorithm_of", "build_learner", "build_model_of", "build_parts", "build_rollout", "cluster_of",
@@ -111,8 +112,8 @@ def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -
 def _check_rollout(config: TrainConfig, task: Task, text: Text) -> None:
     """What would only fail after the warm-up, or not at all, is an error now."""
     rollout, number = config.rollout, config.algorithm.mini_batches
-    if rollout.engine != "embedded":
-        raise InputError(f"rollout.engine is {rollout.engine!r}, there is only embedded so far")
+    if not config.debug.replay:
+        check_engine(config)
     groups = rollout.prompts * (rollout.answers if rollout.window else 1)
     if number > groups:
         raise InputError(
@@ -171,12 +172,10 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
     )  # fmt: skip
 
 
-def build_rollout(parts: Parts) -> Rollout:
-    """The embedded engine, and what it is asked."""
+def build_rollout(parts: Parts, run: Path | None = None) -> Rollout:
+    """The engine, and what it is asked. run: the run's folder, where engines with weights of their own get them."""
     rollout = parts.config.rollout
-    engine = Replica(
-        parts.folder, dtype=parts.dtype, device=parts.device, end=parts.text.end, pad=parts.text.pad
-    )  # fmt: skip
+    engine = build_engine(parts, run)
     setting = RolloutSetting(
         seed=parts.config.run.seed, prompts=rollout.prompts, answers=rollout.answers,
         max_prompt_tokens=rollout.max_prompt_tokens, max_answer_tokens=rollout.max_answer_tokens,

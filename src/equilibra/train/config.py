@@ -11,14 +11,12 @@ from dataclasses import dataclass, field, fields
 
 from equilibra.core.errors import InputError
 from equilibra.train.config_checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
+from equilibra.train.config_rollout import Option, RolloutConfig
 
 __all__ = [
     "AlgorithmConfig", "BalanceConfig", "ClusterConfig", "DebugConfig", "ModelConfig", "OptimizerConfig", "Option",
     "RolloutConfig", "RunConfig", "TaskConfig", "TrainConfig", "WarmUpConfig",
 ]  # fmt: skip
-
-Option = str | int | float | bool
-"""a value of `task.options` and `algorithm.options`"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,36 +136,6 @@ class WarmUpConfig:
         check_number("warm_up.lr", self.lr, above=0)
         check_number("warm_up.smoothing", self.smoothing, high=1, below=True)
         check_text("warm_up.cache", self.cache, empty=True)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RolloutConfig:
-    """How answers are generated."""
-
-    engine: str = "embedded"
-    """who generates: embedded is batched sampling on the training ranks"""
-    prompts: int = 32
-    """problems of a step, over all ranks, from 1 on"""
-    answers: int = 8
-    """answers to each problem, from 1 on"""
-    max_prompt_tokens: int = 64
-    """longest prompt, in tokens, from 1 on; a problem with a longer one is an error"""
-    max_answer_tokens: int = 8
-    """longest answer, in tokens, from 1 on; longer ones are cut off"""
-    reward_cut_off: bool = False
-    """true: answers that were cut off are rewarded for what they say; false: they get no reward"""
-    temperature: float = 1.0
-    """of sampling, more than 0"""
-    window: int = 0
-    """answer tokens that a step generates at most, the rest follows in later steps (T-PPO); 0: whole answers"""
-
-    def __post_init__(self) -> None:
-        check_text("rollout.engine", self.engine)
-        for name in ("prompts", "answers", "max_prompt_tokens", "max_answer_tokens"):
-            check_whole(f"rollout.{name}", getattr(self, name), low=1)
-        check_number("rollout.temperature", self.temperature, above=0, high=1e3)
-        check_whole("rollout.window", self.window, low=0)
-        check_flag("rollout.reward_cut_off", self.reward_cut_off)
 
 
 @dataclass(frozen=True, kw_only=True)

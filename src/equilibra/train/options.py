@@ -11,7 +11,6 @@ import textwrap
 from functools import cache
 from itertools import pairwise
 
-from equilibra.train import config as config_module
 from equilibra.train.config import TrainConfig
 from equilibra.train.config_files import table_of, toml_line
 
@@ -25,12 +24,16 @@ WIDTH = 120
 @cache
 def option_docs() -> dict[str, str]:
     """The explanation of every option, `section.key`, from the docstrings in the source."""
-    tree = ast.parse(inspect.getsource(config_module))
-    classes = {node.name: _field_docs(node) for node in tree.body if isinstance(node, ast.ClassDef)}
     return {
         f"{section}.{key}": doc
-        for section, values in vars(TrainConfig()).items() for key, doc in classes[type(values).__name__].items()
+        for section, values in vars(TrainConfig()).items() for key, doc in _docs_of(type(values)).items()
     }  # fmt: skip
+
+
+def _docs_of(section: type) -> dict[str, str]:
+    """Fields of a section, and what is said of each."""
+    (node,) = ast.parse(inspect.getsource(section)).body
+    return _field_docs(node) if isinstance(node, ast.ClassDef) else {}
 
 
 def _field_docs(node: ast.ClassDef) -> dict[str, str]:

@@ -19,7 +19,10 @@ from equilibra.train.config_files import config_from_table, option_types, table_
 
 __all__ = ["changed_options", "check_resumable", "with_absolute_paths", "with_overrides"]
 
-CHANGEABLE = ("run.steps", "run.checkpoint_every", "run.evaluate_every", "cluster.*", "balance.*")
+CHANGEABLE = (
+    "run.steps", "run.checkpoint_every", "run.evaluate_every", "cluster.*", "balance.*", "rollout.server",
+    "rollout.server_timeout_s", "rollout.weights_folder",
+)  # fmt: skip
 """what a resumed run may be told anew: nothing that changes its numbers"""
 
 
@@ -103,11 +106,12 @@ def check_resumable(before: TrainConfig, after: TrainConfig) -> None:
 
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with paths that do not depend on the current folder, so that a run resumes anywhere."""
-    source, task, debug = config.model.source, config.task, config.debug
+    source, task, debug, rollout = config.model.source, config.task, config.debug, config.rollout
     return replace(
         config,
         model=replace(config.model, source=source if source == "embedded" else _absolute(source)),
         task=replace(task, path=_absolute(task.path), reward=_absolute(task.reward)),
+        rollout=replace(rollout, weights_folder=_absolute(rollout.weights_folder)),
         warm_up=replace(config.warm_up, cache=_absolute(config.warm_up.cache)),
         debug=replace(debug, record=_absolute(debug.record), replay=_absolute(debug.replay)),
     )

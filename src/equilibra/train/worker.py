@@ -61,7 +61,7 @@ def run_worker(
         policy = build_learner(parts, model, lr=config.optimizer.lr)
         critic = None if value is None else build_learner(parts, value, lr=config.optimizer.value_lr, value=True)
         reference = _reference(parts, model, folder, resume=resume)
-        source = _source(parts, model)
+        source = _source(parts, model, folder)
         state = State(folder, policy, critic, keep=config.run.keep)
         first = 0
         if resume:
@@ -169,7 +169,7 @@ def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool)
     return build_learner(parts, frozen, lr=None)
 
 
-def _source(parts: Parts, model: ShardedModel) -> Source:
+def _source(parts: Parts, model: ShardedModel, folder: Path) -> Source:
     config, runtime, spec = parts.config, model.runtime, parts.folder.spec
     shape = ModelShape(
         family=parts.folder.family.model_type, num_layers=len(runtime.weights), num_experts=spec.num_experts,
@@ -182,7 +182,7 @@ def _source(parts: Parts, model: ShardedModel) -> Source:
         about = {"task": parts.task.name, "seed": config.run.seed}
         record = Recording(folder=Path(config.debug.record), model=shape, about=about)
     return EngineSource(
-        build_rollout(parts), parts.group, lambda: logical_weights(runtime, model.naming, model.dense()),
+        build_rollout(parts, folder), parts.group, lambda: logical_weights(runtime, model.naming, model.dense()),
         num_held_out=min(config.run.evaluate_problems, parts.task.num_held_out), windowed=parts.algorithm.windowed,
         record=record,
     )  # fmt: skip

@@ -291,7 +291,7 @@ def test_a_layer_takes_as_long_as_its_slowest_rank():
 
 
 def test_the_slowest_rank_is_slowest_in_the_median():
-    rows = made_records({STATIC: [[[1, 3], [2, 2]], [[5, 1], [9, 1]], [[2, 4], [2, 2]]]})
+    rows = made_records({STATIC: [[[1, 3], [2, 2]], [[5, 1], [9, 1]], [[2, 4], [2, 2]]]}, repeats=3)
     assert settled_times(rows).tolist() == [3, 2]
     assert np.median(layer_times(rows), axis=0).tolist() == [4, 2]  # slow by chance in every repeat
 

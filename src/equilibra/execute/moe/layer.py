@@ -51,10 +51,6 @@ class BalancedMoE(nn.Module):
         if hidden.shape[-1] != self.spec.hidden:
             raise InputError(f"hidden states must be {self.spec.hidden} wide, not {tuple(hidden.shape)}")
         runtime, micro_batch = self.runtime, self.runtime.current
-        if micro_batch is None and direction_now() != 0:
-            raise InputError(
-                "activations are computed anew outside of `with micro_batch:`: run the backward pass inside it"
-            )
         flat_TD = hidden.reshape(-1, self.spec.hidden)
         recorded = None
         tokens_TD = flat_TD

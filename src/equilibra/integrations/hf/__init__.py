@@ -4,6 +4,7 @@ from equilibra.integrations.hf.families import Family, family_of
 from equilibra.integrations.hf.folder import ModelFolder, open_model_folder
 from equilibra.integrations.hf.model import ShardedModel, build_model
 from equilibra.integrations.hf.replica import Replica
+from equilibra.integrations.hf.sharded_experts import register_experts, shard_experts
 from equilibra.integrations.hf.text import Text, text_of
 
 __all__ = [
@@ -15,5 +16,7 @@ __all__ = [
     "build_model",
     "family_of",
     "open_model_folder",
+    "register_experts",
+    "shard_experts",
     "text_of",
 ]

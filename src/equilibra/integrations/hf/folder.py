@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from equilibra.core.errors import InputError
 from equilibra.execute.moe.spec import MoESpec
@@ -43,6 +46,13 @@ class ModelFolder:
     def has_tokenizer(self) -> bool:
         """Whether text is cut as the folder says."""
         return (self.path / "tokenizer.json").is_file() or (self.path / "tokenizer_config.json").is_file()
+
+    def config_file(self, dtype: torch.dtype) -> bytes:
+        """The config.json to publish beside weights of that type."""
+        config = copy.deepcopy(self.config)
+        config.architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[self.family.model_type]]
+        config.dtype = str(dtype).removeprefix("torch.")
+        return (json.dumps(config.to_dict(), indent=2, default=str) + "\n").encode()
 
 
 def open_model_folder(path: str | Path) -> ModelFolder:

@@ -8,7 +8,6 @@ the seed, its layer and its number alone, so any number of ranks starts from the
 from __future__ import annotations
 
 import copy
-import json
 from pathlib import Path
 from typing import Any
 
@@ -102,10 +101,7 @@ class ShardedModel(nn.Module):
 
     def save(self, path: Path, files: dict[str, bytes], *, overwrite: bool = False) -> None:
         """Collective: write a folder that transformers loads. files: those of the tokenizer."""
-        config = copy.deepcopy(self.folder.config)
-        config.architectures = [type(self.model).__name__]
-        config.dtype = str(next(self.model.parameters()).dtype).removeprefix("torch.")
-        others = {"config.json": (json.dumps(config.to_dict(), indent=2, default=str) + "\n").encode(), **files}
+        others = {"config.json": self.folder.config_file(next(self.model.parameters()).dtype), **files}
         export_safetensors(path, self.runtime, self.naming, self.dense(), others=others, overwrite=overwrite)
 
 

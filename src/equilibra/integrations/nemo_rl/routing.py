@@ -1,0 +1,46 @@
+"""Routing in NeMo-RL's batches (`BatchedDataDict`), as `policy.router_replay` fills them.
+
+    routed_experts    [sequences, tokens, layers, k], int8, int16 or int32 by the number of experts
+    input_lengths     [sequences] tokens of each, without the padding on the right
+                      (`unpadded_sequence_lengths` of a generation's output)
+    generation_lengths  [sequences] tokens of the answer, in a generation's output
+
+A row of -1 has no routing. Rows of the last token and of padding hold fillers, which are not looked at.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import numpy as np
+
+from equilibra.core.errors import InputError
+from equilibra.integrations.routed.decode import as_rows, located
+from equilibra.integrations.routed.model import RoutedModel
+from equilibra.integrations.routed.sequence import RoutedSequence, Rows, align
+
+__all__ = ["sequences_of_batch"]
+
+LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
+
+
+def sequences_of_batch(batch: Mapping[str, Any], model: RoutedModel) -> Iterator[RoutedSequence]:
+    """The sequences of a batch, one at a time."""
+    routed = batch.get("routed_experts")
+    lengths = next((batch[name] for name in LENGTHS if batch.get(name) is not None), None)
+    if routed is None or lengths is None:
+        raise InputError(
+            f"the batch must have routed_experts and {' or '.join(LENGTHS)}: it has {sorted(batch)!r:.200}"
+        )
+    if len(lengths) != len(routed):
+        raise InputError(f"{len(routed)} sequences need as many lengths, not {len(lengths)}")
+    answers = batch.get("generation_lengths")
+    for number in range(len(routed)):
+        with located(f"sequence {number}"):
+            length, width = int(lengths[number]), int(np.shape(routed)[1])
+            if not 1 <= length <= width:
+                raise InputError(f"it has {length} tokens, there are rows of {width}")
+            prompt = None if answers is None else length - int(answers[number])
+            values = as_rows(routed[number])[: length - 1]
+            yield align(Rows(values=values, num_tokens=length, prompt_length=prompt), model)

@@ -1,0 +1,121 @@
+"""A rollout engine inside the training processes: one `vllm.LLM` per rank.
+
+It is started when the first weights come, from the folder that hands them over, and loads later ones from there
+(`reload_weights`). Log-probabilities are those of the temperature (`logprobs_mode="processed_logprobs"`). The noise of
+a request becomes its seed, so runs repeat as far as vLLM does.
+
+What is written here follows vLLM's documentation. It has been run with a stand-in of the same interface, never with
+vLLM itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.errors import InputError
+from equilibra.execute.group import ExpertGroup
+from equilibra.integrations.routed.model import RoutedModel
+from equilibra.integrations.routed.save import NOTHING
+from equilibra.integrations.vllm.routing import sequences_of_outputs
+from equilibra.integrations.weights_folder import hand_over
+from equilibra.rl.engine import Generation, Request, seed_of
+
+__all__ = ["VLLMEngine", "import_vllm"]
+
+OURS = frozenset({"model", "dtype", "skip_tokenizer_init", "enable_return_routed_experts", "logprobs_mode"})
+"""settings of vllm.LLM that follow from the run"""
+
+
+def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
+    """The library, or an error that says what to do."""
+    try:
+        return import_module("vllm")
+    except ImportError as error:
+        raise InputError(f"rollout.engine vllm needs vLLM ({error}): install it, or use another engine") from error
+
+
+class VLLMEngine:
+    """Prompts in, answers with routing out."""
+
+    def __init__(
+        self, group: ExpertGroup, model: RoutedModel, *, end: int, folder: Path, files: Mapping[str, bytes], dtype: str,
+        options: Mapping[str, Any], load: Callable[[], Any] = import_vllm,
+    ) -> None:  # fmt: skip
+        """Hold everything but vLLM, which starts with the first weights.
+
+        folder: where weights are handed over; all ranks see it. files: config.json and the tokenizer's.
+        options: further settings of vllm.LLM.
+        """
+        taken = sorted(OURS & options.keys())
+        if taken:
+            raise InputError(f"{', '.join(taken)} cannot be settings of vLLM here: the run sets them")
+        self.group, self.model, self.end, self.folder, self.files = group, model, end, folder, files
+        self._settings = {
+            **options, "model": str(folder), "dtype": dtype, "skip_tokenizer_init": True,
+            "enable_return_routed_experts": True, "logprobs_mode": "processed_logprobs",
+        }  # fmt: skip
+        self._library = load()
+        self._llm: Any = None
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+        """Collective: take new weights, or start with them."""
+        hand_over(self.group, self.folder, weights, self.files, take=self._take)
+
+    def _take(self) -> None:
+        if self._llm is None:
+            self._llm = self._library.LLM(**self._settings)
+            return
+        self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
+        self._llm.reset_prefix_cache()  # of the weights before
+
+    def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
+        """Answer all requests; vLLM batches them."""
+        asked = [request for request in requests if request.max_new]
+        outputs = self._ask(asked, temperature) if asked else []
+        if len(outputs) != len(asked) or any(len(output.outputs) != 1 for output in outputs):
+            raise InputError(f"vLLM was asked {len(asked)} questions and gave {len(outputs)} answers")
+        if asked and all(output.outputs[0].routed_experts is None for output in outputs):
+            raise InputError(f"vLLM: {NOTHING}")
+        sequences = sequences_of_outputs(outputs, self.model)
+        answers = iter([
+            self._generation(request, output.outputs[0], sequence.experts())
+            for request, output, sequence in zip(asked, outputs, sequences, strict=True)
+        ])  # fmt: skip
+        return [next(answers) if request.max_new else request.unanswered(self._shape) for request in requests]
+
+    @property
+    def _shape(self) -> tuple[int, int]:
+        return len(self.model.moe_layers), self.model.top_k
+
+    def _ask(self, requests: Sequence[Request], temperature: float) -> list[Any]:
+        prompts = [{"prompt_token_ids": request.tokens.tolist()} for request in requests]
+        settings = [
+            self._library.SamplingParams(
+                n=1, temperature=temperature, max_tokens=request.max_new, seed=seed_of(request), logprobs=0,
+                stop_token_ids=[self.end], ignore_eos=True, detokenize=False,
+            )
+            for request in requests
+        ]  # fmt: skip
+        found: list[Any] = self._llm.generate(prompts, settings, use_tqdm=False)
+        return found
+
+    def _generation(self, request: Request, answer: Any, experts: NDArray[np.int32]) -> Generation:  # noqa: ANN401
+        tokens = np.array(answer.token_ids, np.int64)
+        ended = bool(tokens.size) and bool(tokens[-1] == self.end)
+        if answer.logprobs is None or len(answer.logprobs) != tokens.size:
+            raise InputError(f"vLLM gave {tokens.size} tokens and log-probabilities of {len(answer.logprobs or ())}")
+        if not ended and tokens.size != request.max_new:
+            raise InputError(
+                f"vLLM gave {tokens.size} of {request.max_new} tokens, and they do not end with token {self.end}: it "
+                f"stopped because of {answer.finish_reason!r} ({answer.stop_reason!r})"
+            )
+        pairs = zip(answer.logprobs, tokens.tolist(), strict=True)
+        logprobs = np.array([chosen[token].logprob for chosen, token in pairs], np.float64)
+        return Generation(tokens=tokens, logprobs=logprobs, experts=experts, ended=ended)
