@@ -26,7 +26,16 @@ from equilibra.bench.gpu.contenders import (
 )
 from equilibra.bench.gpu.figures import case_result, device_named
 from equilibra.bench.gpu.measure import Measured
-from equilibra.bench.gpu.records import FIELDS, Records, layer_times, load_records, save_records, settled_times, spread
+from equilibra.bench.gpu.records import (
+    FIELDS,
+    Records,
+    layer_times,
+    load_records,
+    relative_times,
+    save_records,
+    settled_ratio,
+    spread,
+)
 from equilibra.bench.gpu.replay import RankTimes, Replay, Sizes
 from equilibra.bench.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
 from equilibra.bench.gpu.setting import GpuSetting
@@ -231,7 +240,7 @@ def test_a_pass_ends_when_products_and_copies_have_ended(monkeypatch):
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     for name in ("forward", "backward"):
         original = getattr(replay, name)
-        monkeypatch.setattr(replay, name, lambda *a, _f=original, _n=name: told.append(_n) or _f(*a))
+        monkeypatch.setattr(replay, name, lambda *a, _f=original, _n=name, **k: told.append(_n) or _f(*a, **k))
     runner = small_replay()
     runner.side = Stream("side")
     work = RankWork(staying=(4,), flash=(3,))
@@ -290,13 +299,17 @@ def test_a_layer_takes_as_long_as_its_slowest_rank():
         layer_times(rows[2:])
 
 
-def test_the_slowest_rank_is_slowest_in_the_median():
-    rows = made_records({STATIC: [[[1, 3], [2, 2]], [[5, 1], [9, 1]], [[2, 4], [2, 2]]]}, repeats=3)
-    assert settled_times(rows).tolist() == [3, 2]
-    assert np.median(layer_times(rows), axis=0).tolist() == [4, 2]  # slow by chance in every repeat
+def test_ratios_are_of_ranks_beside_each_other():
+    balanced = made_records({STATIC: [[[1, 2], [4, 4]], [[2, 4], [2, 2]], [[1, 2], [3, 3]]]}, repeats=3)  # drifts
+    mine = made_records({EPLB: [[[1, 3], [4, 4]], [[2, 4], [2, 2]], [[1, 2], [3, 9]]]}, repeats=3)
+    assert relative_times(balanced, balanced).tolist() == [1, 1, 1]
+    assert relative_times(mine, balanced).tolist() == pytest.approx([(1.5 * 2 + 3) / 5, 1, (2 + 3 * 3) / 5])
+    assert settled_ratio(mine, balanced) == 1  # slow by chance, in one repeat each
+    with pytest.raises(InputError, match="missing"):
+        settled_ratio(mine[2:], balanced[2:])
 
 
-def test_shares_are_of_one_repeat(case):
+def test_shares_are_of_ranks_beside_each_other(case):
     still = [[[2, 4], [4, 4]], [[4, 8], [8, 8]]]
     us = dict.fromkeys(NAMES, still)
     us[BALANCED] = [[[3, 3], [3, 3]], [[6, 6], [6, 6]]]  # the clock halves between repeats
@@ -304,7 +317,7 @@ def test_shares_are_of_one_repeat(case):
     us[EQUILIBRA] = [[[2, 5], [4, 4]], [[4, 9], [8, 8]]]
     every = contenders(case, SETTING)
     found = case_result(case, SETTING, Measured(contenders=every, rows=made_records(us)))
-    assert found["share_of_balanced"][STILL_ONE] == spread([6 / 8, 12 / 16])  # settled: 9 of 12
+    assert found["share_of_balanced"][STILL_ONE] == spread([6 / 8, 12 / 16])
     assert found["share_of_balanced"][EQUILIBRA]["repeats"] == pytest.approx([6 / 9, 12 / 17])
     assert found["share_of_balanced"][BALANCED]["median"] == 1
     assert found["speedup_over_static"][STILL_ONE]["median"] == 2
@@ -355,7 +368,9 @@ def test_with_rows_as_times_shares_are_those_of_the_plans(case, monkeypatch):
     imbalance = {one["contender"]: one["imbalance"] for one in result["contenders"]}
     for name in (STATIC, EPLB, EQUILIBRA, STILL_ONE):
         expected = imbalance[BALANCED] / imbalance[name]
-        assert result["share_of_balanced"][name]["median"] == pytest.approx(expected, rel=1e-6)
+        assert result["share_of_balanced"][name]["median"] == pytest.approx(
+            expected, rel=3e-3
+        )  # balanced rows differ by one
     assert result["exposed_share"]["device"]["median"] == 0
     assert result["online"]["plan_us"] == pytest.approx(50)
     assert 100 <= result["online"]["copy_us"] <= 200  # ranks that hold a copy hold one or two

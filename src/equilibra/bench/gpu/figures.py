@@ -36,7 +36,7 @@ from equilibra.bench.gpu.contenders import (
     STILL_ONE,
     contenders,
 )
-from equilibra.bench.gpu.records import Records, layer_times, load_records, ratio, settled_times, spread
+from equilibra.bench.gpu.records import Records, layer_times, load_records, ratio, relative_times, settled_ratio, spread
 from equilibra.bench.gpu.setting import GpuSetting
 from equilibra.bench.suite import environment
 from equilibra.core.errors import InputError
@@ -125,14 +125,14 @@ def case_result(case: Case, setting: GpuSetting, found: Measured) -> dict[str, A
     """Figures of one case, and what was run."""
     rows = {one.name: found.rows[found.rows["contender"] == NAMES.index(one.name)] for one in found.contenders}
     us = {name: layer_times(of) for name, of in rows.items()}
-    total = {name: times.sum(axis=1) for name, times in us.items()}
-    settled = {name: float(settled_times(of).sum()) for name, of in rows.items()}
+    each = {name: relative_times(of, rows[BALANCED]) for name, of in rows.items()}
+    settled = {name: settled_ratio(of, rows[BALANCED]) for name, of in rows.items()}
 
     def over(first: str, second: str) -> dict[str, Any]:
-        return ratio(settled[first] / settled[second], total[first] / total[second])
+        return ratio(settled[first] / settled[second], each[first] / each[second])
 
     def exposed(name: str) -> dict[str, Any]:
-        return ratio(settled[name] / settled[STILL_ONE] - 1, total[name] / total[STILL_ONE] - 1)
+        return ratio(settled[name] / settled[STILL_ONE] - 1, each[name] / each[STILL_ONE] - 1)
 
     moved = dict(zip(setting.paths, (EQUILIBRA, OTHER_PATH), strict=False))
     return {
@@ -140,8 +140,8 @@ def case_result(case: Case, setting: GpuSetting, found: Measured) -> dict[str, A
         "nodes": case.cluster.num_nodes, "hidden": case.model.hidden, "expert_ffn": case.model.expert_ffn,
         "experts": case.model.num_experts, "top_k": case.model.top_k, "layers": case.layers,
         "static_imbalance": case.static_imbalance(),
-        "share_of_balanced": {name: over(BALANCED, name) for name in total},
-        "speedup_over_static": {name: over(STATIC, name) for name in total},
+        "share_of_balanced": {name: over(BALANCED, name) for name in us},
+        "speedup_over_static": {name: over(STATIC, name) for name in us},
         "exposed_share": {path: exposed(name) for path, name in moved.items()},
         "late_share": {path: _late_share(found, name) for path, name in moved.items()},
         "layer_us": {name: spread(times.mean(axis=1)) for name, times in us.items()},

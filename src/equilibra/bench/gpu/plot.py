@@ -27,7 +27,7 @@ def plot_gpu(rows: list[Row], folder: Path) -> None:
     for i, (name, colour) in enumerate(COLOURS.items()):
         values = [_numbers(row[name]) for row in rows]
         at = [case + (i - len(COLOURS) / 2 + 0.5) * 0.2 for case in range(len(rows))]
-        errors = [[v[0] - v[1] for v in values], [v[2] - v[0] for v in values]]
+        errors = [[max(v[0] - v[1], 0) for v in values], [max(v[2] - v[0], 0) for v in values]]
         axis.bar(at, [v[0] for v in values], width=0.19, color=colour, label=name, yerr=errors, error_kw={"lw": 0.8})
     axis.axhline(1, color="black", linewidth=0.8)
     axis.axhline(rows[0]["reach"], color="#1d6fb8", linewidth=0.8, linestyle=":")

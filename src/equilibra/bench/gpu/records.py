@@ -3,8 +3,7 @@
 Symbols: Q repeats.
 
 The time of a layer and micro-batch is that of its slowest rank (weights that come before it starts, forward, backward),
-and what an online planner took before. A contender's time in a repeat is the sum over layers and micro-batches. Ratios
-are of one repeat, since contenders take turns inside it and the clock of a device drifts.
+and what an online planner took before. Ratios are of ranks that ran beside each other, since a device's clock drifts.
 """
 
 from __future__ import annotations
@@ -29,8 +28,9 @@ __all__ = [
     "load_records",
     "rank_times",
     "ratio",
+    "relative_times",
     "save_records",
-    "settled_times",
+    "settled_ratio",
     "spread",
 ]
 
@@ -85,18 +85,43 @@ def layer_times(rows: NDArray[Any]) -> NDArray[np.float64]:
     return times
 
 
-def settled_times(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """[layers x micro-batches] the same, where a rank's time is its median over repeats.
+def relative_times(rows: NDArray[Any], reference: NDArray[Any]) -> NDArray[np.float64]:
+    """[Q] a contender's time over the reference's, in every repeat; the slowest rank of each layer and micro-batch.
+
+    Every rank's time is taken over that of the reference's same rank, which ran beside it: the reference has the same
+    work on every rank, so what differs there is the device's clock. Layers count by the reference's time.
+    """
+    return _relative(rows, reference, settle=False)
+
+
+def settled_ratio(rows: NDArray[Any], reference: NDArray[Any]) -> float:
+    """The same, where a rank's ratio is its median over repeats.
 
     The slowest of many ranks in one repeat is slow by chance too, and the more so the more ranks there are.
     """
-    cell, cells = _numbered(rows, ("layer", "micro_batch"))
-    rank, ranks = _numbered(rows, ("rank",))
-    repeat, repeats = _numbered(rows, ("repeat",))
+    return float(_relative(rows, reference, settle=True)[0])
+
+
+def _relative(rows: NDArray[Any], reference: NDArray[Any], *, settle: bool) -> NDArray[np.float64]:
+    mine_CRQ, theirs_CRQ = _cells(rows), _cells(reference)
+    ratio_CRQ = mine_CRQ / theirs_CRQ
+    if settle:
+        ratio_CRQ = np.median(ratio_CRQ, axis=2, keepdims=True)
+    weight_C = theirs_CRQ.mean(axis=(1, 2))
+    total: NDArray[np.float64] = (ratio_CRQ.max(axis=1) * weight_C[:, None]).sum(axis=0) / weight_C.sum()
+    return total
+
+
+def _cells(rows: NDArray[Any]) -> NDArray[np.float64]:
+    """[C, R, Q] microseconds by layer and micro-batch, rank and repeat."""
+    (cell, cells), (rank, ranks), (repeat, repeats) = (
+        _numbered(rows, names) for names in (("layer", "micro_batch"), ("rank",), ("repeat",))
+    )
     times = np.full((cells, ranks, repeats), np.nan)
     times[cell, rank, repeat] = rank_times(rows) + rows["plan_us"]
-    settled: NDArray[np.float64] = np.median(times, axis=2).max(axis=1)
-    return settled
+    if not np.isfinite(times).all():
+        raise InputError("records of some repeats are missing: every layer needs all repeats")
+    return times
 
 
 def ratio(settled: float, of_repeats: Any) -> dict[str, Any]:  # noqa: ANN401

@@ -29,8 +29,8 @@ from equilibra.execute.moe.weights import FlatLayout
 
 __all__ = ["RankTimes", "Replay", "Sizes"]
 
-HEAD_START_US = 300.0
-"""for the host to queue the first rank"""
+HEAD_START_US = 1500.0
+"""for the host to queue a rank: kernels, copies and stamps"""
 NEIGHBOUR_HOMES = 4
 """experts of another layer: enough that caches do not keep them"""
 
@@ -167,7 +167,8 @@ class Replay:
             lambda: self._backward_moves(move, path, 1 - bank), move.behind, move.returned, move.added
         )
         if count:
-            backward(Activation.SWIGLU, (rows, h, dy), sizes, instances, gradients, dx)
+            saved = (rows, h, dy)
+            backward(Activation.SWIGLU, saved, sizes, instances, gradients, dx, num_last=len(work.flash))
         return stamps + self._together(copied)
 
     def _beside(self, moving: Callable[[], None], *amounts: int) -> Stamp | None:

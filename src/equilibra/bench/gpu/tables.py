@@ -113,8 +113,9 @@ def _time_rows(case: dict[str, Any]) -> list[Row]:
 
 
 NOTES = {
-    "cases": "Columns of contenders are shares of the balanced time; contenders take turns rank by rank. A rank's time "
-    "is its median over repeats; in brackets the least and the largest share of single repeats. A layer is expert compute alone, forward and backward, "
+    "cases": "Columns of contenders are shares of the balanced time. Contenders take turns rank by rank; a rank's time "
+    "is taken over that of the balanced rank beside it, since the clock drifts, and is its median over repeats; in "
+    "brackets the least and the largest of single repeats. A layer is expert compute alone, forward and backward, "
     "of its slowest rank; attention, all-to-all and the optimizer are not run. `static_imbalance`: rows of slowest "
     "ranks over mean ranks. `online-exact` has its planning (on the host) and its weights' copies added to every "
     "layer; its exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much "

@@ -190,7 +190,7 @@ class Copies:
     # --- gradients ---
 
     def flash_gradients(self, where: Where) -> list[ExpertParts]:
-        """Zeros to which gradients of a visit's flash copies are added."""
+        """Where gradients of a visit's flash copies are written."""
         self.finish_returns()
         engine = self._engines[self.setting.path[STAGE[where.stage]]]
         return self.weights[where.layer].layout.experts(engine.gradient_slots(self.list_of(where)))

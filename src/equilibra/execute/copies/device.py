@@ -121,12 +121,12 @@ class DeviceEngine:
         return _Arriving(self._side.record_event())
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
-        """Zeros in the bank of this list, when the origins of the list before the last have taken theirs."""
+        """The bank of this list, when the origins of the list before the last have taken theirs."""
         stream = torch.cuda.current_stream()
         if self._list >= 2 and copies.num_in_node:
             for rank in range(self._num_ranks):
                 self.path.signals.wait(self._num_ranks + rank, self._list - 1, stream)
-        return self.banks_2SP[self._list % 2, : copies.held_expert.size].zero_()
+        return self.banks_2SP[self._list % 2, : copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
         """Signal that gradients are there; pull those of others when they are."""

@@ -85,7 +85,7 @@ class HostEngine:
         if self._segment is None:
             return self.row.new_zeros(0, self.row.numel(), dtype=self.gradient_dtype)
         mine = self._segment.gradients_2RSP[self._list % 2, self.group.rank - self.group.first_of_node]
-        return mine[: copies.held_expert.size].zero_()
+        return mine[: copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
         """Say that this rank has written; when all have, add what others wrote."""

@@ -157,7 +157,7 @@ class TransferEngine(Protocol):
         ...
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
-        """[n, P] zeros, where this rank writes the gradients of the copies it holds; one list at a time."""
+        """[n, P] where this rank writes the gradients of the copies it holds, over old ones; one list at a time."""
         ...
 
     def give_back(self, copies: CopyList) -> Pending:

@@ -146,7 +146,7 @@ def backward(
         activation_gradient(kind, h, a, dh)
     split = len(instances) - num_last
     pairs = ((dy, a, "down"), (dh, rows_ND, "gate_up"))
-    _weights(groups, pairs, gradients, split, len(instances))
+    _weights(groups, pairs, gradients, split, len(instances), fresh=True)
     if after_last is not None:
         after_last()
     if groups.num_rows:
@@ -166,19 +166,24 @@ def _table(instances: Sequence[ExpertParts], name: str) -> Tensor:
 
 def _weights(
     groups: Groups, pairs: Sequence[tuple[Tensor, Tensor, str]],
-    gradients: Sequence[ExpertParts | ExpertGradients | None], begin: int, end: int,
+    gradients: Sequence[ExpertParts | ExpertGradients | None], begin: int, end: int, *, fresh: bool = False,
 ) -> None:  # fmt: skip
-    """Add gradients of instances begin to end; all of them learn the same parts."""
+    """Add gradients of instances begin to end, or write them afresh; all of them learn the same parts."""
     wanted = [g for g in gradients[begin:end] if g is not None]
+    if groups.num_rows == 0 and fresh:
+        torch._foreach_zero_([part for g in wanted for part in g if part is not None])
     if not wanted or groups.num_rows == 0:
         return
     offsets = groups.offsets[begin : end + 1]
     for left, right, name in pairs:
         into = [getattr(g, name) for g in wanted]
         if into[0] is not None:
-            weight_gradient(left, right, into, offsets, _by_rows(groups.sizes[begin:end], left.device))
+            order = _by_rows(groups.sizes[begin:end], left.device)
+            weight_gradient(left, right, into, offsets, order, fresh=fresh)
         biases = [getattr(g, f"{name}_bias") for g in wanted]
         if biases[0] is not None:
+            if fresh:
+                torch._foreach_zero_(biases)
             bias_gradient(left, biases, offsets)
 
 
@@ -222,12 +227,24 @@ def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> 
     )
 
 
-def weight_gradient(left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor, order: Tensor) -> None:
-    """Add left.T right of every instance's rows."""
+def weight_gradient(
+    left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor, order: Tensor, *, fresh: bool = False
+) -> None:
+    """Add left.T right of every instance's rows, or write it afresh."""
     table = addresses(into, left.device)
     tile, rows, cols = _tile(WEIGHT, left), left.shape[1], right.shape[1]
     _kernels().weight_gradient[(-(-rows // tile.bm) * -(-cols // tile.bn), len(into))](
-        left, right, table, offsets, order, into[0], A=rows, B=cols, IN_MEMORY=left.is_cuda, **_sizes(tile, left)
+        left,
+        right,
+        table,
+        offsets,
+        order,
+        into[0],
+        A=rows,
+        B=cols,
+        FRESH=fresh,
+        IN_MEMORY=left.is_cuda,
+        **_sizes(tile, left),
     )
 
 

@@ -176,18 +176,18 @@ def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr
 @_once_per_shape
 def weight_gradient(
     left, right, gradients, offsets, order, like,
-    A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, IN_MEMORY: tl.constexpr,
+    A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, FRESH: tl.constexpr, IN_MEMORY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Adds left.T right [A, B] of an instance's rows to its gradient; instances with most rows start first.
 
-    If IN_MEMORY, sums are added by the memory, which saves waiting for what was there; nobody else adds to the same
-    place meanwhile.
+    If FRESH, it is written over whatever was there. If IN_MEMORY, sums are added by the memory, which saves waiting
+    for what was there; nobody else adds to the same place meanwhile.
     """
     columns = tl.cdiv(B, BN)
     g, at = tl.load(order + tl.program_id(1)), tl.program_id(0)
     first, last = tl.load(offsets + g), tl.load(offsets + g + 1)
-    if first < last:
+    if FRESH or first < last:
         left_col, right_col = (at // columns) * BM, (at % columns) * BN
         tiles_l = tl.make_tensor_descriptor(left, shape=[last, A], strides=[A, 1], block_shape=[BK, BM])
         tiles_r = tl.make_tensor_descriptor(right, shape=[last, B], strides=[B, 1], block_shape=[BK, BN])
@@ -197,7 +197,9 @@ def weight_gradient(
             total = tl.dot(tile_l.T, tiles_r.load([row, right_col]), total, input_precision=PRECISION)
         into = tl.load(gradients + g).to(like.dtype)
         sums = tl.make_tensor_descriptor(into, shape=[A, B], strides=[B, 1], block_shape=[BM, BN])
-        if IN_MEMORY:
+        if FRESH:
+            sums.store([left_col, right_col], total)
+        elif IN_MEMORY:
             sums.atomic_add([left_col, right_col], total)
         else:
             sums.store([left_col, right_col], sums.load([left_col, right_col]) + total)

@@ -126,7 +126,7 @@ def backward(
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
 
     saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]. Parameters' gradients of
-    the last `num_last` instances come first; then `after_last` is called.
+    the last `num_last` instances come first, and are written over whatever was there; then `after_last` is called.
     """
     if grouped.serves(saved[0], instances):
         groups = grouped.Groups.of(tuple(sizes), saved[0].device)
@@ -135,6 +135,8 @@ def backward(
     rows, h, dy = saved
     every = _spans(sizes, list(zip(instances, gradients, range(len(instances)), strict=True)))
     first = len(instances) - num_last
+    for part in (part for wanted in gradients[first:] if wanted is not None for part in wanted if part is not None):
+        part.zero_()
     for are_last in (True, False):
         for span, (parts, wanted, at) in every:
             if (at >= first) is are_last:
