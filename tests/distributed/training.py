@@ -247,11 +247,17 @@ def _pairs(model: Stack, reference: Stack):
 
 
 def _compare_gradients(model: Stack, reference: Stack, gaps: Gaps) -> None:
+    """Each relative to its own size, or to a millionth of the model's largest gradient.
+
+    Some are nothing but rounding: a router that chooses one expert and divides its weight by itself has none.
+    """
+    every = [parameter.grad for parameter in reference.parameters() if parameter.grad is not None]
+    floor = 1e-4 + 1e-6 * max((float(gradient.abs().max()) for gradient in every), default=0.0)
     for _, mine, theirs, rows in _pairs(model, reference):
         found = torch.zeros_like(mine) if mine.grad is None else mine.grad
         wanted = torch.zeros_like(theirs) if theirs.grad is None else theirs.grad
         difference = float((found - wanted[rows]).abs().max()) if found.numel() else 0.0
-        gaps.gradient = max(gaps.gradient, difference / (float(wanted.abs().max()) + 1e-4))
+        gaps.gradient = max(gaps.gradient, difference / (float(wanted.abs().max()) + floor))
 
 
 def compare_weights(model: Stack, reference: Stack, gaps: Gaps) -> None:
