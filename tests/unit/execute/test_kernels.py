@@ -1,0 +1,94 @@
+"""The Triton kernels against `expert_math`, in Triton's interpreter: no GPU is needed, so every change is tested."""
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+
+import pytest
+
+pytest.importorskip("torch")
+if find_spec("triton") is None:
+    pytest.skip("Triton is not installed", allow_module_level=True)
+
+PROGRAM = """
+import json, sys
+import numpy as np
+import torch
+from equilibra.execute.kernels import grouped, rows
+from equilibra.execute.moe import expert_math
+from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.spec import Activation
+
+broken = sys.argv[1] == "broken"
+generator = torch.Generator().manual_seed(0)
+random = lambda *shape: torch.randn(*shape, generator=generator) * 0.3
+D, F, sizes = 48, 40, (130, 0, 7, 35, 0)
+worst = {}
+
+
+def see(name, found, wanted):
+    worst[name] = max(worst.get(name, 0.0), float((found - wanted).abs().max() / (wanted.abs().max() + 1e-6)))
+
+
+for kind, bias in ((Activation.SWIGLU, False), (Activation.CLAMPED_SWIGLU, True)):
+    parts = lambda: ExpertParts(random(2 * F, D), random(D, F), *((random(2 * F), random(D)) if bias else ()))
+    instances = [parts() for _ in sizes]
+    x, dy = random(sum(sizes), D) * 4, random(sum(sizes), D)
+    groups = grouped.Groups.of(sizes, torch.device("cpu"))
+    y, h = grouped.forward(kind, x, groups, instances)
+    wanted_y, wanted_h = expert_math.forward(kind, x, sizes, instances)
+    see("y", y, wanted_y), see("h", h, wanted_h)
+    filled = lambda: [ExpertParts(*(None if p is None else torch.ones_like(p) for p in i)) for i in instances]
+    found, wanted, dx, wanted_dx = filled(), filled(), torch.empty_like(x), torch.empty_like(x)
+    if broken:
+        groups = grouped.Groups.of((130, 7, 0, 35, 0), torch.device("cpu"))
+    told = []
+    tell = lambda: told.append(1)
+    grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, num_last=2, after_last=tell)
+    expert_math.backward(kind, (x, wanted_h, dy), sizes, instances, wanted, wanted_dx, num_last=2)
+    see("dx", dx, wanted_dx)
+    for mine, theirs in zip(found, wanted):
+        for a, b in zip(mine, theirs):
+            if a is not None:
+                see("gradients", a, b)
+    assert told == [1]
+T, K = 9, 3
+values = random(T * K, D)
+row_of_pair = torch.randperm(T * K, generator=generator).view(T, K).to(torch.int32)
+weights, dout = torch.rand(T, K, generator=generator), random(T, D)
+chosen = values[row_of_pair.long()]
+see("sum", rows.weighed_sum(values, row_of_pair, weights), (chosen * weights[..., None]).sum(1))
+see("plain sum", rows.weighed_sum(values, row_of_pair, None), chosen.sum(1))
+drows, dweights = rows.weighed_gradient(dout, values, row_of_pair, weights)
+wanted = torch.empty_like(values)
+wanted[row_of_pair.long().flatten()] = (dout[:, None] * weights[..., None]).view(-1, D)
+see("drows", drows, wanted), see("dweights", dweights, (chosen * dout[:, None]).sum(2))
+print(json.dumps(worst))
+"""
+
+
+def worst_of(how: str) -> dict[str, float]:
+    """In a process of its own: whether Triton interprets is decided when it is imported."""
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM, how],
+        env={"TRITON_INTERPRET": "1", "PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    return json.loads(done.stdout)
+
+
+def test_kernels_equal_the_definition():
+    worst = worst_of("as it is")
+    assert set(worst) == {"y", "h", "dx", "gradients", "sum", "plain sum", "drows", "dweights"}
+    assert max(worst.values()) < 1e-5, worst
+
+
+def test_rows_of_another_instance_are_noticed():
+    worst = worst_of("broken")
+    assert worst["dx"] > 1e-2
+    assert worst["gradients"] > 1e-2
