@@ -23,9 +23,11 @@ from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_folder, cannot
 from equilibra.core.errors import EquilibraError, InputError
+from equilibra.core.load import StepLoad
+from equilibra.core.plan import Stage, StepPlan
 from equilibra.measure.events import Events
 
-__all__ = ["PASSES", "PlannerRecord", "Run", "load_run", "save_run"]
+__all__ = ["PASSES", "PlannerRecord", "Run", "columns_of_plan", "load_run", "save_run"]
 
 FORMAT = "equilibra run"
 VERSION = 1
@@ -33,6 +35,25 @@ PASSES = ("recompute forward", "update forward", "update backward")
 """passes of a step through every layer and micro-batch, in the order of `layer_us_PLM`"""
 DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
 """what reading a damaged archive raises: the last two where it now claims another version, or a password"""
+
+
+def columns_of_plan(plan: StepPlan, load: StepLoad) -> dict[str, Any]:
+    """What a PlannerRecord has straight from a plan."""
+    part, standing = plan.stages[Stage.UPDATE], plan.standing
+    return {
+        "expert_tokens_LME": load.expert_load().transpose(1, 0, 2).astype(np.int32),
+        "home_of_expert_LE": plan.placement.home_of_expert,
+        "flash_first_of_problem": part.first_of_problem,
+        "flash_expert": part.expert,
+        "flash_rank": part.rank,
+        "flash_origin": part.origin,
+        "flash_tokens": part.tokens_FR.sum(axis=1, dtype=np.int64).astype(np.int32),
+        "standing_layer": standing.layer,
+        "standing_expert": standing.expert,
+        "standing_rank": standing.rank,
+        "standing_tokens_CM": part.standing_tokens_CMR.sum(axis=2, dtype=np.int64).astype(np.int32),
+        "bound_LM": plan.bound_LM,
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.plan import Stage, StagePlan
 from equilibra.measure.events import Direction, Events, Kind, Resource, StageNumber, event_table
-from equilibra.measure.run import PlannerRecord
+from equilibra.measure.run import PlannerRecord, columns_of_plan
 from equilibra.simulate.group import GroupTimeline, StageRecord
 from equilibra.simulate.step import GroupResult
 from equilibra.simulate.times import Pricing, Times
@@ -23,7 +23,7 @@ STAGES = {StageNumber.RECOMPUTE: Stage.RECOMPUTE, StageNumber.UPDATE: Stage.UPDA
 
 def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:
     """The record of one planner's step."""
-    plan, part = result.plan, result.plan.stages[Stage.UPDATE]
+    plan = result.plan
     rows_SLMR = np.stack([plan.rank_load(result.load, stage) for stage in Stage])
     tables = [
         *_visit_events(result.timeline, result.times, pricing, rows_SLMR),
@@ -34,19 +34,8 @@ def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, flo
         metrics=metrics,
         memory=result.memory,
         rank_tokens_LMR=rows_SLMR[StageNumber.UPDATE].astype(np.int32),
-        expert_tokens_LME=result.load.expert_load().transpose(1, 0, 2).astype(np.int32),
-        home_of_expert_LE=plan.placement.home_of_expert,
-        flash_first_of_problem=part.first_of_problem,
-        flash_expert=part.expert,
-        flash_rank=part.rank,
-        flash_origin=part.origin,
-        flash_tokens=part.tokens_FR.sum(axis=1, dtype=np.int64).astype(np.int32),
-        standing_layer=plan.standing.layer,
-        standing_expert=plan.standing.expert,
-        standing_rank=plan.standing.rank,
-        standing_tokens_CM=part.standing_tokens_CMR.sum(axis=2, dtype=np.int64).astype(np.int32),
+        **columns_of_plan(plan, result.load),
         layer_us_PLM=result.timeline.layer_us_PLM.astype(np.float32),
-        bound_LM=plan.bound_LM,
         events=Events.of(*tables),
     )
 

@@ -26,7 +26,7 @@ from equilibra.train.observers import Screen
 from equilibra.train.rank import STOP, Done, Failure, Job, Told, rank_main
 from equilibra.train.run_folder import FolderLock
 
-__all__ = ["run_processes"]
+__all__ = ["environment_with", "run_processes"]
 
 MOST_PROCESSES = 128
 """on one machine"""
@@ -128,7 +128,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
     }
-    with _environment(shared), _ignoring_interrupts():  # libraries read some of it when they are loaded
+    with environment_with(shared), _ignoring_interrupts():  # libraries read some of it when they are loaded
         forkserver.ensure_running()
     for number in range(world):
         mine, theirs = context.Pipe()
@@ -154,7 +154,7 @@ def _free_port() -> int:
 
 
 @contextmanager
-def _environment(values: Mapping[str, str]) -> Iterator[None]:
+def environment_with(values: Mapping[str, str]) -> Iterator[None]:
     """Variables that processes started meanwhile inherit."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)

@@ -12,8 +12,7 @@ import multiprocessing
 import os
 import signal
 import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from equilibra.bench.runtime.case import CLUSTER
 from equilibra.core.errors import EquilibraError, ExecuteError, InputError, RankLostError
+from equilibra.train.processes import environment_with
 
 if TYPE_CHECKING:
     from equilibra.execute.group import ExpertGroup
@@ -59,7 +59,7 @@ def run_on_ranks(
     with tempfile.TemporaryDirectory(prefix="equilibra-bench-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
         try:
-            with _environment({**KEEP_MEMORY, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}):
+            with environment_with({**KEEP_MEMORY, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}):
                 for rank in range(CLUSTER.num_ranks):
                     mine, theirs = context.Pipe(duplex=False)
                     core = None if cores is None else cores[rank]
@@ -88,21 +88,6 @@ def cores_for_ranks() -> list[int] | None:
         siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
         firsts.setdefault(siblings.read_text().strip() if siblings.is_file() else str(cpu), cpu)
     return list(firsts.values())[: CLUSTER.num_ranks] if len(firsts) >= CLUSTER.num_ranks else None
-
-
-@contextmanager
-def _environment(values: dict[str, str]) -> Iterator[None]:
-    """Variables that processes started meanwhile inherit."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _listen(ranks: list[tuple[BaseProcess, Connection]], tell: Callable[[str], None]) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.measure.events import Direction, Events, Kind, StageNumber
 from equilibra.measure.imbalance import imbalance, spread
-from equilibra.measure.run import PASSES, PlannerRecord
+from equilibra.measure.run import PASSES, PlannerRecord, columns_of_plan
 
 __all__ = ["executed_rows", "measured_record"]
 
@@ -38,7 +38,6 @@ def measured_record(
     num_tokens: int,
 ) -> PlannerRecord:
     """The record of one step from all ranks' events. Token counts are what ran, not what was planned."""
-    part = plan.stages[Stage.UPDATE]
     shape = (plan.num_layers, plan.num_micro_batches, plan.cluster.num_ranks)
     ran_LMR = executed_rows(rows, shape, StageNumber.UPDATE)
     window = plan.num_micro_batches // 2
@@ -51,19 +50,8 @@ def measured_record(
         },
         memory=memory,
         rank_tokens_LMR=ran_LMR.astype(np.int32),
-        expert_tokens_LME=load.expert_load().transpose(1, 0, 2).astype(np.int32),
-        home_of_expert_LE=plan.placement.home_of_expert,
-        flash_first_of_problem=part.first_of_problem,
-        flash_expert=part.expert,
-        flash_rank=part.rank,
-        flash_origin=part.origin,
-        flash_tokens=part.tokens_FR.sum(axis=1, dtype=np.int64).astype(np.int32),
-        standing_layer=plan.standing.layer,
-        standing_expert=plan.standing.expert,
-        standing_rank=plan.standing.rank,
-        standing_tokens_CM=part.standing_tokens_CMR.sum(axis=2, dtype=np.int64).astype(np.int32),
+        **columns_of_plan(plan, load),
         layer_us_PLM=_layer_us(rows, shape),
-        bound_LM=plan.bound_LM,
         events=Events.of(shown),
     )
 
