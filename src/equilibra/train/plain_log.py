@@ -16,6 +16,7 @@ __all__ = ["LogFile", "PlainLog", "step_line", "to_stream"]
 
 SLOW = ("start", "warm-up", "report")
 """stages that are told besides steps: nothing else is to be seen meanwhile"""
+EXPLAINED = {"start": "start (loads libraries; the first time it also compiles, about a minute)"}
 PARTS = 4
 """lines that a slow stage with known parts gets"""
 COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -55,7 +56,7 @@ class PlainLog:
         """A line for stages that take long, and for each quarter of them."""
         told = (name, PARTS * done // total if total > 0 else 0)
         if name in SLOW and told != self._told:
-            self._write(f"{name} {done}/{total}" if total > 0 else name)
+            self._write(f"{name} {done}/{total}" if total > 0 else EXPLAINED.get(name, name))
         self._told = told
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:

@@ -67,6 +67,9 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
 
 
+STARTING = "loads libraries; the first time it also compiles, about a minute"
+
+
 def draw(picture: Picture, *, now: float, spinner: RenderableType | None = None) -> RenderableType:
     """The picture at this time."""
     rows = Table.grid(padding=(0, 2))
@@ -95,6 +98,8 @@ def _headline(picture: Picture, now: float, spinner: RenderableType | None) -> R
     where = f"step {min(step + 1, picture.steps)} of {picture.steps}"
     left = _seconds_left(picture)
     times = f"{_clock(now - picture.began)} so far" + (f", {_clock(left)} left" if left is not None else "")
+    if name == "start":
+        where = STARTING
     line.add_row(spinner or "", Text(name, style="bold cyan"), bar, count, Text(f" {where}  ·  {times}", style="dim"))
     return line
 

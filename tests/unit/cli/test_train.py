@@ -61,7 +61,7 @@ def test_help_is_short_and_instant(capsys):
 def test_a_run_prints_lines_and_a_table(capsys, tmp_path):
     assert run(*PLAIN, "--output", "out") == 0
     printed = capsys.readouterr().out
-    assert printed.startswith("starting out: 2 ranks (1 nodes x 2), planner equilibra\nstart\n")
+    assert printed.startswith("starting out: 2 ranks (1 nodes x 2), planner equilibra\nstart (loads")
     assert "step   4/4  reward 0.300" in printed
     assert "held-out reward          0.100     0.300" in printed
     assert printed.endswith("run: out\n")
