@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -159,6 +160,8 @@ class DeviceEngine:
     def close(self) -> None:
         """Let go of everything; whoever still waits goes on."""
         self.path.signals.release()
+        with suppress(RuntimeError):  # a device that has failed must not keep us from closing
+            self._side.synchronize()
         self.path.close()
 
 
