@@ -1,0 +1,49 @@
+"""Paths of flash copies that a machine cannot have are refused before anything runs."""
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch")
+
+from equilibra.core.cluster import Cluster  # noqa: E402
+from equilibra.core.errors import InputError  # noqa: E402
+from equilibra.core.placement import contiguous  # noqa: E402
+from equilibra.core.plan import Stage  # noqa: E402
+from equilibra.cost.rates import Rates  # noqa: E402
+from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
+from equilibra.execute.copies.transfer import Path  # noqa: E402
+from equilibra.execute.group import join_expert_group  # noqa: E402
+from equilibra.execute.moe.layer import BalancedMoE  # noqa: E402
+from equilibra.execute.moe.spec import MoESpec  # noqa: E402
+from equilibra.execute.runtime import CopySetting, Runtime  # noqa: E402
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
+from equilibra.trace.routing import RoutingTrace  # noqa: E402
+
+ALONE = Cluster(num_nodes=1, ranks_per_node=1)
+
+
+def balancer_on(path: Path) -> Balancer:
+    setting = CopySetting(path=dict.fromkeys(Stage, path))
+    runtime = Runtime(join_expert_group(ALONE), contiguous(ALONE, num_layers=1, num_experts=4), setting)
+    BalancedMoE(MoESpec(hidden=8, expert_ffn=8, num_experts=4, top_k=2), runtime)
+    return Balancer(runtime, BalancerSetting(tokens_per_rank=8, rates=Rates.free()))
+
+
+@pytest.mark.parametrize("path", [Path.IPC, Path.BOTH])
+def test_paths_between_gpus_are_refused_without_them(path):
+    ids = np.array([[[0, 1]], [[2, 3]]], np.uint8)
+    routing = RoutingTrace(ids=ids, offsets=np.array([0, 2], np.int64), num_experts=4)
+    with pytest.raises(InputError, match="is between GPUs; experts are on cpu: use collective or host"):
+        balancer_on(path).begin(routing)
+
+
+@pytest.mark.parametrize("share", [0.0, 1.0, 2, "a"])
+def test_a_share_of_the_host_link_must_be_a_part(share):
+    with pytest.raises(InputError, match="host_share must be between 0 and 1"):
+        CopySetting(host_share=share)
+
+
+def test_streams_that_wait_for_each_other_are_refused(monkeypatch):
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    with pytest.raises(InputError, match="unset it, or use the collective path"):
+        DeviceEngine(join_expert_group(ALONE), torch.zeros(2, 1, 4), torch.zeros(4), path=None)
