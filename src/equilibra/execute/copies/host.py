@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from equilibra.core.errors import RankLostError, StaleError
-from equilibra.execute.copies.segment import map_of_node, pages, view_of
+from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
 
@@ -136,7 +136,7 @@ class _Shape:
     @property
     def num_bytes(self) -> int:
         rows = 2 * self.num_ranks * self.num_slots
-        return self.gradients_at + pages(rows * self.values * self.gradient_dtype.itemsize)
+        return max(self.gradients_at + pages(rows * self.values * self.gradient_dtype.itemsize), PAGE)
 
 
 class _Segment:

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equilibra.execute.copies.segment import map_of_node, pages, view_of
+from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
 from equilibra.execute.copies.signals import Signals, register_with_device, unregister
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup
@@ -34,7 +34,7 @@ class _Part:
 
     @classmethod
     def of(cls, group: ExpertGroup, shape: tuple[int, ...], dtype: torch.dtype) -> _Part:
-        num_bytes = pages(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize)
+        num_bytes = max(pages(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize), PAGE)
         memory = map_of_node(group, num_bytes)
         raw = view_of(memory, 0, (num_bytes,), torch.uint8)
         group.all_succeed(lambda: register_with_device(raw), what="registering shared memory with CUDA")

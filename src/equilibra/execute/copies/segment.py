@@ -18,7 +18,7 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError, ExecuteError
 from equilibra.execute.group import ExpertGroup
 
-__all__ = ["map_of_node", "pages", "view_of"]
+__all__ = ["PAGE", "map_of_node", "pages", "view_of"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the point of it
 PAGE = 4096
@@ -59,8 +59,8 @@ def map_of_node(group: ExpertGroup, num_bytes: int) -> mmap.mmap:
 
 
 def pages(num_bytes: int) -> int:
-    """Bytes in whole pages, one at least."""
-    return max(-(-num_bytes // PAGE), 1) * PAGE
+    """Bytes in whole pages."""
+    return -(-num_bytes // PAGE) * PAGE
 
 
 def view_of(memory: mmap.mmap, at: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
