@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import numpy as np
@@ -61,3 +62,81 @@ def plain_against_loop(world: int) -> float:
     out, _ = layer(hidden)
     wanted = loop_reference(layer, hidden, ids, all_weights(layer))
     return float((out - wanted).abs().max())
+
+
+def _pass(layer: Any, ids: list[Tensor], number: int) -> Tensor:
+    """Forward and backward of one micro-batch; returns output and gradient of its input."""
+    from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+    from equilibra.integrations.megatron import set_replay
+
+    set_replay([layer.router.router_replay], ids)
+    layer.router.router_replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+    hidden = hidden_of(dist.get_rank(), number)
+    out, _ = layer(hidden)
+    (out * torch.linspace(-1, 1, out.numel()).view_as(out)).sum().backward()
+    assert hidden.grad is not None
+    return torch.stack([out.detach(), hidden.grad])
+
+
+def _gradients(layer: Any) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in layer.parameters()]
+
+
+def balanced_against_plain(world: int, sabotage: str | None = None) -> dict[str, float]:
+    """Differences between a plain layer and the same layer under plans, over two micro-batches."""
+    from equilibra.cost.rates import Rates
+    from equilibra.integrations.megatron import MegatronSetting, balance
+
+    models.join(world)
+    settings = models.config(1)
+    ids = models.routing(3, dist.get_rank(), 2, 1, TOKENS, skew=2.5)
+    plain = models.moe_layer(settings)
+    wanted = [_pass(plain, ids[m], m) for m in range(2)]
+    layer = models.moe_layer(settings)
+    names = [name for name, _ in layer.named_parameters()]
+    state = torch.get_rng_state()
+    balancer = balance(layer, MegatronSetting(spare_slots=2, rates=Rates.free()))
+    assert torch.equal(state, torch.get_rng_state()), "balancing draws random numbers"
+    assert [name for name, _ in layer.named_parameters()] == names
+    step = balancer.begin(ids)
+    _sabotage(sabotage)
+    found = [_pass(layer, ids[m], m) for m in range(2)]
+    outside = _live(balancer, layer, plain)
+    pairs = zip(_gradients(plain), _gradients(layer), strict=True)
+    rows = step.plan.rank_load(step.load)
+    return {
+        "out": max(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)),
+        "gradient": max(float((a - b).abs().max() / (a.abs().max() + 1e-3)) for a, b in pairs),
+        "copies": step.plan.stages["update"].num_copies,
+        "slowest over mean": float((rows.max(axis=2) / rows.mean(axis=2)).max()),
+        "static": step.static_imbalance,
+        "outside": outside,
+    }
+
+
+def _live(balancer: Any, layer: Any, plain: Any) -> float:
+    """Without a step, and without replay, tokens go to homes."""
+    balancer.end()
+    for one in (layer, plain):
+        one.router.router_replay.clear_router_replay_action()
+    hidden = hidden_of(dist.get_rank(), 9)
+    with torch.no_grad():
+        return float((layer(hidden)[0] - plain(hidden)[0]).abs().max())
+
+
+def _sabotage(how: str | None) -> None:
+    """Negative controls: each breaks one thing that the comparison must notice."""
+    from equilibra.integrations.megatron import copies, place
+
+    if how == "drop gradients of copies":
+        copies._give = lambda parameter, total, *, fused: torch.zeros_like(parameter)
+    elif how == "every pair to every slot":
+        to_slots = place.to_slots
+
+        def twice(probs: Tensor, map_TE: Tensor, visit: Any) -> tuple[Tensor, Tensor]:
+            first = visit.first_of_slot.copy()
+            first[:] = 0
+            return to_slots(probs, map_TE, dataclasses.replace(visit, first_of_slot=first))
+
+        place.to_slots = twice
