@@ -1,0 +1,162 @@
+"""A small GPTModel trained by Megatron's own schedules, DDP and DistributedOptimizer, as it is and balanced.
+
+Symbols: M micro-batches, L MoE layers of a pipeline stage, T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equilibra.core.plan import Stage
+from equilibra.cost.rates import Rates
+from equilibra.integrations.megatron import MegatronSetting, balance, set_replay
+from tests.megatron_core import models
+
+MICRO_BATCHES = 3
+
+
+class Training:
+    """One model and its optimizer."""
+
+    def __init__(self, options: dict[str, Any], *, num_layers: int = 2, overlap: bool = False) -> None:
+        from megatron.core import parallel_state as groups
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+
+        self.num_layers, self.stages = num_layers, groups.get_pipeline_model_parallel_world_size()
+        self.config = models.config(num_layers, finalize_model_grads_func=finalize_model_grads, **options)
+        first, last = groups.is_pipeline_first_stage(), groups.is_pipeline_last_stage()
+        model = models.gpt(self.config, pre=first, post=last)
+        wrap = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+        self.model = DistributedDataParallel(self.config, wrap, model)
+        self.model.broadcast_params()
+        setting = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
+        self.optimizer = get_megatron_optimizer(setting, [self.model], use_gloo_process_groups=False)
+        self.balancer: Any = None
+        self.steps: list[Any] = []
+        self.layers = [layer.mlp for layer in model.decoder.layers]
+
+    def balance(self, planner: str = "equilibra", *, moves: bool, spare_slots: int = 2) -> Training:
+        setting = MegatronSetting(planner=planner, spare_slots=spare_slots, rates=Rates.free())
+        self.balancer = balance(self.model, setting, optimizer=self.optimizer if moves else None)
+        return self
+
+    def routing(self, number: int) -> list[list[Tensor]]:
+        """[M][L] of this stage."""
+        from megatron.core import parallel_state as groups
+
+        rank, stage = groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
+        whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, skew=2.0)
+        part = self.num_layers // self.stages
+        return [layers[stage * part : (stage + 1) * part] for layers in whole]
+
+    def step(self, number: int, replay: Callable[..., None] | None = None, *, forward_only: bool = False) -> float:
+        """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage)."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        routing = self.routing(number)
+        if self.balancer is not None:
+            stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
+            self.steps.append(self.balancer.begin(routing, stage))
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        run = replay or self._replayed
+        losses = get_forward_backward_func()(
+            forward_step_func=lambda _data, model: run(model, self, number, routing), data_iterator=iter(()),
+            model=[self.model], num_microbatches=MICRO_BATCHES, seq_length=models.SEQUENCE, micro_batch_size=1,
+            forward_only=forward_only,
+        )  # fmt: skip
+        if not forward_only:
+            self.optimizer.step()
+        self._begun = 0
+        for layer in self.layers:
+            layer.router.router_replay.clear_indices()
+        return float(sum(one["loss"] for one in losses)) if losses else 0.0
+
+    _begun = 0
+
+    def _replayed(self, model: Any, _training: Any, number: int, routing: list[list[Tensor]]) -> Any:
+        """A forward step as RL frameworks have it: the recorded experts, then what backward computes anew."""
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        self._act(RouterReplayAction.REPLAY_FORWARD)
+        set_replay([layer.router.router_replay for layer in self.layers], routing[self._begun])
+        out = model(*inputs(number, self._begun))
+        self._act(RouterReplayAction.REPLAY_BACKWARD)
+        self._begun += 1
+        return out, lambda tensor: (tensor.mean(), {"loss": tensor.detach().mean()})
+
+    def _act(self, action: Any) -> None:
+        for layer in self.layers:
+            layer.router.router_replay.set_router_replay_action(action)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters of this stage by name, experts by number, from all expert-parallel ranks."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.model.module.named_parameters():
+            head, at, tail = name.partition("local_experts.")
+            if at:
+                slot, _, part = tail.partition(".")
+                layer = self.model.module.get_submodule(head.removesuffix(".experts."))
+                number = models.expert_of_slot(layer, "experts", int(slot))
+                if self.balancer is not None:
+                    number = layer.place.expert_of_home[int(slot)]
+                name = f"{head}{number}.{part}"
+            found[name] = parameter.detach().clone()
+        every: list[Any] = [None] * self.layers[0].ep_group.size()
+        torch.distributed.all_gather_object(every, found, group=self.layers[0].ep_group)
+        return {name: value for part in every for name, value in part.items()}
+
+
+def inputs(number: int, micro_batch: int) -> tuple[Any, ...]:
+    """Tokens, positions, no mask, labels."""
+    from megatron.core import parallel_state as groups
+
+    rng = np.random.default_rng([5, number, micro_batch, groups.get_data_parallel_rank()])
+    ids = torch.from_numpy(rng.integers(models.VOCABULARY, size=(1, models.SEQUENCE + 1)))
+    causal = torch.ones(models.SEQUENCE, models.SEQUENCE).tril().view(1, 1, models.SEQUENCE, -1) < 0.5
+    return ids[:, :-1], torch.arange(models.SEQUENCE)[None], causal, None, ids[:, 1:]
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+def against_plain(
+    expert_parallel: int, pipeline: int, options: dict[str, Any], sabotage: str | None = None, fused: bool = False,
+    num_layers: int = 2, moves: bool = True, overlap: bool = False,
+) -> dict[str, Any]:  # fmt: skip
+    """Losses of four steps, weights afterwards, and what was done."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    from tests.megatron_core import layer_runs, shims
+
+    models.join(expert_parallel, pipeline)
+    if fused:
+        shims.fake_fused_gradients()
+        options = {**options, "gradient_accumulation_fusion": True}
+    shape = {"num_layers": num_layers, "overlap": overlap}
+    plain = Training(options, **shape)
+    wanted = [plain.step(number) for number in range(4)]
+    RouterReplay.clear_global_router_replay_instances()
+    training = Training(options, **shape).balance(moves=moves)
+    layer_runs._sabotage(sabotage)
+    found = [training.step(number) for number in range(4)]
+    weights = training.weights()
+    gap = max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items())
+    return {
+        "plain": wanted, "balanced": found, "weights": gap,
+        "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
+        "moves": sum(step.plan.migration.num_moves for step in training.steps),
+        "static": float(np.mean([step.static_imbalance for step in training.steps])),
+        "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
+    }  # fmt: skip
