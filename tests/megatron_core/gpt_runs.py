@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equilibra.core.placement import Migration, Placement
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.integrations.megatron import MegatronSetting, balance, set_replay
@@ -42,13 +43,28 @@ class Training:
         setting = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
         self.optimizer = get_megatron_optimizer(setting, [self.model], use_gloo_process_groups=False)
         self.balancer: Any = None
+        self.moves = 0
         self.steps: list[Any] = []
         self.layers = [layer.mlp for layer in model.decoder.layers]
 
-    def balance(self, planner: str = "equilibra", *, moves: bool, spare_slots: int = 2) -> Training:
-        setting = MegatronSetting(planner=planner, spare_slots=spare_slots, rates=Rates.free())
-        self.balancer = balance(self.model, setting, optimizer=self.optimizer if moves else None)
+    def balance(self, homes: str, planner: str = "equilibra", spare_slots: int = 2) -> Training:
+        """homes: "stay", "planned" (across nodes of two ranks), or "shuffled" before every step."""
+        self.homes = homes
+        per_node = 2 if homes == "planned" else None
+        setting = MegatronSetting(
+            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node
+        )  # fmt: skip
+        self.balancer = balance(self.model, setting, optimizer=None if homes == "stay" else self.optimizer)
         return self
+
+    def shuffle(self, seed: int) -> int:
+        """Other homes, the same on every rank; returns how many moved."""
+        before = self.balancer.placement
+        rng = np.random.default_rng(seed)
+        home_LE = np.stack([rng.permutation(home) for home in np.sort(before.home_of_expert, axis=1)])
+        after = Placement(home_of_expert=home_LE, cluster=before.cluster)
+        self.balancer.move_homes(after)
+        return Migration(before=before, after=after).num_moves
 
     def routing(self, number: int) -> list[list[Tensor]]:
         """[M][L] of this stage."""
@@ -65,8 +81,11 @@ class Training:
 
         routing = self.routing(number)
         if self.balancer is not None:
+            if self.homes == "shuffled":
+                self.moves += self.shuffle(number)
             stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
             self.steps.append(self.balancer.begin(routing, stage))
+            self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
         run = replay or self._replayed
@@ -133,7 +152,7 @@ SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 def against_plain(
     expert_parallel: int, pipeline: int, options: dict[str, Any], sabotage: str | None = None, fused: bool = False,
-    num_layers: int = 2, moves: bool = True, overlap: bool = False,
+    num_layers: int = 2, homes: str = "stay", overlap: bool = False,
 ) -> dict[str, Any]:  # fmt: skip
     """Losses of four steps, weights afterwards, and what was done."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
@@ -148,7 +167,7 @@ def against_plain(
     plain = Training(options, **shape)
     wanted = [plain.step(number) for number in range(4)]
     RouterReplay.clear_global_router_replay_instances()
-    training = Training(options, **shape).balance(moves=moves)
+    training = Training(options, **shape).balance(homes)
     layer_runs._sabotage(sabotage)
     found = [training.step(number) for number in range(4)]
     weights = training.weights()
@@ -156,7 +175,7 @@ def against_plain(
     return {
         "plain": wanted, "balanced": found, "weights": gap,
         "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
-        "moves": sum(step.plan.migration.num_moves for step in training.steps),
+        "moves": training.moves,
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }  # fmt: skip

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from typing import Any
 
 import numpy as np
@@ -127,16 +126,16 @@ def _live(balancer: Any, layer: Any, plain: Any) -> float:
 
 def _sabotage(how: str | None) -> None:
     """Negative controls: each breaks one thing that the comparison must notice."""
-    from equilibra.integrations.megatron import copies, place
+    from equilibra.integrations.megatron import copies, homes
 
     if how == "drop gradients of copies":
         copies._give = lambda parameter, total, *, fused: torch.zeros_like(parameter)
-    elif how == "every pair to every slot":
-        to_slots = place.to_slots
-
-        def twice(probs: Tensor, map_TE: Tensor, visit: Any) -> tuple[Tensor, Tensor]:
-            first = visit.first_of_slot.copy()
-            first[:] = 0
-            return to_slots(probs, map_TE, dataclasses.replace(visit, first_of_slot=first))
-
-        place.to_slots = twice
+    elif how == "leave main_grad alone":
+        give = copies._give
+        copies._give = lambda parameter, total, *, fused: give(parameter, total, fused=False)
+    elif how == "leave optimizer state behind":
+        homes._write = lambda parameter, whole, names, state: parameter.view(-1).copy_(
+            whole.view(1 + len(names), -1)[0]
+        )
+    elif how is not None:
+        raise AssertionError(how)

@@ -32,6 +32,11 @@ class StateOfParameters:
                     f"cannot move homes under {type(part).__name__}: it must be Megatron's DistributedOptimizer "
                     "(use_distributed_optimizer=True); without an optimizer homes do not move"
                 )
+            if part.config.use_precision_aware_optimizer:
+                raise InputError(
+                    "cannot move homes with use_precision_aware_optimizer=True: its state is scaled, and would be moved as "
+                    "copies; without an optimizer homes do not move"
+                )
 
     def pieces(self, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
         """What this rank keeps of a parameter: which numbers, and by name the flat tensors; None: nothing."""
@@ -78,7 +83,7 @@ def move_layer(place: Place, moves: list[HomeMove], state: StateOfParameters) ->
         group.all_to_all(
             Channel.STANDING, sent, sizes[0], received, sizes[1], what=f"moving homes of MoE layer {place.layer}"
         ).wait()
-        for move, whole in zip(arriving, received.split(width), strict=True):
+        for move, whole in zip(arriving, received.view(-1, width), strict=True):
             _write(place.parts[move.target_slot][part], whole, names, state)
         sent_bytes += sent.nbytes
     return sent_bytes
