@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
 from typing import Any
-
-import torch
 
 from equilibra.core.errors import InputError
 from tests.megatron_core import models
@@ -15,7 +14,7 @@ METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
 def described(training: Training, *, loading: bool, metadata: dict[str, Any] | None = None) -> dict[str, Any]:
     metadata = metadata or METADATA
-    model = training.model.sharded_state_dict(metadata=metadata)
+    model = training.model.module.sharded_state_dict(metadata=metadata)
     return {
         "model": model,
         "optimizer": training.optimizer.sharded_state_dict(model, is_loading=loading, metadata=metadata),
@@ -25,6 +24,7 @@ def described(training: Training, *, loading: bool, metadata: dict[str, Any] | N
 def save(training: Training, folder: str) -> None:
     from megatron.core import dist_checkpointing
 
+    multiprocessing.current_process()._config["daemon"] = False  # it writes with processes of its own
     dist_checkpointing.save(described(training, loading=False), folder)
 
 
@@ -32,7 +32,7 @@ def load(training: Training, folder: str) -> None:
     from megatron.core import dist_checkpointing
 
     found = dist_checkpointing.load(described(training, loading=True), folder)
-    training.model.load_state_dict(found["model"])
+    training.model.module.load_state_dict(found["model"])
     training.optimizer.load_state_dict(found["optimizer"])
 
 
@@ -41,7 +41,7 @@ def gap(one: Training, other: Training) -> float:
     return max(float((value - theirs[name]).abs().max()) for name, value in one.weights().items())
 
 
-def permuted_to_identity(folder: str, *, numbered_by_slot: bool = False) -> dict[str, Any]:
+def permuted_to_identity(folder: str, numbered_by_slot: bool = False) -> dict[str, Any]:
     """Train with shuffled homes, save, load into a plain model and into one with other homes, train on."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
@@ -51,7 +51,6 @@ def permuted_to_identity(folder: str, *, numbered_by_slot: bool = False) -> dict
         trained.step(number)
     if numbered_by_slot:  # a control: as if slots were experts
         for layer in trained.layers:
-            layer.place.expert_of_home = [models.expert_of_slot(layer, "experts", s) for s in range(4)]
             layer.place.moved = False
     refused = _refuses(trained)
     save(trained, folder)
@@ -69,9 +68,9 @@ def _refuses(training: Training) -> list[str]:
     """What is said about a format that knows no experts: by the model, and by the optimizer."""
     said = []
     bad = {"distrib_optim_sharding_type": "dp_reshardable"}
-    model = training.model.sharded_state_dict(metadata=METADATA)
+    model = training.model.module.sharded_state_dict(metadata=METADATA)
     for attempt in (
-        lambda: training.model.sharded_state_dict(metadata=bad),
+        lambda: training.model.module.sharded_state_dict(metadata=bad),
         lambda: training.optimizer.sharded_state_dict(model, metadata=bad),
     ):
         try:
