@@ -13,5 +13,5 @@ __all__ = ["equilibra", "pytest"]
 if importlib.util.find_spec("megatron") is not None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says at length what it does without
-        import megatron.core.models.gpt
-        import megatron.core.optimizer
+        for name in ("models.gpt", "optimizer", "dist_checkpointing"):
+            importlib.import_module(f"megatron.core.{name}")

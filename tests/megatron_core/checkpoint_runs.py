@@ -5,9 +5,12 @@ from __future__ import annotations
 import multiprocessing
 from typing import Any
 
-from equilibra.core.errors import InputError
 from tests.megatron_core import models
 from tests.megatron_core.gpt_runs import Training
+
+from equilibra.core.errors import InputError
+from equilibra.core.plan import Stage
+from equilibra.plan.planner import planner_named
 
 METADATA = {"distrib_optim_sharding_type": "fully_reshardable"}
 
@@ -78,6 +81,21 @@ def _refuses(training: Training) -> list[str]:
         except InputError as error:
             said.append(str(error))
     return said
+
+
+def switched_off() -> dict[str, Any]:
+    """A planner that becomes static brings homes back, slot by slot, with their state."""
+    models.join(2)
+    training, plain = Training({}).balance("shuffled"), Training({})
+    losses = [[one.step(number) for number in range(2)] for one in (training, plain)]
+    moved = not training.balancer.slots.is_contiguous
+    training.homes, training.balancer.planner = "stay", planner_named("static")
+    for found, one in zip(losses, (training, plain), strict=True):
+        found.append(one.step(2))
+    return {
+        "moved": moved, "back": training.balancer.slots.is_contiguous, "losses": losses, "gap": gap(training, plain),
+        "copies": training.steps[-1].plan.stages[Stage.UPDATE].num_copies,
+    }  # fmt: skip
 
 
 def exported() -> dict[str, Any]:

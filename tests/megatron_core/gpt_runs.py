@@ -5,18 +5,19 @@ Symbols: M micro-batches, L MoE layers of a pipeline stage, T tokens, K experts 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
+from tests.megatron_core import layer_runs, models, shims
+from tests.megatron_core.verl_replay import VerlReplay
 from torch import Tensor
 
 from equilibra.core.placement import Migration, Placement
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.integrations.megatron import MegatronSetting, balance, set_replay
-from tests.megatron_core import models
 
 MICRO_BATCHES = 3
 
@@ -46,6 +47,7 @@ class Training:
         self.moves = 0
         self.steps: list[Any] = []
         self.layers = [layer.mlp for layer in model.decoder.layers]
+        self.verl = False
 
     def balance(self, homes: str, planner: str = "equilibra", spare_slots: int = 2) -> Training:
         """homes: "stay", "planned" (across nodes of two ranks), or "shuffled" before every step."""
@@ -56,6 +58,12 @@ class Training:
         )  # fmt: skip
         self.balancer = balance(self.model, setting, optimizer=None if homes == "stay" else self.optimizer)
         return self
+
+    def use_verl(self) -> None:
+        """Replay through what verl puts in place of Megatron's; the last token of every micro-batch is routed live."""
+        self.verl = True
+        for layer in self.layers:
+            layer.router.router_replay = VerlReplay()
 
     def shuffle(self, seed: int) -> int:
         """Other homes, the same on every rank; returns how many moved."""
@@ -73,9 +81,12 @@ class Training:
         rank, stage = groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
         whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, skew=2.0)
         part = self.num_layers // self.stages
+        if self.verl:
+            for ids in (ids for layers in whole for ids in layers):
+                ids[-1] = -1
         return [layers[stage * part : (stage + 1) * part] for layers in whole]
 
-    def step(self, number: int, replay: Callable[..., None] | None = None, *, forward_only: bool = False) -> float:
+    def step(self, number: int, *, forward_only: bool = False) -> float:
         """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage)."""
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
@@ -88,9 +99,8 @@ class Training:
             self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
-        run = replay or self._replayed
         losses = get_forward_backward_func()(
-            forward_step_func=lambda _data, model: run(model, self, number, routing), data_iterator=iter(()),
+            forward_step_func=lambda _data, model: self._replayed(model, number, routing), data_iterator=iter(()),
             model=[self.model], num_microbatches=MICRO_BATCHES, seq_length=models.SEQUENCE, micro_batch_size=1,
             forward_only=forward_only,
         )  # fmt: skip
@@ -103,7 +113,7 @@ class Training:
 
     _begun = 0
 
-    def _replayed(self, model: Any, _training: Any, number: int, routing: list[list[Tensor]]) -> Any:
+    def _replayed(self, model: Any, number: int, routing: list[list[Tensor]]) -> Any:
         """A forward step as RL frameworks have it: the recorded experts, then what backward computes anew."""
         from megatron.core.transformer.moe.router_replay import RouterReplayAction
 
@@ -129,8 +139,9 @@ class Training:
                 number = models.expert_of_slot(layer, "experts", int(slot))
                 if self.balancer is not None:
                     number = layer.place.expert_of_home[int(slot)]
-                name = f"{head}{number}.{part}"
-            found[name] = parameter.detach().clone()
+                found[f"{head}{number}.{part}"] = parameter.detach().clone()
+            else:
+                found[name] = parameter.detach().clone()
         every: list[Any] = [None] * self.layers[0].ep_group.size()
         torch.distributed.all_gather_object(every, found, group=self.layers[0].ep_group)
         return {name: value for part in every for name, value in part.items()}
@@ -150,32 +161,50 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
 
 
-def against_plain(
-    expert_parallel: int, pipeline: int, options: dict[str, Any], sabotage: str | None = None, fused: bool = False,
-    num_layers: int = 2, homes: str = "stay", overlap: bool = False,
-) -> dict[str, Any]:  # fmt: skip
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to train."""
+
+    expert_parallel: int = 2
+    pipeline: int = 1
+    num_layers: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    """of Megatron's configuration"""
+    homes: str = "stay"
+    fused: bool = False
+    """weight gradients go to main_grad in kernels"""
+    overlap: bool = False
+    """gradients are reduced during backward"""
+    verl: bool = False
+    """replay through verl's class"""
+    sabotage: str | None = None
+
+
+def against_plain(case: Case) -> dict[str, Any]:
     """Losses of four steps, weights afterwards, and what was done."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    from tests.megatron_core import layer_runs, shims
-
-    models.join(expert_parallel, pipeline)
-    if fused:
+    models.join(case.expert_parallel, case.pipeline)
+    if case.fused:
         shims.fake_fused_gradients()
-        options = {**options, "gradient_accumulation_fusion": True}
-    shape = {"num_layers": num_layers, "overlap": overlap}
-    plain = Training(options, **shape)
+    options = {**case.options, "gradient_accumulation_fusion": case.fused}
+    plain = Training(options, num_layers=case.num_layers, overlap=case.overlap)
+    if case.verl:
+        plain.use_verl()
     wanted = [plain.step(number) for number in range(4)]
     RouterReplay.clear_global_router_replay_instances()
-    training = Training(options, **shape).balance(homes)
-    layer_runs._sabotage(sabotage)
+    training = Training(options, num_layers=case.num_layers, overlap=case.overlap).balance(case.homes)
+    if case.verl:
+        training.use_verl()
+    layer_runs.break_something(case.sabotage)
     found = [training.step(number) for number in range(4)]
     weights = training.weights()
-    gap = max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items())
     return {
-        "plain": wanted, "balanced": found, "weights": gap,
+        "plain": wanted,
+        "balanced": found,
+        "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
         "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
         "moves": training.moves,
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
-    }  # fmt: skip
+    }

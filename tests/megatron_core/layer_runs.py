@@ -7,10 +7,9 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from tests.megatron_core import models
 from torch import Tensor
 from torch.nn import functional
-
-from tests.megatron_core import models
 
 TOKENS = 20
 
@@ -99,7 +98,7 @@ def balanced_against_plain(world: int, sabotage: str | None = None) -> dict[str,
     assert torch.equal(state, torch.get_rng_state()), "balancing draws random numbers"
     assert [name for name, _ in layer.named_parameters()] == names
     step = balancer.begin(ids)
-    _sabotage(sabotage)
+    break_something(sabotage)
     found = [_pass(layer, ids[m], m) for m in range(2)]
     outside = _live(balancer, layer, plain)
     pairs = zip(_gradients(plain), _gradients(layer), strict=True)
@@ -124,7 +123,7 @@ def _live(balancer: Any, layer: Any, plain: Any) -> float:
         return float((layer(hidden)[0] - plain(hidden)[0]).abs().max())
 
 
-def _sabotage(how: str | None) -> None:
+def break_something(how: str | None) -> None:
     """Negative controls: each breaks one thing that the comparison must notice."""
     from equilibra.integrations.megatron import copies, homes
 
@@ -139,3 +138,56 @@ def _sabotage(how: str | None) -> None:
         )
     elif how is not None:
         raise AssertionError(how)
+
+
+def built_from_spec(world: int) -> dict[str, Any]:
+    """A layer from a balanced specification, with the arguments that Megatron's main branch gives."""
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.moe.moe_layer import MoELayer
+    from megatron.core.transformer.spec_utils import build_module
+
+    from equilibra.integrations.megatron import balance, balanced_layer_spec
+
+    models.join(world)
+    settings = models.config(1)
+    spec = get_gpt_layer_local_spec(num_experts=models.NUM_EXPERTS, moe_grouped_gemm=False)
+    mlp = balanced_layer_spec(spec).submodules.mlp
+    layer = build_module(mlp, config=settings, is_mtp_layer=False, name="decoder.layers.0.mlp")
+    layer.set_layer_number(1)
+    models.fill(layer, 1)
+    plain = models.moe_layer(settings)
+    (ids,) = models.routing(3, dist.get_rank(), 1, 1, TOKENS, skew=2.5)
+    before = _pass(layer, ids, 0)
+    balance(layer).begin([ids])
+    return {
+        "is MoELayer": isinstance(layer, MoELayer),
+        "spec changed": spec.submodules.mlp.module is not MoELayer,
+        "out": float((_pass(layer, ids, 0) - before).abs().max() + (_pass(plain, ids, 0) - before).abs().max()),
+    }
+
+
+def disagreements(world: int) -> list[str]:
+    """What ranks that do not fit together hear."""
+    from equilibra.core.errors import EquilibraError
+    from equilibra.cost.rates import Rates
+    from equilibra.integrations.megatron import MegatronSetting, balance
+    from equilibra.plan.step import Equilibra
+
+    models.join(world)
+    rank, said = dist.get_rank(), []
+    layer = models.moe_layer(models.config(1))
+    balancer = balance(layer, MegatronSetting(planner=Equilibra(flash=bool(rank)), rates=Rates.free()))
+    ids = models.routing(3, rank, 2, 1, TOKENS, skew=2.5)
+    wrong = [[one[0].clone()] for one in ids]
+    wrong[0][0][0, 0] = models.NUM_EXPERTS
+    for routing in (ids, ids[: rank + 1], wrong if rank else ids, []):
+        try:
+            balancer.begin(routing)
+        except EquilibraError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    for again in (layer, models.moe_layer(models.config(1))):
+        try:
+            balance(again, MegatronSetting(spare_slots=1 + rank))
+        except EquilibraError as error:
+            said.append(f"{type(error).__name__}: {error}")
+    return said

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-
 from tests.megatron_core import shims
+from torch import Tensor
 
 HIDDEN, FFN, VOCABULARY, SEQUENCE = 16, 24, 32, 12
 NUM_EXPERTS, TOP_K = 8, 2

@@ -11,7 +11,8 @@ names answer for the CPU instead.
 | P6 | maybe_move_tensor_to_cpu | split sizes must be numbers, also when they are on the CPU already |
 | P7 | device="cuda", Tensor.type(), .cuda() | literals in its optimizer |
 | P8 | its random states | they are of CUDA; the tests use no dropout |
-| P9 | "step" of torch's Adam | its loading knows Apex and Transformer Engine only, and shares one tensor of it between all parameters |
+| P9 | "step" of torch's Adam | its loading knows Apex and Transformer Engine only, and shares one tensor of it
+between all parameters |
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ def install() -> None:
         warnings.simplefilter("ignore")
         _megatron()
     _modes.append(_OnCpu())
-    _modes[0].__enter__()  # noqa: PLC2801 - for the rest of the process
+    _modes[0].__enter__()
 
 
 def _torch() -> None:

@@ -6,16 +6,17 @@
     optimizer.step()
     balancer.end()                              # passes that are not planned (evaluation) may follow
 
-Ranks of a pipeline stage plan from the same counts and compare the plan's hash. Passes without a step run on homes alone.
-`planner="static"` is the switch: homes go back to where plain Megatron has them, and nothing is copied.
+Ranks of a pipeline stage plan from the same counts and compare the plan's hash. Passes without a step run on homes
+alone. `planner="static"` is the switch: homes go back to where plain Megatron has them, and nothing is copied.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
+from hashlib import sha256
 from typing import Any
 
 import numpy as np
@@ -26,7 +27,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.group import ExpertGroup
@@ -96,8 +97,8 @@ def balance(
 ) -> Balancer:  # fmt: skip
     """Switch the MoE layers of a model, or of its chunks, to planned execution; on all processes of the world.
 
-    Before or after it is wrapped in DDP: no parameter changes. optimizer: Megatron's, with which homes can move. Layers of
-    multi-token prediction stay as they are: rollouts do not record them.
+    Before or after it is wrapped in DDP: no parameter changes. optimizer: Megatron's, with which homes can move.
+    Layers of multi-token prediction stay as they are: rollouts do not record them.
     """
     setting = setting or MegatronSetting()
     layers = _layers_of([model] if isinstance(model, nn.Module) else model)
@@ -143,6 +144,13 @@ class Balancer:
         self, group: ExpertGroup, setting: MegatronSetting, places: list[Place], config: Any, optimizer: Any  # noqa: ANN401
     ) -> None:  # fmt: skip
         self.group, self.setting, self.places = group, setting, places
+        self.planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
+        group.agree(
+            f"{self.planner.name}, {setting.spare_slots} spare slots, nodes of {group.cluster.ranks_per_node}, "
+            f"{setting.max_moves_per_layer} moves, seed {setting.seed}, "
+            f"{sha256(repr(setting.rates).encode()).hexdigest()}",
+            what="how steps are planned",
+        )
         self.num_experts, self.top_k = int(config.num_moe_experts), int(config.moe_router_topk)
         self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=self.num_experts)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
@@ -161,11 +169,14 @@ class Balancer:
     def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
         """Collective: plan the micro-batches of an optimizer step, move homes, arm.
 
-        routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline stage.
+        routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline
+        stage.
         """
         if self.broken:
             raise BrokenStateError(self.broken)
         self.end()
+        if self.planner.name == STATIC:
+            self.restore_homes()
         load = self._gather(routing)
         plan = self._plan(load)
         self.group.agree(f"plan {plan.digest}", what="the plan of the step")
@@ -212,17 +223,12 @@ class Balancer:
     def _plan(self, load: StepLoad) -> StepPlan:
         """The same on every rank of the stage."""
         setting = self.setting
-        planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
-        off, previous = planner.name == STATIC, self.placement
-        plain = contiguous(self.group.cluster, num_layers=len(self.places), num_experts=self.num_experts)
         problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=plain if off else previous,
+            cluster=self.group.cluster, given_load=load, previous=self.placement,
             spare_slots=setting.spare_slots, standing_slots=0,
             max_moves_per_layer=setting.max_moves_per_layer if self.state else 0, rates=self._rates, seed=setting.seed,
         )  # fmt: skip
-        plan = planner.plan(problem)
-        if off:
-            plan = replace(plan, previous=previous)  # homes that have moved go back
+        plan = self.planner.plan(problem)
         plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
         return plan
 
@@ -261,7 +267,9 @@ class Balancer:
 
     def _move(self, moves_of: Callable[[int], Any]) -> None:
         if self.state is None:
-            raise InputError("homes cannot move without the optimizer, whose state would stay behind: give it to balance()")
+            raise InputError(
+                "homes cannot move without the optimizer, whose state would stay behind: give it to balance()"
+            )
         self.end()
         state = self.state
         self.broken = (

@@ -1,8 +1,8 @@
 """Distributed checkpoints of Megatron with logical expert numbers, whatever the placement.
 
-Megatron numbers experts in a checkpoint by rank and place in it. Those numbers are replaced here, in what `sharded_state_dict`
-describes; the optimizer takes the descriptions of its state from the model's. Formats that store the optimizer's buffers
-as they lie in memory know no experts: they are refused once homes have moved.
+Megatron numbers experts in a checkpoint by rank and place in it. Those numbers are replaced here, in what
+`sharded_state_dict` describes; the optimizer takes the descriptions of its state from the model's. Formats that store
+the optimizer's buffers as they lie in memory know no experts: they are refused once homes have moved.
 """
 
 from __future__ import annotations

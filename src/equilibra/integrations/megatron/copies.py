@@ -67,7 +67,8 @@ def carry(
     """
     if torch.is_grad_enabled() and not (rows.requires_grad or probs.requires_grad):
         raise ExecuteError(
-            f"gradients of copies of MoE layer {exchange.layer} would be lost on ranks that hold none: neither its input "
+            f"gradients of copies of MoE layer {exchange.layer} would be lost on ranks that hold none: neither its "
+            f"input "
             "nor its router learns; train one of them, or balance without copies (spare_slots=0)"
         )
     rows, probs, *flat = _Carry.apply(exchange, rows, probs, *parameters)  # type: ignore[no-untyped-call]
@@ -128,5 +129,5 @@ def _give(parameter: nn.Parameter, total: Tensor, *, fused: bool) -> Tensor | No
 
 
 def _split(line: Tensor, shapes: Sequence[torch.Size]) -> list[Tensor]:
-    pieces = line.split([shape.numel() for shape in shapes])
+    pieces = torch.split(line, [shape.numel() for shape in shapes])
     return [piece.view(shape) for piece, shape in zip(pieces, shapes, strict=True)]

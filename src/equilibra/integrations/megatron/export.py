@@ -1,7 +1,7 @@
 """Weights for rollout engines with logical numbers, whatever the placement.
 
-Exporters that read Megatron's parameters take an expert's number to be its rank's first plus its place. Here are the true ones;
-for exporters that cannot be told, `Balancer.homes_restored` brings homes back for as long as they read.
+Exporters that read Megatron's parameters take an expert's number to be its rank's first plus its place. Here are the
+true ones; for exporters that cannot be told, `Balancer.homes_restored` brings homes back for as long as they read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Megatron's process groups as an expert-parallel group of ours.
 
-Tokens travel in Megatron's own expert-parallel group, and so do copies and homes. Counts and hashes need one group more, over
-all ranks that have the same layers (a pipeline stage), from host memory.
+Tokens travel in Megatron's own expert-parallel group, and so do copies and homes. Counts and hashes need one group
+more, over all ranks that have the same layers (a pipeline stage), from host memory.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def stage_group(
         places, [[at % cluster.num_ranks, at // cluster.num_ranks] for at in range(group.world_size)]
     ):
         raise InputError(
-            f"ranks of a pipeline stage are laid out as {places.tolist()}: (expert rank, expert data rank) must rise with "
+            f"ranks of a pipeline stage are laid out as {places.tolist()}: (expert rank, expert data rank) must "
+            f"rise with "
             "the expert rank first, as the order tp-cp-ep-dp-pp has it, and expert_tensor_parallel_size must be 1"
         )
     return group
@@ -54,7 +55,7 @@ def _control_group(
     mine = tuple(sorted(rank for part in across for rank in part))
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, mine)
-    made = {
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
         stage: dist.new_group(list(stage), backend="gloo", timeout=timedelta(seconds=timeout_s))
         for stage in sorted(set(every))
     }

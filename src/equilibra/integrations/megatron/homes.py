@@ -1,8 +1,9 @@
 """Moving homes under Megatron: weights, and the DistributedOptimizer's masters and moments.
 
-The optimizer keeps every parameter's state in flat pieces over the expert-data-parallel ranks, cut by where the parameter lies
-in a buffer, so the pieces of two slots are cut at different places. For every expert that moves, the state is put together
-over these ranks, sent to the new home, and cut there. One expert of a layer is in memory at a time for each rank that takes part.
+The optimizer keeps every parameter's state in flat pieces over the expert-data-parallel ranks, cut by where the
+parameter lies in a buffer, so the pieces of two slots are cut at different places. For every expert that moves, the
+state is put together over these ranks, sent to the new home, and cut there. One matrix of a layer's
+leaving and arriving experts, with its state, is in memory at a time.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class StateOfParameters:
                 )
             if part.config.use_precision_aware_optimizer:
                 raise InputError(
-                    "cannot move homes with use_precision_aware_optimizer=True: its state is scaled, and would be moved as "
+                    "cannot move homes with use_precision_aware_optimizer=True: its state is scaled, and would be "
+                    "moved as "
                     "copies; without an optimizer homes do not move"
                 )
 

@@ -1,9 +1,9 @@
 """Megatron's MoE layer under a plan: the router stays logical, the dispatcher sees slots, the experts are Megatron's.
 
-`balanced_class()` is a subclass of the installed Megatron's `MoELayer`, made when it is asked for, so that this package is
-imported without Megatron. A layer that exists becomes one in place: its parameters, and so DDP's buckets, the optimizer
-and checkpoints, stay as they are. What differs between versions of Megatron (constructors that take `is_mtp_layer` and
-`name`) is passed on to those that know it.
+`balanced_class()` is a subclass of the installed Megatron's `MoELayer`, made when it is asked for, so that this
+package is imported without Megatron. A layer that exists becomes one in place: its parameters, and so DDP's buckets,
+the optimizer and checkpoints, stay as they are. What differs between versions of Megatron (constructors that take
+`is_mtp_layer` and `name`) is passed on to those that know it.
 """
 
 from __future__ import annotations
@@ -98,13 +98,14 @@ def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerC
         )
     if (getattr(config, "expert_tensor_parallel_size", None) or 1) > 1:
         raise InputError(
-            f"cannot balance with expert_tensor_parallel_size={config.expert_tensor_parallel_size}: experts must be whole "
+            f"cannot balance with expert_tensor_parallel_size={config.expert_tensor_parallel_size}: experts must be "
+            f"whole "
             "on their ranks; use 1"
         )
 
 
 def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> Place:  # noqa: ANN401
-    """Make an existing `MoELayer` execute plans: its class, its dispatcher over slots, and copies beside its experts."""
+    """Make an existing `MoELayer` execute plans: its class, its dispatcher over slots, copies beside its experts."""
     groups = _groups_of(layer)
     template = _template(layer, spare_slots, groups) if spare_slots else None
     place = Place(number, group, layer.experts, template, fused=bool(layer.config.gradient_accumulation_fusion))

@@ -1,4 +1,4 @@
-"""Parameters of Megatron's experts by home slot: `SequentialMLP` and Transformer Engine's grouped experts name them apart."""
+"""Parameters of Megatron's experts by home slot: those of `SequentialMLP` and Transformer Engine's grouped experts."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ def slot_and_part(name: str) -> tuple[int, str]:
     if found := NAMES[1].match(name):
         return int(found[2]), found[1]
     raise InputError(
-        f"cannot tell which expert {name} is of: experts must be SequentialMLP or TEGroupedMLP, which have parameters of "
+        f"cannot tell which expert {name} is of: experts must be SequentialMLP or TEGroupedMLP, which have "
+        f"parameters of "
         "their own for every expert (moe_use_legacy_grouped_gemm keeps them in one)"
     )
 

@@ -1,9 +1,9 @@
-"""Routing of a step's micro-batches, as Megatron's RouterReplay, verl's and slime's have it: counts, and setting replay.
+"""Routing of a step's micro-batches, as RouterReplay of Megatron and verl and slime have it: counts, and replay.
 
 Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this rank, K experts per token, E experts.
 
-A step's routing is [M][L] ids [T, K]: for each micro-batch what `RouterReplay.set_replay_data` takes. Rows with a negative id, or
-with an expert twice, are routed live and not counted.
+A step's routing is [M][L] ids [T, K]: for each micro-batch what `RouterReplay.set_replay_data` takes. Rows with a
+negative id, or with an expert twice, are routed live and not counted.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
 
 
 def by_micro_batch(lists: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """[M][L] from [L][M]: slime's `top_indices_list` of `RoutingReplay.all_routing_replays`, mcore's `replay_backward_list`."""
+    """[M][L] from [L][M]: slime's `top_indices_list` of all its replays, or Megatron's `replay_backward_list`."""
     return [list(layers) for layers in zip(*lists, strict=True)]
 
 
@@ -45,7 +45,8 @@ def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k:
         for layer, ids in enumerate(layers):
             if ids.ndim != 2 or ids.shape[1] != top_k or ids.is_floating_point():
                 raise InputError(
-                    f"routing of micro-batch {m}, layer {layer} must be whole numbers [tokens, {top_k}], not {ids.dtype} "
+                    f"routing of micro-batch {m}, layer {layer} must be whole numbers [tokens, {top_k}], not "
+                    f"{ids.dtype} "
                     f"{list(ids.shape)}"
                 )
             counts[m, layer] = _count(ids.detach().cpu().numpy(), num_experts)
@@ -62,7 +63,7 @@ def _count(ids_TK: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
 
 
 def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:
-    """Give the routers of a stage one micro-batch to replay. replays: their `router_replay`, of Megatron's class or verl's.
+    """Give the routers of a stage one micro-batch to replay. replays: their `router_replay`, Megatron's or verl's.
 
     verl's routes rows with negative ids live; Megatron's own replays every row, and gets none of them.
     """
@@ -74,6 +75,7 @@ def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:
             replay.set_target_indices(ids.clamp(min=0).to(torch.int64), replay_mask=~live)
         else:
             raise InputError(
-                f"{int(live.sum())} tokens have no recorded routing, and {type(replay).__name__} of Megatron-Core cannot "
+                f"{int(live.sum())} tokens have no recorded routing, and {type(replay).__name__} of Megatron-Core "
+                f"cannot "
                 "route some rows live: fill them in, or use verl's RouterReplay"
             )

@@ -2,9 +2,9 @@
 
 Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all ranks.
 
-Megatron numbers a rank's experts by their place in it. Here slots take that role: rank r has slots r (H + S) and on, homes
-first, then copies. An expert that moves takes the slot of one that leaves, so that the others of a rank stay in place:
-their parameters, gradient buckets and optimizer shards do not change.
+Megatron numbers a rank's experts by their place in it. Here slots take that role: rank r has slots r (H + S) and on,
+homes first, then copies. An expert that moves takes the slot of one that leaves, so that the others of a rank stay in
+place: their parameters, gradient buckets and optimizer shards do not change.
 """
 
 from __future__ import annotations
