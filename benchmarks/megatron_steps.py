@@ -20,7 +20,9 @@ from time import perf_counter
 from tests.distributed.ranks import run_ranks
 
 STEPS, WARM_UP = 12, 2
-SIZES = {"HIDDEN": 256, "FFN": 512, "SEQUENCE": 512, "NUM_EXPERTS": 16, "TOP_K": 4, "VOCABULARY": 512}
+SIZES = {
+    "HIDDEN": 256, "FFN": 1024, "SEQUENCE": 512, "NUM_EXPERTS": 16, "TOP_K": 2, "VOCABULARY": 512, "SKEW": 3.0,
+}  # fmt: skip
 
 
 def steps(num_steps: int) -> dict[str, object]:

@@ -33,15 +33,21 @@ class Training:
             finalize_model_grads,
         )
         from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
 
         self.num_layers, self.stages = num_layers, groups.get_pipeline_model_parallel_world_size()
         self.config = models.config(num_layers, finalize_model_grads_func=finalize_model_grads, **options)
         first, last = groups.is_pipeline_first_stage(), groups.is_pipeline_last_stage()
         model = models.gpt(self.config, pre=first, post=last)
+        self.bare, short = model, self.config.bf16
         wrap = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
-        self.model = DistributedDataParallel(self.config, wrap, model)
+        self.model = DistributedDataParallel(self.config, wrap, Float16Module(self.config, model) if short else model)
         self.model.broadcast_params()
-        setting = OptimizerConfig(optimizer="adam", lr=0.01, use_distributed_optimizer=True, clip_grad=1.0)
+        setting = OptimizerConfig(
+            # a larger epsilon: Adam would make steps of equal size out of rounding
+            optimizer="adam", lr=0.01, adam_eps=1e-5, use_distributed_optimizer=True, clip_grad=1.0, bf16=short,
+            params_dtype=self.config.params_dtype,
+        )  # fmt: skip
         self.optimizer = get_megatron_optimizer(setting, [self.model], use_gloo_process_groups=False)
         self.balancer: Any = None
         self.moves = 0
@@ -79,7 +85,7 @@ class Training:
         from megatron.core import parallel_state as groups
 
         rank, stage = groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
-        whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, skew=2.0)
+        whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, models.SKEW)
         part = self.num_layers // self.stages
         if self.verl:
             for ids in (ids for layers in whole for ids in layers):
@@ -131,11 +137,11 @@ class Training:
     def weights(self) -> dict[str, Tensor]:
         """Parameters of this stage by name, experts by number, from all expert-parallel ranks."""
         found: dict[str, Tensor] = {}
-        for name, parameter in self.model.module.named_parameters():
+        for name, parameter in self.bare.named_parameters():
             head, at, tail = name.partition("local_experts.")
             if at:
                 slot, _, part = tail.partition(".")
-                layer = self.model.module.get_submodule(head.removesuffix(".experts."))
+                layer = self.bare.get_submodule(head.removesuffix(".experts."))
                 number = models.expert_of_slot(layer, "experts", int(slot))
                 if self.balancer is not None:
                     number = layer.place.expert_of_home[int(slot)]
@@ -171,6 +177,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)
     """of Megatron's configuration"""
     homes: str = "stay"
+    spare_slots: int = 2
     fused: bool = False
     """weight gradients go to main_grad in kernels"""
     overlap: bool = False
@@ -193,7 +200,9 @@ def against_plain(case: Case) -> dict[str, Any]:
         plain.use_verl()
     wanted = [plain.step(number) for number in range(4)]
     RouterReplay.clear_global_router_replay_instances()
-    training = Training(options, num_layers=case.num_layers, overlap=case.overlap).balance(case.homes)
+    training = Training(options, num_layers=case.num_layers, overlap=case.overlap).balance(
+        case.homes, spare_slots=case.spare_slots
+    )
     if case.verl:
         training.use_verl()
     layer_runs.break_something(case.sabotage)

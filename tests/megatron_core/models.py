@@ -15,6 +15,7 @@ from torch import Tensor
 
 HIDDEN, FFN, VOCABULARY, SEQUENCE = 16, 24, 32, 12
 NUM_EXPERTS, TOP_K = 8, 2
+SKEW = 2.0
 
 
 def join(expert_parallel: int, pipeline: int = 1) -> None:
@@ -45,7 +46,7 @@ def config(num_layers: int = 2, **options: Any) -> Any:
 
     values["expert_model_parallel_size"] = groups.get_expert_model_parallel_world_size()
     values["pipeline_model_parallel_size"] = groups.get_pipeline_model_parallel_world_size()
-    values["pipeline_dtype"] = torch.float32
+    values["pipeline_dtype"] = options.get("params_dtype", torch.float32)
     return TransformerConfig(**{**values, **options})
 
 
@@ -89,7 +90,7 @@ def fill(module: Any, seed: int) -> None:
             number = expert_of_slot(module, head, int(slot))
             where = head + part
         key = [seed, number, *where.encode()]
-        values = np.random.default_rng(key).normal(0, 0.3, parameter.shape)
+        values = np.random.default_rng(key).normal(0, parameter.shape[-1] ** -0.5, parameter.shape)
         parameter.copy_(torch.from_numpy(values))
 
 

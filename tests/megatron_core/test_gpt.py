@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+import torch
 from tests.distributed.ranks import run_ranks
 from tests.megatron_core import gpt_runs
 from tests.megatron_core.gpt_runs import FULL, SELECTIVE, Case
@@ -28,6 +29,15 @@ def test_two_expert_ranks_and_two_replicas_with_moving_homes_and_full_recompute(
 
 def test_two_pipeline_stages_with_micro_batches_in_flight_and_full_recompute() -> None:
     same(run_ranks(4, gpt_runs.against_plain, Case(pipeline=2, num_layers=4, options=FULL)))
+
+
+def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
+    """In bfloat16 the optimizer has masters apart from the weights; without copies all sums are in the same order."""
+    case = Case(options={"bf16": True, "params_dtype": torch.bfloat16}, homes="shuffled", spare_slots=0)
+    for found in run_ranks(4, gpt_runs.against_plain, case):
+        assert found["balanced"] == found["plain"]
+        assert found["weights"] == 0
+        assert found["moves"] > 0
 
 
 def test_fused_gradients_with_overlapped_reduction() -> None:

@@ -35,6 +35,8 @@ class Exchange:
     """for messages"""
     part_shapes: Sequence[torch.Size]
     """of one expert"""
+    dtype: torch.dtype
+    """of its weights: ranks that serve none must know it too"""
     fused: bool
     """whether weight gradients are added to main_grad by kernels, and `grad` is not looked at"""
     served_slots: list[int]
@@ -82,10 +84,8 @@ class _Carry(torch.autograd.Function):
         """Fetch the copies."""
         ctx.exchange, ctx.parameters = exchange, parameters
         parts = len(exchange.part_shapes)
-        ctx.like = (rows.dtype, rows.device) if not parameters else (parameters[0].dtype, parameters[0].device)
         of_slot = {slot: parameters[i * parts : (i + 1) * parts] for i, slot in enumerate(exchange.served_slots)}
-        dtype, device = ctx.like
-        sent = torch.empty(len(exchange.visit.served), exchange.width, dtype=dtype, device=device)
+        sent = torch.empty(len(exchange.visit.served), exchange.width, dtype=exchange.dtype, device=rows.device)
         for line, slot in zip(sent, exchange.visit.served, strict=True):
             torch.cat([part.detach().reshape(-1) for part in of_slot[slot]], out=line)
         received = exchange.send(Channel.COPIES, sent, home=False)
@@ -96,9 +96,8 @@ class _Carry(torch.autograd.Function):
     def backward(ctx: Any, grad_rows: Tensor, grad_probs: Tensor, *grads: Tensor) -> Any:  # noqa: ANN401
         """Gradients of copies home."""
         exchange: Exchange = ctx.exchange
-        dtype, device = ctx.like
         parts, held = len(exchange.part_shapes), exchange.visit.num_held
-        sent = torch.empty(held, exchange.width, dtype=dtype, device=device)
+        sent = torch.empty(held, exchange.width, dtype=exchange.dtype, device=grad_rows.device)
         for number, line in enumerate(sent):
             torch.cat([grad.reshape(-1) for grad in grads[number * parts : (number + 1) * parts]], out=line)
         received = exchange.send(Channel.GRADIENTS, sent, home=True)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equilibra.core.errors import ExecuteError
+from equilibra.core.errors import ExecuteError, InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import direction_now
 from equilibra.integrations.megatron.copies import Exchange, carry
@@ -37,6 +37,10 @@ class Place:
         self.template = template
         """experts of the copy slots, without weights; None: there are no copy slots"""
         self.num_homes = len(self.parts)
+        dtypes = {part.dtype for one in self.parts for part in one.values()}
+        if len(dtypes) != 1:
+            raise InputError(f"weights of the experts of MoE layer {layer} must be of one type, not {dtypes}")
+        (self.dtype,) = dtypes
         self.expert_of_home: list[int] = []
         """[H] logical numbers"""
         self.moved = False
@@ -94,7 +98,7 @@ class Place:
             served = sorted(set(visit.served))
             exchange = Exchange(
                 group=self.group, visit=visit, layer=self.layer, fused=self.fused, served_slots=served,
-                part_shapes=[part.shape for part in self.parts[0].values()],
+                part_shapes=[part.shape for part in self.parts[0].values()], dtype=self.dtype,
             )  # fmt: skip
             parameters = [part for slot in served for part in self.parts[slot].values()]
             rows_RD, probs_R, copies = carry(exchange, rows_RD, probs_R, parameters)
