@@ -14,6 +14,7 @@ from tests.megatron_core import layer_runs, models, shims
 from tests.megatron_core.verl_replay import VerlReplay
 from torch import Tensor
 
+from equilibra.core.errors import ExecuteError
 from equilibra.core.placement import Migration, Placement
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
@@ -92,12 +93,17 @@ class Training:
                 ids[-1] = -1
         return [layers[stage * part : (stage + 1) * part] for layers in whole]
 
-    def step(self, number: int, *, forward_only: bool = False) -> float:
-        """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage)."""
+    def step(self, number: int, *, forward_only: bool = False, again: bool = False) -> float:
+        """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage).
+
+        again: another pass over the micro-batches of the step that began last.
+        """
         from megatron.core.pipeline_parallel import get_forward_backward_func
 
         routing = self.routing(number)
-        if self.balancer is not None:
+        if self.balancer is not None and again:
+            self.balancer.arm(self.steps[-1])
+        elif self.balancer is not None:
             if self.homes == "shuffled":
                 self.moves += self.shuffle(number)
             stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
@@ -217,3 +223,18 @@ def against_plain(case: Case) -> dict[str, Any]:
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }
+
+
+def two_passes() -> dict[str, Any]:
+    """A pass without backward, then the update of the same step; then one pass too many."""
+    models.join(2)
+    plain, training = Training({}), Training({}).balance("shuffled")
+    losses = [
+        [one.step(0, forward_only=True), one.step(0, again=True), one.step(1, forward_only=True)]
+        for one in (plain, training)
+    ]
+    try:
+        training._replayed(training.model, 1, training.routing(1))
+    except ExecuteError as error:
+        return {"losses": losses, "said": str(error)}
+    return {"losses": losses, "said": "nothing"}

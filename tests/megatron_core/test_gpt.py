@@ -48,6 +48,14 @@ def test_replay_through_verl_with_rows_that_are_routed_live() -> None:
     same(run_ranks(2, gpt_runs.against_plain, Case(options=SELECTIVE, verl=True)))
 
 
+def test_a_pass_without_backward_before_the_update() -> None:
+    for found in run_ranks(2, gpt_runs.two_passes):
+        plain, balanced = found["losses"]
+        np.testing.assert_allclose(balanced, plain, rtol=2e-6)
+        assert plain[0] == plain[1] != plain[2]
+        assert "forward 4 of MoE layer 0 has no plan: the step has 3 micro-batches" in found["said"]
+
+
 @pytest.mark.parametrize(
     "case",
     [
