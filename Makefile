@@ -60,6 +60,7 @@ bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES:
 	$(BIN)/equilibra bench runtime --output benchmarks/results
 	$(BIN)/equilibra bench train --output benchmarks/results
 	$(BIN)/python benchmarks/training_runs.py benchmarks/results
+	$(BIN)/python -m benchmarks.megatron_steps benchmarks/results
 
 .PHONY: bench-gpu
 bench-gpu: $(READY) ## measure expert layers on a GPU into benchmarks/results (EQUILIBRA_TRACES: real routing)

@@ -15,7 +15,7 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
 from equilibra.execute.visits.tables import instances_of
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
-from equilibra.integrations.megatron.layer import check_config
+from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
 from equilibra.integrations.megatron.place import Place, to_slots
 from equilibra.integrations.megatron.routing import count_routing
@@ -160,6 +160,13 @@ def test_options_that_cannot_be_together_are_refused_with_the_reason() -> None:
     ]:
         with pytest.raises(InputError, match=reason):
             check_config(_config(**options))
+
+
+def test_weights_that_come_late_are_refused() -> None:
+    check_wrapping(None)
+    check_wrapping(SimpleNamespace(overlap_grad_reduce=True, overlap_param_gather=False))
+    with pytest.raises(InputError, match="overlap_param_gather=True: weights come when an expert runs"):
+        check_wrapping(SimpleNamespace(overlap_param_gather=True))
 
 
 def test_names_of_experts() -> None:

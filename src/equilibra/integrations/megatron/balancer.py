@@ -12,7 +12,7 @@ alone. `planner="static"` is the switch: homes go back to where plain Megatron h
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -35,10 +35,10 @@ from equilibra.execute.visits.tables import instances_of, only_homes
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
 from equilibra.integrations.megatron.groups import stage_group
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
-from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config
+from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
 from equilibra.integrations.megatron.place import Place
 from equilibra.integrations.megatron.routing import Routing, count_routing
-from equilibra.integrations.megatron.slots import Visit, contiguous_slots, visit_of
+from equilibra.integrations.megatron.slots import HomeSlots, Visit, contiguous_slots, visit_of
 from equilibra.measure.imbalance import imbalance
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 
@@ -101,7 +101,10 @@ def balance(
     Layers of multi-token prediction stay as they are: rollouts do not record them.
     """
     setting = setting or MegatronSetting()
-    layers = _layers_of([model] if isinstance(model, nn.Module) else model)
+    chunks = [model] if isinstance(model, nn.Module) else model
+    for one in (*chunks, *getattr(optimizer, "chained_optimizers", [optimizer])):
+        check_wrapping(getattr(one, "ddp_config", None))
+    layers = _layers_of(chunks)
     config = layers[0].config
     check_config(config)
     ranks = layers[0].ep_group.size()
@@ -240,44 +243,35 @@ class Balancer:
 
     def move_homes(self, placement: Placement) -> None:
         """Collective, between optimizer steps: move homes with their optimizer state."""
-        after = self.slots.moved_to(placement)
-        if placement == self.placement:
-            return
-        self._move(lambda layer: self.slots.moves_to(after, layer))
-        self.slots = after
-        self._place_homes()
+        self._move_to(self.slots.moved_to(placement))
 
     def restore_homes(self) -> None:
         """Collective: every expert, and its optimizer state, back to the slot where plain Megatron has it."""
-        plain = contiguous_slots(self.group.cluster, num_layers=len(self.places), num_experts=self.num_experts)
-        if not self.slots.is_contiguous:
-            self._move(lambda layer: self.slots.moves_to(plain, layer))
-            self.slots = plain
-            self._place_homes()
+        self._move_to(contiguous_slots(self.group.cluster, num_layers=len(self.places), num_experts=self.num_experts))
 
     @contextmanager
     def homes_restored(self) -> Iterator[None]:
         """Collective: for exporters that number experts by rank; homes go back to where they were afterwards."""
-        slots = self.slots
+        before = self.slots
         self.restore_homes()
         yield
-        self._move(lambda layer: self.slots.moves_to(slots, layer))
-        self.slots = slots
-        self._place_homes()
+        self._move_to(before)
 
-    def _move(self, moves_of: Callable[[int], Any]) -> None:
+    def _move_to(self, after: HomeSlots) -> None:
+        if np.array_equal(after.expert_of_slot, self.slots.expert_of_slot):
+            return
         if self.state is None:
             raise InputError(
                 "homes cannot move without the optimizer, whose state would stay behind: give it to balance()"
             )
         self.end()
-        state = self.state
         self.broken = (
             "a move of homes was cut off: experts and their optimizer state are mixed; load the last checkpoint"
         )
         for place in self.places:
-            move_layer(place, moves_of(place.layer), state)
-        self.broken = None
+            move_layer(place, self.slots.moves_to(after, place.layer), self.state)
+        self.broken, self.slots = None, after
+        self._place_homes()
 
     def _place_homes(self) -> None:
         moved = not self.slots.is_contiguous

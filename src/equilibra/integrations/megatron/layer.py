@@ -19,7 +19,7 @@ from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.megatron.place import Place
 
-__all__ = ["balance_layer", "balanced_class", "balanced_layer_spec", "check_config"]
+__all__ = ["balance_layer", "balanced_class", "balanced_layer_spec", "check_config", "check_wrapping"]
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "moe_expert_capacity_factor": (None, "tokens would be dropped by slots, not by experts"),
@@ -102,6 +102,17 @@ def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerC
             f"whole "
             "on their ranks; use 1"
         )
+
+
+def check_wrapping(config: Any) -> None:  # noqa: ANN401 - Megatron's DistributedDataParallelConfig, if there is one
+    """An error for ways of data parallelism under which weights are not there when copies are made of them."""
+    for name in ("overlap_param_gather", "use_megatron_fsdp", "use_custom_fsdp"):
+        if getattr(config, name, False):
+            raise InputError(
+                f"cannot balance a model with {name}=True: weights come when an expert runs, and copies of them are "
+                f"made "
+                "before; set it to False"
+            )
 
 
 def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> Place:  # noqa: ANN401
