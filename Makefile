@@ -16,6 +16,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -m venv $(VENV)
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: megatron-core psutil \
+	  || echo "megatron-core could not be installed: the tests that need it are skipped"
 	@touch $@
 
 .PHONY: setup
@@ -58,6 +60,7 @@ bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES:
 	$(BIN)/equilibra bench runtime --output benchmarks/results
 	$(BIN)/equilibra bench train --output benchmarks/results
 	$(BIN)/python benchmarks/training_runs.py benchmarks/results
+	$(BIN)/python -m benchmarks.megatron_steps benchmarks/results
 
 .PHONY: bench-gpu
 bench-gpu: $(READY) ## measure expert layers on a GPU into benchmarks/results (EQUILIBRA_TRACES: real routing)

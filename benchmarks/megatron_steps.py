@@ -1,0 +1,90 @@
+"""The same small GPTModel under plain Megatron and balanced, two ranks with a core each, taking turns in one run.
+
+python -m benchmarks.megatron_steps [FOLDER]        # from the repository; writes FOLDER/megatron.md and .json
+
+Routing is replayed, skewed and the same for both; weights, data and optimizer are the same; losses are compared. A step's
+time is that of the slower rank, from `begin` (which plans) to the end of the optimizer.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import statistics
+import sys
+from datetime import UTC, datetime
+from pathlib import Path
+from time import perf_counter
+
+from tests.distributed.ranks import run_ranks
+
+STEPS, WARM_UP = 12, 2
+SIZES = {
+    "HIDDEN": 256, "FFN": 1024, "SEQUENCE": 512, "NUM_EXPERTS": 16, "TOP_K": 2, "VOCABULARY": 512, "SKEW": 3.0,
+}  # fmt: skip
+
+
+def steps(num_steps: int) -> dict[str, object]:
+    """Seconds of every step of both on this rank, and their losses."""
+    import torch
+    import torch.distributed as dist
+    from tests.megatron_core import models
+    from tests.megatron_core.gpt_runs import FULL, Training
+
+    os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
+    torch.set_num_threads(1)
+    for name, value in SIZES.items():
+        setattr(models, name, value)
+    models.join(2)
+    contenders = {"Megatron": Training(FULL), "Equilibra": Training(FULL).balance("stay")}
+    seconds: dict[str, list[float]] = {name: [] for name in contenders}
+    losses: dict[str, list[float]] = {name: [] for name in contenders}
+    for number in range(num_steps):
+        for name in sorted(contenders, reverse=bool(number % 2)):
+            dist.barrier()
+            start = perf_counter()
+            losses[name].append(contenders[name].step(number))
+            took = torch.tensor([perf_counter() - start])
+            dist.all_reduce(took, op=dist.ReduceOp.MAX)
+            seconds[name].append(float(took))
+    planned = contenders["Equilibra"].steps
+    return {
+        "seconds": seconds,
+        "losses": losses,
+        "static_imbalance": statistics.mean(step.static_imbalance for step in planned),
+        "planned_imbalance": statistics.mean(step.planned_imbalance for step in planned),
+    }
+
+
+def main() -> None:
+    """Run and write."""
+    folder = Path(sys.argv[1] if len(sys.argv) > 1 else "benchmarks/results")
+    found = run_ranks(2, steps, STEPS + WARM_UP, timeout_s=900)[0]
+    kept = {name: values[WARM_UP:] for name, values in found["seconds"].items()}
+    ratios = [a / b for a, b in zip(kept["Megatron"], kept["Equilibra"], strict=True)]
+    apart = max(abs(a - b) for a, b in zip(*found["losses"].values(), strict=True))
+    lines = [
+        "# Megatron-Core, plain and balanced",
+        "",
+        f"Measured {datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, two ranks with a core "
+        f"each, gloo, float32; {STEPS} steps of each, taking turns; `python -m benchmarks.megatron_steps`.",
+        f"Model: {SIZES}, 2 layers, 3 micro-batches a step, full recompute, 2 spare slots.",
+        "",
+        "| | seconds a step, median (least to most) | slowest over mean rank |",
+        "|---|---|---|",
+    ]
+    for name, imbalance in (("Megatron", "static_imbalance"), ("Equilibra", "planned_imbalance")):
+        mine = kept[name]
+        lines.append(f"| {name} | {statistics.median(mine):.2f} ({min(mine):.2f} to {max(mine):.2f}) | "
+                     f"{found[imbalance]:.2f} |")  # fmt: skip
+    lines += ["", f"Megatron takes {statistics.median(ratios):.2f} times as long, median of pairs "
+              f"({min(ratios):.2f} to {max(ratios):.2f}); losses differ by {apart:.1e} at most."]  # fmt: skip
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "megatron.md").write_text("\n".join(lines) + "\n")
+    (folder / "megatron.json").write_text(json.dumps({**found, "sizes": SIZES}, indent=1) + "\n")
+    sys.stdout.write("\n".join(lines) + "\n")
+
+
+if __name__ == "__main__":
+    main()

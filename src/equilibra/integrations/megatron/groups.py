@@ -1,0 +1,62 @@
+"""Megatron's process groups as an expert-parallel group of ours.
+
+Tokens travel in Megatron's own expert-parallel group, and so do copies and homes. Counts and hashes need one group
+more, over all ranks that have the same layers (a pipeline stage), from host memory.
+"""
+
+from __future__ import annotations
+
+from datetime import timedelta
+from typing import Any
+
+import numpy as np
+import torch.distributed as dist
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.execute.group import Channel, ExpertGroup
+
+__all__ = ["stage_group"]
+
+
+def stage_group(
+    expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, cluster: Cluster, timeout_s: float
+) -> ExpertGroup:
+    """The ranks of this pipeline stage. All processes of the world must call it."""
+    rank, index = expert_parallel.rank(), expert_data_parallel.rank()
+    num_groups = expert_data_parallel.size()
+    if cluster.num_ranks * num_groups == 1 and dist.get_world_size() == 1:
+        return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
+    control = _control_group(expert_parallel, expert_data_parallel, timeout_s)
+    channels = dict.fromkeys(
+        (Channel.DISPATCH, Channel.STANDING, Channel.COPIES, Channel.GRADIENTS), expert_parallel
+    ) | {Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel}  # fmt: skip
+    group = ExpertGroup(
+        cluster=cluster, rank=rank, index=index, num_groups=num_groups, timeout_s=timeout_s, channels=channels
+    )
+    places = np.concatenate(group.gather(np.array([[rank, index]]), what="joining the ranks of a pipeline stage"))
+    if control.size() != group.world_size or not np.array_equal(
+        places, [[at % cluster.num_ranks, at // cluster.num_ranks] for at in range(group.world_size)]
+    ):
+        raise InputError(
+            f"ranks of a pipeline stage are laid out as {places.tolist()}: (expert rank, expert data rank) must "
+            f"rise with "
+            "the expert rank first, as the order tp-cp-ep-dp-pp has it, and expert_tensor_parallel_size must be 1"
+        )
+    return group
+
+
+def _control_group(
+    expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, timeout_s: float
+) -> dist.ProcessGroup:
+    """A gloo group of the stage: the ranks that are reached through both groups. Every process makes every group."""
+    across: list[Any] = [None] * expert_data_parallel.size()
+    dist.all_gather_object(across, dist.get_process_group_ranks(expert_parallel), group=expert_data_parallel)
+    mine = tuple(sorted(rank for part in across for rank in part))
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, mine)
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        stage: dist.new_group(list(stage), backend="gloo", timeout=timedelta(seconds=timeout_s))
+        for stage in sorted(set(every))
+    }
+    return made[mine]

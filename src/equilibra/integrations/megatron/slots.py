@@ -1,0 +1,152 @@
+"""Which expert is in which slot, and what one layer does in one micro-batch under a plan. Values only: no torch.
+
+Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all ranks.
+
+Megatron numbers a rank's experts by their place in it. Here slots take that role: rank r has slots r (H + S) and on,
+homes first, then copies. An expert that moves takes the slot of one that leaves, so that the others of a rank stay in
+place: their parameters, gradient buckets and optimizer shards do not change.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Migration, Placement
+from equilibra.execute.visits.tables import Instances
+
+__all__ = ["ALL", "HomeMove", "HomeSlots", "Visit", "contiguous_slots", "visit_of"]
+
+ALL = np.int64(2**62)
+"""more pairs than there are"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class HomeMove:
+    """One expert that changes its slot."""
+
+    expert: int
+    source: int
+    """rank it leaves"""
+    source_slot: int
+    target: int
+    """rank it goes to"""
+    target_slot: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class HomeSlots:
+    """The expert in every home slot."""
+
+    expert_of_slot: NDArray[np.int32]
+    """[L, R, H]"""
+    cluster: Cluster
+    """the ranks"""
+
+    @property
+    def placement(self) -> Placement:
+        """Homes, without slots."""
+        num_layers, num_ranks, num_homes = self.expert_of_slot.shape
+        home_LE = np.empty((num_layers, num_ranks * num_homes), np.int32)
+        rank = np.repeat(np.arange(num_ranks, dtype=np.int32), num_homes)
+        for layer, expert_RH in enumerate(self.expert_of_slot):
+            home_LE[layer, expert_RH.ravel()] = rank
+        return Placement(home_of_expert=home_LE, cluster=self.cluster)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether every expert is where plain Megatron has it."""
+        count = self.expert_of_slot[0].size
+        return bool((self.expert_of_slot.reshape(-1, count) == np.arange(count)).all())
+
+    def moved_to(self, placement: Placement) -> HomeSlots:
+        """After a migration: by layer and rank, arriving experts in order take the slots of leaving ones in order."""
+        expert_LRH = self.expert_of_slot.copy()
+        moves = Migration(before=self.placement, after=placement).moves()
+        for layer, rank in {(layer, rank) for layer, _, _, rank in moves.tolist()}:
+            of_layer = moves[moves[:, 0] == layer]
+            slots_H = expert_LRH[layer, rank]
+            leaving = np.flatnonzero(np.isin(slots_H, of_layer[of_layer[:, 2] == rank, 1]))
+            slots_H[leaving] = of_layer[of_layer[:, 3] == rank, 1]
+        return HomeSlots(expert_of_slot=expert_LRH, cluster=self.cluster)
+
+    def moves_to(self, other: HomeSlots, layer: int) -> list[HomeMove]:
+        """What changes its slot in a layer, by source rank, target rank and expert."""
+        before, after = (np.argsort(slots.expert_of_slot[layer].ravel()) for slots in (self, other))
+        num_homes = self.expert_of_slot.shape[2]
+        moves = [
+            HomeMove(
+                expert=int(e), source=int(before[e] // num_homes), source_slot=int(before[e] % num_homes),
+                target=int(after[e] // num_homes), target_slot=int(after[e] % num_homes),
+            )
+            for e in np.flatnonzero(before != after)
+        ]  # fmt: skip
+        return sorted(moves, key=lambda move: (move.source, move.target, move.expert))
+
+
+def contiguous_slots(cluster: Cluster, *, num_layers: int, num_experts: int) -> HomeSlots:
+    """As plain Megatron has it."""
+    per_rank = cluster.experts_per_rank(num_experts)
+    expert_RH = np.arange(num_experts, dtype=np.int32).reshape(cluster.num_ranks, per_rank)
+    return HomeSlots(expert_of_slot=np.tile(expert_RH, (num_layers, 1, 1)), cluster=cluster)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Visit:
+    """One layer and micro-batch, as a rank sees it: which pairs go to which slot, and which copies are made.
+
+    A slot takes the pairs of its expert from `first` to before `end`, counted on this rank in the order of tokens: the
+    slots of an expert divide its pairs, however many there are.
+    """
+
+    expert_of_slot: NDArray[np.int64]
+    """[P]"""
+    first_of_slot: NDArray[np.int64]
+    """[P]"""
+    end_of_slot: NDArray[np.int64]
+    """[P] the same as `first` where a slot is empty"""
+    num_copies: int
+    """on all ranks"""
+    served: list[int]
+    """home slots that are copied, a line per copy, by holding rank and expert"""
+    served_sizes: list[int]
+    """[R] copies to each rank"""
+    held_sizes: list[int]
+    """[R] copies from each rank; they lie in the copy slots in this order"""
+
+    @property
+    def num_held(self) -> int:
+        """Copies in slots of this rank."""
+        return sum(self.held_sizes)
+
+
+def visit_of(expert_of_slot: NDArray[np.int32], num_spare: int, instances: Instances, rank: int) -> Visit:
+    """The visit of a rank. expert_of_slot: [R, H] homes of the layer."""
+    num_ranks, num_homes = expert_of_slot.shape
+    expert_RS = np.zeros((num_ranks, num_homes + num_spare), np.int64)
+    first_RS, end_RS = np.zeros_like(expert_RS), np.zeros_like(expert_RS)
+    expert_RS[:, :num_homes] = expert_of_slot
+    taken_E = np.zeros(expert_of_slot.size, np.int64)
+    used_R = np.full(num_ranks, num_homes)
+    for copy, (expert, holder) in enumerate(zip(instances.flash_expert, instances.flash_rank, strict=True)):
+        quota = int(instances.flash_tokens_FR[copy, rank])
+        at = holder, used_R[holder]
+        expert_RS[at], first_RS[at], end_RS[at] = expert, taken_E[expert], taken_E[expert] + quota
+        taken_E[expert] += quota
+        used_R[holder] += 1
+    first_RS[:, :num_homes], end_RS[:, :num_homes] = taken_E[expert_of_slot], ALL
+    mine = np.flatnonzero(instances.flash_origin == rank)
+    mine = mine[np.lexsort((instances.flash_expert[mine], instances.flash_rank[mine]))]
+    slot_of_expert = {int(expert): slot for slot, expert in enumerate(expert_of_slot[rank])}
+    return Visit(
+        expert_of_slot=expert_RS.ravel(), first_of_slot=first_RS.ravel(), end_of_slot=end_RS.ravel(),
+        num_copies=int(instances.flash_expert.size),
+        served=[slot_of_expert[int(expert)] for expert in instances.flash_expert[mine]],
+        served_sizes=np.bincount(instances.flash_rank[mine], minlength=num_ranks).tolist(),
+        held_sizes=np.bincount(
+            instances.flash_origin[instances.flash_rank == rank], minlength=num_ranks
+        ).tolist(),
+    )  # fmt: skip

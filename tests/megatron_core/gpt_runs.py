@@ -1,0 +1,240 @@
+"""A small GPTModel trained by Megatron's own schedules, DDP and DistributedOptimizer, as it is and balanced.
+
+Symbols: M micro-batches, L MoE layers of a pipeline stage, T tokens, K experts per token.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from tests.megatron_core import layer_runs, models, shims
+from tests.megatron_core.verl_replay import VerlReplay
+from torch import Tensor
+
+from equilibra.core.errors import ExecuteError
+from equilibra.core.placement import Migration, Placement
+from equilibra.core.plan import Stage
+from equilibra.cost.rates import Rates
+from equilibra.integrations.megatron import MegatronSetting, balance, set_replay
+
+MICRO_BATCHES = 3
+
+
+class Training:
+    """One model and its optimizer."""
+
+    def __init__(self, options: dict[str, Any], *, num_layers: int = 2, overlap: bool = False) -> None:
+        from megatron.core import parallel_state as groups
+        from megatron.core.distributed import (
+            DistributedDataParallel,
+            DistributedDataParallelConfig,
+            finalize_model_grads,
+        )
+        from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
+        from megatron.core.transformer.module import Float16Module
+
+        self.num_layers, self.stages = num_layers, groups.get_pipeline_model_parallel_world_size()
+        self.config = models.config(num_layers, finalize_model_grads_func=finalize_model_grads, **options)
+        first, last = groups.is_pipeline_first_stage(), groups.is_pipeline_last_stage()
+        model = models.gpt(self.config, pre=first, post=last)
+        self.bare, short = model, self.config.bf16
+        wrap = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+        self.model = DistributedDataParallel(self.config, wrap, Float16Module(self.config, model) if short else model)
+        self.model.broadcast_params()
+        setting = OptimizerConfig(
+            # a larger epsilon: Adam would make steps of equal size out of rounding
+            optimizer="adam", lr=0.01, adam_eps=1e-5, use_distributed_optimizer=True, clip_grad=1.0, bf16=short,
+            params_dtype=self.config.params_dtype,
+        )  # fmt: skip
+        self.optimizer = get_megatron_optimizer(setting, [self.model], use_gloo_process_groups=False)
+        self.balancer: Any = None
+        self.moves = 0
+        self.steps: list[Any] = []
+        self.layers = [layer.mlp for layer in model.decoder.layers]
+        self.verl = False
+
+    def balance(self, homes: str, planner: str = "equilibra", spare_slots: int = 2) -> Training:
+        """homes: "stay", "planned" (across nodes of two ranks), or "shuffled" before every step."""
+        self.homes = homes
+        per_node = 2 if homes == "planned" else None
+        setting = MegatronSetting(
+            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node
+        )  # fmt: skip
+        self.balancer = balance(self.model, setting, optimizer=None if homes == "stay" else self.optimizer)
+        return self
+
+    def use_verl(self) -> None:
+        """Replay through what verl puts in place of Megatron's; the last token of every micro-batch is routed live."""
+        self.verl = True
+        for layer in self.layers:
+            layer.router.router_replay = VerlReplay()
+
+    def shuffle(self, seed: int) -> int:
+        """Other homes, the same on every rank; returns how many moved."""
+        before = self.balancer.placement
+        rng = np.random.default_rng(seed)
+        home_LE = np.stack([rng.permutation(home) for home in np.sort(before.home_of_expert, axis=1)])
+        after = Placement(home_of_expert=home_LE, cluster=before.cluster)
+        self.balancer.move_homes(after)
+        return Migration(before=before, after=after).num_moves
+
+    def routing(self, number: int) -> list[list[Tensor]]:
+        """[M][L] of this stage."""
+        from megatron.core import parallel_state as groups
+
+        rank, stage = groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
+        whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, models.SKEW)
+        part = self.num_layers // self.stages
+        if self.verl:
+            for ids in (ids for layers in whole for ids in layers):
+                ids[-1] = -1
+        return [layers[stage * part : (stage + 1) * part] for layers in whole]
+
+    def step(self, number: int, *, forward_only: bool = False, again: bool = False) -> float:
+        """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage).
+
+        again: another pass over the micro-batches of the step that began last.
+        """
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        routing = self.routing(number)
+        if self.balancer is not None and again:
+            self.balancer.arm(self.steps[-1])
+        elif self.balancer is not None:
+            if self.homes == "shuffled":
+                self.moves += self.shuffle(number)
+            stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
+            self.steps.append(self.balancer.begin(routing, stage))
+            self.moves += self.steps[-1].plan.migration.num_moves
+        self.model.zero_grad_buffer()
+        self.optimizer.zero_grad()
+        losses = get_forward_backward_func()(
+            forward_step_func=lambda _data, model: self._replayed(model, number, routing), data_iterator=iter(()),
+            model=[self.model], num_microbatches=MICRO_BATCHES, seq_length=models.SEQUENCE, micro_batch_size=1,
+            forward_only=forward_only,
+        )  # fmt: skip
+        if not forward_only:
+            self.optimizer.step()
+        self._begun = 0
+        for layer in self.layers:
+            layer.router.router_replay.clear_indices()
+        return float(sum(one["loss"] for one in losses)) if losses else 0.0
+
+    _begun = 0
+
+    def _replayed(self, model: Any, number: int, routing: list[list[Tensor]]) -> Any:
+        """A forward step as RL frameworks have it: the recorded experts, then what backward computes anew."""
+        from megatron.core.transformer.moe.router_replay import RouterReplayAction
+
+        self._act(RouterReplayAction.REPLAY_FORWARD)
+        set_replay([layer.router.router_replay for layer in self.layers], routing[self._begun])
+        out = model(*inputs(number, self._begun))
+        self._act(RouterReplayAction.REPLAY_BACKWARD)
+        self._begun += 1
+        return out, lambda tensor: (tensor.mean(), {"loss": tensor.detach().mean()})
+
+    def _act(self, action: Any) -> None:
+        for layer in self.layers:
+            layer.router.router_replay.set_router_replay_action(action)
+
+    def weights(self) -> dict[str, Tensor]:
+        """Parameters of this stage by name, experts by number, from all expert-parallel ranks."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self.bare.named_parameters():
+            head, at, tail = name.partition("local_experts.")
+            if at:
+                slot, _, part = tail.partition(".")
+                layer = self.bare.get_submodule(head.removesuffix(".experts."))
+                number = models.expert_of_slot(layer, "experts", int(slot))
+                if self.balancer is not None:
+                    number = layer.place.expert_of_home[int(slot)]
+                found[f"{head}{number}.{part}"] = parameter.detach().clone()
+            else:
+                found[name] = parameter.detach().clone()
+        every: list[Any] = [None] * self.layers[0].ep_group.size()
+        torch.distributed.all_gather_object(every, found, group=self.layers[0].ep_group)
+        return {name: value for part in every for name, value in part.items()}
+
+
+def inputs(number: int, micro_batch: int) -> tuple[Any, ...]:
+    """Tokens, positions, no mask, labels."""
+    from megatron.core import parallel_state as groups
+
+    rng = np.random.default_rng([5, number, micro_batch, groups.get_data_parallel_rank()])
+    ids = torch.from_numpy(rng.integers(models.VOCABULARY, size=(1, models.SEQUENCE + 1)))
+    causal = torch.ones(models.SEQUENCE, models.SEQUENCE).tril().view(1, 1, models.SEQUENCE, -1) < 0.5
+    return ids[:, :-1], torch.arange(models.SEQUENCE)[None], causal, None, ids[:, 1:]
+
+
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+SELECTIVE = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to train."""
+
+    expert_parallel: int = 2
+    pipeline: int = 1
+    num_layers: int = 2
+    options: dict[str, Any] = field(default_factory=dict)
+    """of Megatron's configuration"""
+    homes: str = "stay"
+    spare_slots: int = 2
+    fused: bool = False
+    """weight gradients go to main_grad in kernels"""
+    overlap: bool = False
+    """gradients are reduced during backward"""
+    verl: bool = False
+    """replay through verl's class"""
+    sabotage: str | None = None
+
+
+def against_plain(case: Case) -> dict[str, Any]:
+    """Losses of four steps, weights afterwards, and what was done."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    models.join(case.expert_parallel, case.pipeline)
+    if case.fused:
+        shims.fake_fused_gradients()
+    options = {**case.options, "gradient_accumulation_fusion": case.fused}
+    plain = Training(options, num_layers=case.num_layers, overlap=case.overlap)
+    if case.verl:
+        plain.use_verl()
+    wanted = [plain.step(number) for number in range(4)]
+    RouterReplay.clear_global_router_replay_instances()
+    training = Training(options, num_layers=case.num_layers, overlap=case.overlap).balance(
+        case.homes, spare_slots=case.spare_slots
+    )
+    if case.verl:
+        training.use_verl()
+    layer_runs.break_something(case.sabotage)
+    found = [training.step(number) for number in range(4)]
+    weights = training.weights()
+    return {
+        "plain": wanted,
+        "balanced": found,
+        "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
+        "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
+        "moves": training.moves,
+        "static": float(np.mean([step.static_imbalance for step in training.steps])),
+        "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
+    }
+
+
+def two_passes() -> dict[str, Any]:
+    """A pass without backward, then the update of the same step; then one pass too many."""
+    models.join(2)
+    plain, training = Training({}), Training({}).balance("shuffled")
+    losses = [
+        [one.step(0, forward_only=True), one.step(0, again=True), one.step(1, forward_only=True)]
+        for one in (plain, training)
+    ]
+    try:
+        training._replayed(training.model, 1, training.routing(1))
+    except ExecuteError as error:
+        return {"losses": losses, "said": str(error)}
+    return {"losses": losses, "said": "nothing"}

@@ -1,0 +1,84 @@
+"""A GPTModel under Megatron's schedules, DDP and DistributedOptimizer learns the same, balanced or not."""
+
+import numpy as np
+import pytest
+import torch
+from tests.distributed.ranks import run_ranks
+from tests.megatron_core import gpt_runs
+from tests.megatron_core.gpt_runs import FULL, SELECTIVE, Case
+
+
+def same(found: list[dict], *, moves: bool = False, most: float = 1.05) -> None:
+    assert any(one["plain"][0] for one in found)
+    for one in found:
+        np.testing.assert_allclose(one["balanced"], one["plain"], rtol=2e-6)
+        assert one["weights"] < 2e-5
+        assert one["copies"] > 0
+        assert (one["moves"] > 0) == moves
+        assert one["planned"] < most < one["static"]
+
+
+def apart(found: list[dict]) -> None:
+    assert max(one["weights"] for one in found) > 1e-3
+    assert any(abs(a - b) > 1e-3 for one in found for a, b in zip(one["balanced"], one["plain"], strict=True))
+
+
+def test_two_expert_ranks_and_two_replicas_with_moving_homes_and_full_recompute() -> None:
+    same(run_ranks(4, gpt_runs.against_plain, Case(options=FULL, homes="shuffled")), moves=True)
+
+
+def test_two_pipeline_stages_with_micro_batches_in_flight_and_full_recompute() -> None:
+    same(run_ranks(4, gpt_runs.against_plain, Case(pipeline=2, num_layers=4, options=FULL)))
+
+
+def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
+    """In bfloat16 the optimizer has masters apart from the weights; without copies all sums are in the same order."""
+    case = Case(options={"bf16": True, "params_dtype": torch.bfloat16}, homes="shuffled", spare_slots=0)
+    for found in run_ranks(4, gpt_runs.against_plain, case):
+        assert found["balanced"] == found["plain"]
+        assert found["weights"] == 0
+        assert found["moves"] > 0
+
+
+def test_fused_gradients_with_overlapped_reduction() -> None:
+    same(run_ranks(2, gpt_runs.against_plain, Case(fused=True, overlap=True)))
+
+
+def test_replay_through_verl_with_rows_that_are_routed_live() -> None:
+    same(run_ranks(2, gpt_runs.against_plain, Case(options=SELECTIVE, verl=True)))
+
+
+def test_a_pass_without_backward_before_the_update() -> None:
+    for found in run_ranks(2, gpt_runs.two_passes):
+        plain, balanced = found["losses"]
+        np.testing.assert_allclose(balanced, plain, rtol=2e-6)
+        assert plain[0] == plain[1] != plain[2]
+        assert "forward 4 of MoE layer 0 has no plan: the step has 3 micro-batches" in found["said"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(sabotage="drop gradients of copies"),
+        Case(sabotage="leave main_grad alone", fused=True),
+        Case(sabotage="leave optimizer state behind", homes="shuffled"),
+    ],
+    ids=lambda case: case.sabotage,
+)
+def test_controls_are_noticed(case: Case) -> None:
+    apart(run_ranks(2, gpt_runs.against_plain, case))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FULL, SELECTIVE], ids=["none", "full", "selective"])
+@pytest.mark.parametrize("homes", ["stay", "shuffled"])
+@pytest.mark.parametrize("pipeline", [1, 2])
+def test_every_way_of_recompute(pipeline: int, homes: str, options: dict) -> None:
+    case = Case(pipeline=pipeline, num_layers=2 * pipeline, homes=homes, options=options)
+    same(run_ranks(4, gpt_runs.against_plain, case), moves=homes == "shuffled")
+
+
+@pytest.mark.slow
+def test_homes_that_the_planner_moves_between_nodes() -> None:
+    case = Case(expert_parallel=4, homes="planned", options=FULL)
+    same(run_ranks(4, gpt_runs.against_plain, case), moves=True, most=1.3)

@@ -1,0 +1,43 @@
+"""An MoE layer of Megatron under a plan computes what it computes without one."""
+
+import pytest
+from tests.distributed.ranks import run_ranks
+from tests.megatron_core import layer_runs
+
+
+def test_plain_layer_is_the_loop() -> None:
+    assert max(run_ranks(2, layer_runs.plain_against_loop, 2)) < 1e-5
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_balanced_layer_is_the_plain_one(world: int) -> None:
+    for found in run_ranks(world, layer_runs.balanced_against_plain, world):
+        assert found["out"] < 1e-5
+        assert found["gradient"] < 1e-5
+        assert found["outside"] < 1e-6
+        assert found["copies"] > 0
+        assert found["slowest over mean"] < 1.05 < found["static"]
+
+
+def test_dropped_gradients_of_copies_are_noticed() -> None:
+    found = run_ranks(2, layer_runs.balanced_against_plain, 2, "drop gradients of copies")
+    assert max(one["gradient"] for one in found) > 1e-2
+    assert max(one["out"] for one in found) < 1e-5
+
+
+def test_layers_from_a_specification_take_what_newer_versions_give() -> None:
+    for found in run_ranks(2, layer_runs.built_from_spec, 2):
+        assert found["is MoELayer"]
+        assert not found["spec changed"]
+        assert found["out"] < 1e-5
+
+
+def test_ranks_that_do_not_fit_together_hear_of_it() -> None:
+    for said in run_ranks(2, layer_runs.disagreements, 2):
+        assert len(said) == 6
+        assert said[0].startswith("MismatchError: ranks disagree about the plan of the step")
+        assert said[1].startswith("MismatchError: ranks disagree about the number of micro-batches")
+        assert "routing names expert 8, the model has 8" in said[2]
+        assert "no micro-batches" in said[3]
+        assert "balanced already" in said[4]
+        assert said[5].startswith("MismatchError: ranks disagree about how steps are planned")

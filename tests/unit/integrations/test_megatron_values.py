@@ -1,0 +1,176 @@
+"""Slots, scattering and counting of the Megatron integration, which need no Megatron."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import ExecuteError, InputError
+from equilibra.core.load import StepLoad
+from equilibra.core.placement import Placement
+from equilibra.core.plan import Stage
+from equilibra.execute.visits.tables import instances_of
+from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
+from equilibra.integrations.megatron.layer import check_config, check_wrapping
+from equilibra.integrations.megatron.parts import slot_and_part
+from equilibra.integrations.megatron.place import Place, to_slots
+from equilibra.integrations.megatron.routing import count_routing
+from equilibra.integrations.megatron.slots import contiguous_slots, visit_of
+from equilibra.plan.entry import plan_step
+
+CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1), surprise=st.booleans())
+def test_every_pair_is_in_one_slot_of_its_expert(seed: int, surprise: bool) -> None:
+    """Also where other pairs come than were planned for; with those that were, ranks get what the plan says."""
+    rng = np.random.default_rng(seed)
+    num_tokens, num_experts, top_k, spare = 24, 8, 2, 2
+    weights = rng.dirichlet(np.full(num_experts, 0.3)) + 1e-9
+    maps = np.zeros((4, num_tokens, num_experts), bool)
+    for of_rank in maps:
+        for row in of_rank:
+            row[rng.choice(num_experts, top_k, replace=False, p=weights / weights.sum())] = True
+    load = StepLoad(tokens_MLER=np.ascontiguousarray(maps.sum(axis=1).T[None, None], np.int32))
+    plan = plan_step(load, cluster=CLUSTER, spare_slots=spare, standing_slots=0, max_moves_per_layer=0)
+    if surprise:
+        maps = np.roll(maps, 3, axis=2)
+    slots = contiguous_slots(CLUSTER, num_layers=1, num_experts=num_experts).moved_to(plan.placement)
+    received = np.zeros(4, int)
+    for rank in range(4):
+        visit = visit_of(slots.expert_of_slot[0], spare, instances_of(plan, Stage.UPDATE, 0, 0), rank)
+        probs = torch.from_numpy(rng.random((num_tokens, num_experts)) * maps[rank])
+        probs_TP, map_TP = to_slots(probs, torch.from_numpy(maps[rank]), visit)
+        back = torch.zeros_like(probs).index_add(1, torch.from_numpy(visit.expert_of_slot), probs_TP)
+        count = torch.zeros_like(probs).index_add(1, torch.from_numpy(visit.expert_of_slot), map_TP.double())
+        assert torch.equal(back, probs)
+        assert np.array_equal(count.numpy(), maps[rank])
+        received += map_TP.sum(dim=0).view(4, -1).sum(dim=1).numpy()
+    if not surprise:
+        assert np.array_equal(received, plan.rank_load(load)[0, 0])
+
+
+@settings(max_examples=40, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_moves_lead_from_one_arrangement_to_the_other(seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    slots = contiguous_slots(CLUSTER, num_layers=2, num_experts=8)
+    assert slots.is_contiguous
+    for _ in range(3):
+        home_LE = np.stack([rng.permutation(np.repeat(np.arange(4, dtype=np.int32), 2)) for _ in range(2)])
+        after = slots.moved_to(Placement(home_of_expert=home_LE, cluster=CLUSTER))
+        assert np.array_equal(after.placement.home_of_expert, home_LE)
+        for layer in range(2):
+            found = slots.expert_of_slot[layer].copy()
+            for move in slots.moves_to(after, layer):
+                assert slots.expert_of_slot[layer, move.source, move.source_slot] == move.expert
+                assert move.source != move.target, "experts that stay keep their slots"
+                found[move.target, move.target_slot] = move.expert
+            assert np.array_equal(found, after.expert_of_slot[layer])
+        slots = after
+
+
+def test_visits_are_a_queue_for_forward_and_recompute() -> None:
+    """Two micro-batches in flight: what backward computes anew is of the first, then of the second."""
+    place = Place(0, None, _Experts(), None, fused=False)
+    seen = []
+    visits = ["first", "second"]
+    place.arm([lambda name=name: name for name in visits])
+
+    class Again(torch.autograd.Function):
+        @staticmethod
+        def forward(_ctx, x):
+            seen.append(place.take())
+            return x.clone()
+
+        @staticmethod
+        def backward(_ctx, grad):
+            seen.append(place.take())
+            return grad
+
+    x = torch.ones(1, requires_grad=True)
+    outs = [Again.apply(x), Again.apply(x)]
+    for out in outs:
+        out.backward()
+    assert seen == ["first", "second", "first", "second"]
+    with pytest.raises(ExecuteError, match="forward 3 of MoE layer 0 has no plan: the step has 2 micro-batches"):
+        place.take()
+
+
+class _Experts(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.local_experts = torch.nn.ModuleList([torch.nn.Linear(2, 2)])
+
+
+def test_rows_without_recorded_routing_are_not_counted() -> None:
+    ids = torch.tensor([[0, 1], [1, 2], [3, 3], [2, 0]])
+    live = masked(ids, torch.tensor([True, True, True, False]))
+    counts = count_routing([[live]], num_layers=1, num_experts=4, top_k=2)
+    assert counts.tolist() == [[[1, 2, 1, 0]]]
+    with pytest.raises(InputError, match="names expert 3, the model has 3"):
+        count_routing([[ids]], num_layers=1, num_experts=3, top_k=2)
+    with pytest.raises(InputError, match="routing of 1 layers, this pipeline stage has 2"):
+        count_routing([[ids]], num_layers=2, num_experts=4, top_k=2)
+    with pytest.raises(InputError, match=r"must be whole numbers \[tokens, 3\]"):
+        count_routing([[ids]], num_layers=1, num_experts=4, top_k=3)
+
+
+def test_lists_of_layers_become_micro_batches() -> None:
+    assert by_micro_batch([["a0", "a1"], ["b0", "b1"]]) == [["a0", "b0"], ["a1", "b1"]]
+
+
+def test_megatrons_own_replay_cannot_route_rows_live() -> None:
+    class RouterReplay:
+        def set_target_indices(self, topk_indices):
+            self.target = topk_indices
+
+    replay = RouterReplay()
+    set_replay([replay], [torch.tensor([[0, 1]], dtype=torch.int32)])
+    assert replay.target.tolist() == [[0, 1]]
+    with pytest.raises(InputError, match="1 tokens have no recorded routing"):
+        set_replay([replay], [torch.tensor([[0, 1], [-1, -1]])])
+
+
+def _config(**options):
+    plain = {
+        "moe_router_fusion": False,
+        "moe_enable_routing_replay": True,
+        "moe_token_dispatcher_type": "alltoall",
+        "expert_tensor_parallel_size": 1,
+    }
+    return SimpleNamespace(**{**plain, **options})
+
+
+def test_options_that_cannot_be_together_are_refused_with_the_reason() -> None:
+    check_config(_config(moe_token_dispatcher_type="flex", cuda_graph_impl="none", fp8=None))
+    for options, reason in [
+        ({"moe_router_fusion": True}, "fused router returns before it looks at the recorded experts"),
+        ({"moe_token_dispatcher_type": "allgather"}, "every rank would get every token"),
+        ({"expert_tensor_parallel_size": 2}, "experts must be whole"),
+        ({"moe_expert_capacity_factor": 1.0}, "dropped by slots"),
+        ({"fp8": "hybrid"}, "quantised"),
+        ({"delay_wgrad_compute": True}, "before they are computed"),
+        ({"cuda_graph_impl": "local"}, "shapes"),
+    ]:
+        with pytest.raises(InputError, match=reason):
+            check_config(_config(**options))
+
+
+def test_weights_that_come_late_are_refused() -> None:
+    check_wrapping(None)
+    check_wrapping(SimpleNamespace(overlap_grad_reduce=True, overlap_param_gather=False))
+    with pytest.raises(InputError, match="overlap_param_gather=True: weights come when an expert runs"):
+        check_wrapping(SimpleNamespace(overlap_param_gather=True))
+
+
+def test_names_of_experts() -> None:
+    assert slot_and_part("local_experts.3.linear_fc1.weight") == (3, "linear_fc1.weight")
+    assert slot_and_part("linear_fc2.weight11") == (11, "linear_fc2.weight")
+    with pytest.raises(InputError, match="cannot tell which expert weight1 is of"):
+        slot_and_part("weight1")
