@@ -21,7 +21,7 @@ from tests.distributed.ranks import run_ranks
 
 STEPS, WARM_UP = 12, 2
 SIZES = {
-    "HIDDEN": 256, "FFN": 1024, "SEQUENCE": 512, "NUM_EXPERTS": 16, "TOP_K": 2, "VOCABULARY": 512, "SKEW": 3.0,
+    "HIDDEN": 256, "FFN": 1024, "SEQUENCE": 1024, "NUM_EXPERTS": 16, "TOP_K": 2, "VOCABULARY": 512, "SKEW": 3.0,
 }  # fmt: skip
 
 

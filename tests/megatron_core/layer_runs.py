@@ -81,12 +81,12 @@ def _gradients(layer: Any) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in layer.parameters()]
 
 
-def balanced_against_plain(world: int, sabotage: str | None = None) -> dict[str, float]:
+def balanced_against_plain(world: int, sabotage: str | None = None, tensor: int = 1) -> dict[str, float]:
     """Differences between a plain layer and the same layer under plans, over two micro-batches."""
     from equilibra.cost.rates import Rates
     from equilibra.integrations.megatron import MegatronSetting, balance
 
-    models.join(world)
+    models.join(world, tensor=tensor)
     settings = models.config(1)
     ids = models.routing(3, dist.get_rank(), 2, 1, TOKENS, skew=2.5)
     plain = models.moe_layer(settings)

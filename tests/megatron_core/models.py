@@ -18,13 +18,16 @@ NUM_EXPERTS, TOP_K = 8, 2
 SKEW = 2.0
 
 
-def join(expert_parallel: int, pipeline: int = 1) -> None:
+def join(expert_parallel: int, pipeline: int = 1, virtual: int | None = None, tensor: int = 1) -> None:
     """Megatron's process groups over the world of the test."""
     shims.install()
     from megatron.core import parallel_state
 
     parallel_state.initialize_model_parallel(
+        tensor_model_parallel_size=tensor,
+        expert_tensor_parallel_size=1,
         pipeline_model_parallel_size=pipeline,
+        virtual_pipeline_model_parallel_size=virtual,
         expert_model_parallel_size=expert_parallel,
         create_gloo_process_groups=False,
     )
@@ -46,6 +49,9 @@ def config(num_layers: int = 2, **options: Any) -> Any:
 
     values["expert_model_parallel_size"] = groups.get_expert_model_parallel_world_size()
     values["pipeline_model_parallel_size"] = groups.get_pipeline_model_parallel_world_size()
+    values["expert_tensor_parallel_size"] = 1
+    values["tensor_model_parallel_size"] = groups.get_tensor_model_parallel_world_size()
+    values["sequence_parallel"] = values["tensor_model_parallel_size"] > 1
     values["pipeline_dtype"] = options.get("params_dtype", torch.float32)
     return TransformerConfig(**{**values, **options})
 
@@ -62,7 +68,7 @@ def moe_layer(settings: Any, seed: int = 1) -> Any:
     return layer
 
 
-def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True) -> Any:
+def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 
@@ -71,7 +77,7 @@ def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True) ->
         warnings.simplefilter("ignore")
         model = GPTModel(
             settings, spec, vocab_size=VOCABULARY, max_sequence_length=SEQUENCE, pre_process=pre, post_process=post,
-            share_embeddings_and_output_weights=False,
+            share_embeddings_and_output_weights=False, vp_stage=vp_stage,
         )  # fmt: skip
     fill(model, seed)
     return model

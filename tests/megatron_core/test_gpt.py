@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.megatron_core import gpt_runs
+from tests.megatron_core import gpt_runs, interleaved_runs
 from tests.megatron_core.gpt_runs import FULL, SELECTIVE, Case
 
 
@@ -76,6 +76,17 @@ def test_controls_are_noticed(case: Case) -> None:
 def test_every_way_of_recompute(pipeline: int, homes: str, options: dict) -> None:
     case = Case(pipeline=pipeline, num_layers=2 * pipeline, homes=homes, options=options)
     same(run_ranks(4, gpt_runs.against_plain, case), moves=homes == "shuffled")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [{}, FULL], ids=["none", "full"])
+def test_interleaved_pipeline(options: dict) -> None:
+    found = run_ranks(4, interleaved_runs.against_plain, options)
+    assert any(one["losses"][0][0] for one in found)
+    for one in found:
+        np.testing.assert_allclose(*one["losses"], rtol=2e-6)
+        assert one["weights"] < 2e-5
+        assert one["copies"] > 0
 
 
 @pytest.mark.slow

@@ -9,9 +9,10 @@ def test_plain_layer_is_the_loop() -> None:
     assert max(run_ranks(2, layer_runs.plain_against_loop, 2)) < 1e-5
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_balanced_layer_is_the_plain_one(world: int) -> None:
-    for found in run_ranks(world, layer_runs.balanced_against_plain, world):
+@pytest.mark.parametrize(("world", "tensor"), [(2, 1), (4, 1), (4, 2)])
+def test_balanced_layer_is_the_plain_one(world: int, tensor: int) -> None:
+    """tensor: ranks that share sequences (tensor and sequence parallelism outside the experts)."""
+    for found in run_ranks(world, layer_runs.balanced_against_plain, world, None, tensor):
         assert found["out"] < 1e-5
         assert found["gradient"] < 1e-5
         assert found["outside"] < 1e-6
