@@ -174,3 +174,12 @@ def test_names_of_experts() -> None:
     assert slot_and_part("linear_fc2.weight11") == (11, "linear_fc2.weight")
     with pytest.raises(InputError, match="cannot tell which expert weight1 is of"):
         slot_and_part("weight1")
+
+
+def test_masks_and_lists_of_other_sizes_are_refused():
+    with pytest.raises(InputError, match="a mask of as many tokens"):
+        masked(torch.zeros(2, 3, dtype=torch.int64), torch.zeros(5))
+    ids = torch.zeros(2, 3, dtype=torch.int64)
+    with pytest.raises(InputError, match="1 to 2 micro-batches"):
+        by_micro_batch([[ids], [ids, ids]])
+    assert by_micro_batch([]) == []

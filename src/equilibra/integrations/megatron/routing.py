@@ -26,12 +26,26 @@ Routing = Sequence[Sequence[Tensor]]
 
 def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
     """Ids with -1 where a row is routed live: verl's `target_replay_mask` is False there."""
-    return ids_TK if replayed_T is None else ids_TK.masked_fill(~replayed_T.bool().view(-1, 1), -1)
+    if replayed_T is None:
+        return ids_TK
+    if ids_TK.ndim != 2 or replayed_T.numel() != len(ids_TK):
+        raise InputError(
+            f"ids must be [tokens, k] with a mask of as many tokens, not {tuple(ids_TK.shape)} and "
+            f"{tuple(replayed_T.shape)}: give both of one layer and micro-batch"
+        )
+    return ids_TK.masked_fill(~replayed_T.bool().view(-1, 1), -1)
 
 
 def by_micro_batch(lists: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
     """[M][L] from [L][M]: slime's `top_indices_list` of all its replays, or Megatron's `replay_backward_list`."""
-    return [list(layers) for layers in zip(*lists, strict=True)]
+    of_layers = [list(of_layer) for of_layer in lists]
+    counts = {len(of_layer) for of_layer in of_layers}
+    if len(counts) > 1:
+        raise InputError(
+            f"layers have {min(counts)} to {max(counts)} micro-batches: give the lists before the first pass takes "
+            "from them"
+        )
+    return [list(layers) for layers in zip(*of_layers, strict=True)]
 
 
 def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> NDArray[np.int32]:
