@@ -12,6 +12,7 @@ import argparse
 import itertools
 import json
 import multiprocessing
+from collections.abc import Callable
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -45,25 +46,36 @@ SHAPES = {
 DEVICE = torch.device("cuda")
 SWEEP = {
     "FIRST": [(128, 64, 8, 4), (128, 64, 8, 3)],
-    "SECOND": [(256, 64, 8, 4), (128, 64, 8, 3), (256, 64, 8, 3)],
-    "ROW": [(256, 64, 8, 3), (256, 64, 8, 4), (128, 64, 8, 4)],
-    "WEIGHT": [(128, 64, 8, 4), (128, 64, 4, 4), (128, 32, 8, 6)],
+    "PRODUCT": [(256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 4)],
+    "INNER": [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3)],
+    "WEIGHT": [(256, 64, 8, 3), (128, 64, 8, 4)],
 }  # fmt: skip
 
 
-def us(work: Any, repeats: int = 12) -> float:
-    """Median microseconds of a piece of work, each measured by itself."""
-    for _ in range(3):
-        work()
-    spans = []
+Works = dict[str, Callable[[], Any]]
+
+
+def in_turn(works: Works, repeats: int = 12) -> dict[str, float]:
+    """Median microseconds of every piece of work; they take turns, since the clock drifts by several percent."""
+    for work in works.values():
+        for _ in range(3):
+            work()
+    spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
     for _ in range(repeats):
-        first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        first.record()
-        work()
-        last.record()
-        spans.append((first, last))
-    torch.cuda.synchronize()
-    return median(a.elapsed_time(b) * 1e3 for a, b in spans)
+        for name, work in works.items():
+            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            torch.cuda._sleep(300_000)  # the host queues meanwhile
+            first.record()
+            work()
+            last.record()
+            spans[name].append((first, last))
+        torch.cuda.synchronize()
+    return {name: median(a.elapsed_time(b) * 1e3 for a, b in spans[name]) for name in works}
+
+
+def us(work: Callable[[], Any]) -> float:
+    """Of one piece."""
+    return in_turn({"": work})[""]
 
 
 class Layer:
@@ -101,12 +113,13 @@ class Layer:
         self.dx = torch.empty_like(self.x)
 
 
-def bare(layer: Layer) -> dict[str, float]:
+def bare(layer: Layer) -> Works:
+    """The products alone, by torch."""
     mm, offs = torch._grouped_mm, layer.offs
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     a = torch.randn(layer.rows, layer.inner, device=DEVICE, dtype=layer.x.dtype)
     w1, w2 = layer.gate_up.transpose(1, 2), layer.down.transpose(1, 2)
-    work = {
+    work: Works = {
         "first": lambda: mm(layer.x, w1, offs),
         "second": lambda: mm(a, w2, offs),
         "inner": lambda: mm(layer.dy, layer.down, offs),
@@ -115,32 +128,22 @@ def bare(layer: Layer) -> dict[str, float]:
         "weight_gate_up": lambda: mm(h.t(), layer.x, offs),
     }
 
-    def forward() -> None:
-        work["first"]()
-        work["second"]()
-
-    def backward() -> None:
-        for name in ("inner", "outer", "weight_down", "weight_gate_up"):
-            work[name]()
-
-    return {**{name: us(run) for name, run in work.items()}, "forward": us(forward), "backward": us(backward)}
+    return work
 
 
-def ours(layer: Layer) -> dict[str, float]:
+def ours(layer: Layer) -> Works:
     """The experts alone, rows in order: products and activations, gradients summed in float32."""
     kind, groups, instances = Activation.SWIGLU, layer.groups, layer.instances
     _, h = grouped.forward(kind, layer.x, groups, instances)
-    saved, none = (layer.x, h, layer.dy), [None] * layer.count
+    saved = (layer.x, h, layer.dy)
     return {
-        "forward": us(lambda: grouped.forward(kind, layer.x, groups, instances)),
-        "forward_only": us(lambda: grouped.forward(kind, layer.x, groups, instances, keep=False)),
-        "backward": us(lambda: grouped.backward(kind, saved, groups, instances, layer.gradients, layer.dx)),
-        "backward_rows": us(lambda: grouped.backward(kind, saved, groups, instances, none, layer.dx)),
+        "forward": lambda: grouped.forward(kind, layer.x, groups, instances),
+        "backward": lambda: grouped.backward(kind, saved, groups, instances, layer.gradients, layer.dx),
     }
 
 
-def whole_layer(shape: str, rows: int) -> dict[str, float]:
-    """BalancedMoE of one rank: from tokens to tokens, with and without the router."""
+def whole_layer(shape: str, rows: int) -> Works:
+    """BalancedMoE of one rank, forward and backward, from tokens to tokens without the router; and from a graph."""
     width, inner, count = SHAPES[shape]
     top_k = 8 if count >= 16 else 4
     tokens = rows // top_k
@@ -158,21 +161,16 @@ def whole_layer(shape: str, rows: int) -> dict[str, float]:
     weights = torch.rand(tokens, top_k, device=DEVICE, requires_grad=True)
     for part in moe.experts.parts():
         part.requires_grad_()
-    found: dict[str, float] = {}
 
-    def without_router() -> torch.Tensor:
-        visit = Pass(runtime, micro_batch.where(0), runtime.tables(0, micro_batch.experts(0, DEVICE)), micro_batch)
-        return combine(experts(dispatch(x, visit), visit, moe.experts.parts()), weights, visit)
-
-    for name, run in (("layer", lambda: moe(x)), ("without_router", without_router)):
+    def both() -> None:
         with micro_batch:
-            found[f"{name}_forward"] = us(run)
-            found[f"{name}_both"] = us(lambda run=run: run().backward(dout))
-            found[f"{name}_graph"] = graphed(lambda run=run: run().backward(dout))
-    return found
+            visit = Pass(runtime, micro_batch.where(0), runtime.tables(0, micro_batch.experts(0, DEVICE)), micro_batch)
+            combine(experts(dispatch(x, visit), visit, moe.experts.parts()), weights, visit).backward(dout)
+
+    return {"layer": both, "graph": graphed(both)}
 
 
-def graphed(work: Any) -> float:
+def graphed(work: Callable[[], Any]) -> Callable[[], Any]:
     """The same from a CUDA graph: what the device alone takes."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -183,7 +181,7 @@ def graphed(work: Any) -> float:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         work()
-    return us(graph.replay)
+    return graph.replay
 
 
 def check() -> list[dict[str, Any]]:
@@ -221,16 +219,13 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
     """Every kernel by itself, by the name of its tile."""
     kind, groups = Activation.SWIGLU, layer.groups
     order = torch.arange(layer.count, device=DEVICE, dtype=torch.int32)
-    gate_up = grouped.addresses([p.gate_up for p in layer.instances], DEVICE)
-    down = grouped.addresses([p.down for p in layer.instances], DEVICE)
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     a, dh = h[:, : layer.inner].contiguous(), torch.empty_like(h)
     return {
-        "FIRST": lambda: grouped.first_product(kind, groups, layer.x, gate_up, None, h, a),
-        "SECOND": lambda: grouped.second_product(groups, a, down, None, layer.dx),
-        "ROW_inner": lambda: grouped.row_gradient(groups, layer.dy, down, a),
-        "ROW_outer": lambda: grouped.row_gradient(groups, h, gate_up, layer.dx),
-        "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
+        "FIRST": lambda: grouped.first_product(kind, groups, layer.x, layer.instances, h, a),
+        "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx),
+        "INNER": lambda: grouped.inner_gradient(kind, groups, layer.dy, layer.instances, h, a, dh),
+        "PRODUCT_gate_up": lambda: grouped.product(groups, h, layer.instances, "gate_up", layer.dx),
         "WEIGHT_down": lambda: grouped.weight_gradient(
             layer.dy, a, [g.down for g in layer.gradients], groups.offsets, order
         ),
@@ -260,15 +255,12 @@ def _warm(job: tuple[str, str, tuple[int, ...], int]) -> None:
     sweep_one((job[0], job[1], job[2], 256), timed=False)
 
 
-def passes(layer: Layer) -> dict[str, float]:
+def passes(layer: Layer) -> Works:
     """What would be separate passes over memory."""
-    h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     low = (torch.zeros_like(layer.gate_up), torch.zeros_like(layer.down))
     return {
-        "permute": us(lambda: layer.x.index_select(0, layer.index)),
-        "copy": us(lambda: layer.dx.copy_(layer.x)),
-        "swiglu": us(lambda: torch.nn.functional.silu(h[:, : layer.inner]) * h[:, layer.inner :]),
-        "add_float32": us(lambda: [sums.add_(part) for sums, part in zip(layer.gradient, low, strict=True)]),
+        "permute": lambda: layer.x.index_select(0, layer.index),
+        "add_float32": lambda: [sums.add_(part) for sums, part in zip(layer.gradient, low, strict=True)],
     }
 
 
@@ -284,16 +276,16 @@ def table(result: dict[str, Any]) -> str:
         "# Kernels of an expert layer on one GPU (measured)",
         "",
         f"`PYTHONPATH=src python benchmarks/probes/measure_kernels.py --output FILE`, {result['device']}, torch "
-        f"{result['torch']}, triton {result['triton']}; microseconds, medians of 12.",
+        f"{result['torch']}, triton {result['triton']}; microseconds, medians of 12; everything in turn.",
         "",
-        "| shape | rows | bare forward | bare backward | float32 sums | our experts forward | backward | layer, both | "
-        "from a CUDA graph | over bare | over bare with sums |",
-        "|---|---|---|---|---|---|---|---|---|---|---|",
+        "| shape | rows | bare | float32 sums | our experts, forward | backward | layer, both | from a CUDA graph | over "
+        "bare | over bare with sums |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for e in result["layers"]:
         cells = [
-            e["shape"], e["rows"], e["bare"]["forward"], e["bare"]["backward"], e["passes"]["add_float32"],
-            e["experts"]["forward"], e["experts"]["backward"], e["without_router_both"], e["without_router_graph"],
+            e["shape"], e["rows"], e["bare"], e["pass add_float32"], e["ours forward"], e["ours backward"],
+            e["layer"], e["graph"],
         ]  # fmt: skip
         shown = [f"{cell:.0f}" if isinstance(cell, float) else str(cell) for cell in cells]
         lines.append("| " + " | ".join([*shown, f"{e['over_bare']:.2f}", f"{e['over_bare_with_sums']:.2f}"]) + " |")
@@ -325,14 +317,21 @@ def main() -> None:
     result["layers"] = []
     for shape, rows in itertools.product(parsed.shapes, parsed.rows):
         layer = Layer(shape, rows)
-        entry = {"shape": shape, "rows": rows, "bare": bare(layer), "experts": ours(layer), "passes": passes(layer)}
-        entry["kernels"] = {name: us(run) for name, run in kernels_of(layer).items()}
-        del layer
-        entry |= whole_layer(shape, rows)
-        total = entry["bare"]["forward"] + entry["bare"]["backward"]
-        summed = total + entry["passes"]["add_float32"]
-        entry["over_bare"] = entry["without_router_graph"] / total
-        entry["over_bare_with_sums"] = entry["without_router_graph"] / summed
+        works: Works = {
+            f"{kind} {name}": work
+            for kind, group in (
+                ("bare", bare(layer)),
+                ("ours", ours(layer) | kernels_of(layer)),
+                ("pass", passes(layer)),
+            )
+            for name, work in group.items()
+        } | whole_layer(shape, rows)
+        six = list(bare(layer).values())
+        works["bare"] = lambda six=six: [product() for product in six]
+        entry: dict[str, Any] = {"shape": shape, "rows": rows, **in_turn(works)}
+        del layer, works, six
+        entry["over_bare"] = entry["graph"] / entry["bare"]
+        entry["over_bare_with_sums"] = entry["graph"] / (entry["bare"] + entry["pass add_float32"])
         result["layers"].append(entry)
         print(json.dumps({k: _rounded(v) for k, v in entry.items()}), flush=True)
         parsed.output.write_text(json.dumps(result))

@@ -11,12 +11,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any
+from math import gcd
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from equilibra.core.errors import ExecuteError
 from equilibra.execute.kernels import has_triton
 from equilibra.execute.moe.spec import Activation
 
@@ -27,6 +29,8 @@ __all__ = ["Groups", "backward", "forward", "serves"]
 
 BM = 128
 """rows of a tile"""
+MOST_UNIT = 1 << 20
+"""bytes; of places in memory"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -46,11 +50,11 @@ class Tile:
 
 
 FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
-SECOND = Tile(bn=256, bk=64, warps=8, stages=3)
-ROW = Tile(bn=256, bk=64, warps=8, stages=3)
-WEIGHT = Tile(bn=128, bk=64, warps=8, stages=4)
-ELEMENTS = 2048
-"""values of a program that works on one value at a time"""
+PRODUCT = Tile(bn=256, bk=64, warps=8, stages=4)
+INNER = Tile(bn=128, bk=64, warps=8, stages=3)
+WEIGHT = Tile(bn=256, bk=64, warps=8, stages=3)
+INTERPRETED = 3
+"""programs where there is no GPU"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
@@ -92,7 +96,7 @@ class Groups:
         instance = np.repeat(np.arange(rows.size), tiles_of_instance)
         before = np.cumsum(tiles_of_instance) - tiles_of_instance
         first = offsets[instance] + (np.arange(instance.size) - before[instance]) * BM
-        both = to_device(np.concatenate([instance, first, offsets[instance + 1], offsets]).astype(np.int32), device)
+        both = to_device(np.concatenate([instance, first, offsets[instance + 1], offsets]), device)
         return cls(
             sizes=sizes, num_rows=int(offsets[-1]), num_tiles=instance.size,
             tiles=both[: 3 * instance.size], offsets=both[3 * instance.size :],
@@ -100,20 +104,37 @@ class Groups:
 
 
 def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """A small array, without waiting for the device."""
-    host = torch.from_numpy(values)
+    """Small numbers, without waiting for the device."""
+    host = torch.from_numpy(values.astype(np.int32))
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
 
 
-def addresses(tensors: Sequence[Tensor | None], device: torch.device) -> Tensor:
-    """[I] where tensors lie; 0 where there is none."""
-    return _address_table(tuple(0 if tensor is None else tensor.data_ptr() for tensor in tensors), device)
+class Places(NamedTuple):
+    """Where tensors of one shape lie, however far apart: kernels reach all of them from the lowest."""
+
+    base: int
+    """address of the lowest"""
+    places: Tensor
+    """[I] int32: distance from it, in units"""
+    unit: int
+    """values"""
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Places:
+        """Of tensors on one device."""
+        like = tensors[0]
+        return _places(tuple(tensor.data_ptr() for tensor in tensors), like.itemsize, like.device)
 
 
 @lru_cache(maxsize=4096)
-def _address_table(values: tuple[int, ...], device: torch.device) -> Tensor:
+def _places(addresses: tuple[int, ...], itemsize: int, device: torch.device) -> Places:
     """Homes and slots stay where they are, so there are few tables."""
-    return to_device(np.array(values, np.int64), device)
+    base = min(addresses)
+    apart = [address - base for address in addresses]
+    together = gcd(MOST_UNIT, base, *apart)
+    if max(apart) // together >= 2**31 - 1:
+        raise ExecuteError(f"kernels cannot reach weights {max(apart)} bytes apart, in steps of {together} bytes")
+    return Places(base, to_device(np.array(apart) // together, device), together // itemsize)
 
 
 def forward(
@@ -125,10 +146,8 @@ def forward(
     h = rows_ND.new_empty(num_rows if keep else 0, 2 * inner)
     a, y = rows_ND.new_empty(num_rows, inner), rows_ND.new_empty(num_rows, width)
     if num_rows:
-        gate_up, down = _table(instances, "gate_up"), _table(instances, "down")
-        bias = like.gate_up_bias is not None
-        first_product(kind, groups, rows_ND, gate_up, _table(instances, "gate_up_bias") if bias else None, h, a)
-        second_product(groups, a, down, _table(instances, "down_bias") if bias else None, y)
+        first_product(kind, groups, rows_ND, instances, h, a)
+        product(groups, a, instances, "down", y)
     return y, h
 
 
@@ -139,29 +158,23 @@ def backward(
 ) -> None:  # fmt: skip
     """As `expert_math.backward`."""
     rows_ND, h, dy = saved
-    gate_up, down = _table(instances, "gate_up"), _table(instances, "down")
     a, dh = h.new_empty(groups.num_rows, h.shape[1] // 2), torch.empty_like(h)
     if groups.num_rows:
-        row_gradient(groups, dy, down, a)
-        activation_gradient(kind, h, a, dh)
+        inner_gradient(kind, groups, dy, instances, h, a, dh)
     split = len(instances) - num_last
     pairs = ((dy, a, "down"), (dh, rows_ND, "gate_up"))
     _weights(groups, pairs, gradients, split, len(instances), fresh=True)
     if after_last is not None:
         after_last()
     if groups.num_rows:
-        row_gradient(groups, dh, gate_up, dx_ND)
+        product(groups, dh, instances, "gate_up", dx_ND)
     _weights(groups, pairs, gradients, 0, split)
 
 
 @lru_cache(maxsize=512)
 def _by_rows(sizes: tuple[int, ...], device: torch.device) -> Tensor:
     """[I] instances by their number of rows, most first: what takes longest must not start last."""
-    return to_device(np.argsort(-np.array(sizes, np.int64), kind="stable").astype(np.int32), device)
-
-
-def _table(instances: Sequence[ExpertParts], name: str) -> Tensor:
-    return addresses([getattr(parts, name) for parts in instances], instances[0].gate_up.device)
+    return to_device(np.argsort(-np.array(sizes, np.int64), kind="stable"), device)
 
 
 def _weights(
@@ -191,69 +204,76 @@ def _weights(
 
 
 def first_product(
-    kind: Activation, groups: Groups, x: Tensor, weights: Tensor, biases: Tensor | None, h: Tensor, a: Tensor
+    kind: Activation, groups: Groups, x: Tensor, instances: Sequence[ExpertParts], h: Tensor, a: Tensor
 ) -> None:
-    """Write h and a, from rows."""
+    """Write h, if it has room, and a, from rows."""
     tile, inner = _tile(FIRST, x), a.shape[1]
-    _kernels().first_product[(groups.num_tiles * -(-inner // tile.bn),)](
-        x, weights, weights if biases is None else biases, h, a, groups.tiles, groups.num_tiles, x, D=x.shape[1],
-        F=inner, BIAS=biases is not None, KEEP=len(h) > 0, CLAMPED=kind is Activation.CLAMPED_SWIGLU,
-        **_sizes(tile, x),
+    grid, num = _grid(groups.num_tiles * -(-inner // tile.bn), x)
+    _kernels().first_product[grid](
+        x, *_weights_and_bias(instances, "gate_up"), h, a, groups.tiles, groups.num_tiles, groups.num_rows, x,
+        D=x.shape[1], F=inner, BIAS=instances[0].gate_up_bias is not None, KEEP=len(h) > 0,
+        CLAMPED=kind is Activation.CLAMPED_SWIGLU, NUM=num, **_sizes(tile, x),
     )  # fmt: skip
 
 
-def second_product(groups: Groups, a: Tensor, weights: Tensor, biases: Tensor | None, y: Tensor) -> None:
-    """Write y, from a."""
-    tile, width = _tile(SECOND, a), y.shape[1]
-    _kernels().second_product[(groups.num_tiles * -(-width // tile.bn),)](
-        a, weights, weights if biases is None else biases, y, groups.tiles, groups.num_tiles, a, D=width,
-        F=a.shape[1], BIAS=biases is not None, **_sizes(tile, a),
-    )  # fmt: skip
-
-
-def row_gradient(groups: Groups, rows_NK: Tensor, weights: Tensor, into_NC: Tensor) -> None:
-    """Write rows times weights: da from dy, dx from dh."""
-    tile, columns = _tile(ROW, rows_NK), into_NC.shape[1]
-    _kernels().row_gradient[(groups.num_tiles * -(-columns // tile.bn),)](
-        rows_NK, weights, into_NC, groups.tiles, groups.num_tiles, rows_NK, K=rows_NK.shape[1], C=columns,
+def product(groups: Groups, rows_NK: Tensor, instances: Sequence[ExpertParts], name: str, into_NC: Tensor) -> None:
+    """Write rows times weights: y from a by the second matrix, dx from dh by the first."""
+    tile, columns, forward = _tile(PRODUCT, rows_NK), into_NC.shape[1], name == "down"
+    grid, num = _grid(groups.num_tiles * -(-columns // tile.bn), rows_NK)
+    _kernels().product[grid](
+        rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, groups.num_rows, rows_NK,
+        K=rows_NK.shape[1], C=columns, TURNED=forward, BIAS=forward and instances[0].down_bias is not None, NUM=num,
         **_sizes(tile, rows_NK),
     )  # fmt: skip
 
 
-def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> None:
-    """Write dh, from h and da, which becomes a."""
-    _kernels().activation_gradient[(-(-da.numel() // ELEMENTS),)](
-        h, da, dh, da.numel(), F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU, BLOCK=ELEMENTS
-    )
+def inner_gradient(
+    kind: Activation, groups: Groups, dy: Tensor, instances: Sequence[ExpertParts], h: Tensor, a: Tensor, dh: Tensor
+) -> None:
+    """Write a and dh, from h and dy."""
+    tile, inner = _tile(INNER, dy), a.shape[1]
+    grid, num = _grid(groups.num_tiles * -(-inner // tile.bn), dy)
+    _kernels().inner_gradient[grid](
+        dy, *Places.of([parts.down for parts in instances]), h, a, dh, groups.tiles, groups.num_tiles, groups.num_rows,
+        dy, D=dy.shape[1], F=inner, CLAMPED=kind is Activation.CLAMPED_SWIGLU, NUM=num, **_sizes(tile, dy),
+    )  # fmt: skip
 
 
 def weight_gradient(
     left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor, order: Tensor, *, fresh: bool = False
 ) -> None:
     """Add left.T right of every instance's rows, or write it afresh."""
-    table = addresses(into, left.device)
     tile, rows, cols = _tile(WEIGHT, left), left.shape[1], right.shape[1]
-    _kernels().weight_gradient[(-(-rows // tile.bm) * -(-cols // tile.bn), len(into))](
-        left,
-        right,
-        table,
-        offsets,
-        order,
-        into[0],
-        A=rows,
-        B=cols,
-        FRESH=fresh,
-        IN_MEMORY=left.is_cuda,
-        **_sizes(tile, left),
-    )
+    grid, num = _grid(len(into) * -(-rows // tile.bm) * -(-cols // tile.bn), left)
+    _kernels().weight_gradient[grid](
+        left, right, *Places.of(into), offsets, order, len(into), len(left), into[0], A=rows, B=cols, FRESH=fresh,
+        IN_MEMORY=left.is_cuda, NUM=num, **_sizes(tile, left),
+    )  # fmt: skip
 
 
 def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor) -> None:
     """Add column sums of every instance's rows."""
-    table = addresses(into, left.device)
     _kernels().bias_gradient[(-(-left.shape[1] // 64), len(into))](
-        left, table, offsets, into[0], A=left.shape[1], BN=64, BK=64
+        left, *Places.of(into), offsets, into[0], A=left.shape[1], BN=64, BK=64
     )
+
+
+def _weights_and_bias(instances: Sequence[ExpertParts], name: str) -> tuple[Any, ...]:
+    """Places of both; those of the weights twice where there is no bias, which is not read then."""
+    weights = Places.of([getattr(parts, name) for parts in instances])
+    biases = [getattr(parts, f"{name}_bias") for parts in instances]
+    return (*weights, *(weights if biases[0] is None else Places.of(biases)))
+
+
+def _grid(num_tiles: int, like: Tensor) -> tuple[tuple[int], int]:
+    """Programs of a launch, and how many tiles on each goes."""
+    programs = _multiprocessors(like.device) if like.is_cuda else INTERPRETED
+    return (min(num_tiles, programs),), programs
+
+
+@lru_cache(maxsize=64)
+def _multiprocessors(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _kernels() -> Any:  # noqa: ANN401 - Triton's kernels have no type

@@ -2,20 +2,21 @@
 
 Symbols: N rows, D width, F inner width, I instances; BM, BN, BK: sizes of a tile.
 
-Rows are grouped by instance. Weights are found by a table of addresses, one per instance, so homes and copies are
-computed by one launch and nothing is gathered into one tensor. A tile of rows never crosses instances; tiles are listed
-by the host, which knows all sizes from the plan. Sums run over the inner dimension in one order whatever the tile, so a
-row's result does not depend on what else is computed.
+Rows are grouped by instance. Weights are found by a table of places, one per instance, so homes and copies are computed
+by one launch and nothing is gathered into one tensor. A tile of rows never crosses instances; tiles are listed by the
+host, which knows all sizes from the plan. Sums run over the inner dimension in one order whatever the tile, so a row's
+result does not depend on what else is computed.
 
     first_product        h = x W1.T + b1, a = act(h)
-    second_product       y = a W2.T + b2
-    row_gradient         da = dy W2; dx = dh W1
-    activation_gradient  dh = act'(h) da, a = act(h)
+    product              y = a W2.T + b2; dx = dh W1
+    inner_gradient       dh = act'(h) (dy W2), a = act(h)
     weight_gradient      dW += left.T right, in float32, where gradients are summed
     bias_gradient        db += column sums
 
-Activations are computed in float32 from h as it is stored, so the backward pass sees the same values. Descriptors are
-made for the rows of one instance: what a tile reads beyond them is zero, what it writes there is left out.
+Activations are computed in float32 from h as it is stored, so the backward pass sees the same values.
+
+As many programs as multiprocessors each take tiles in turn, and fetch for the next tile while they store the last one.
+So descriptors cannot be those of one instance, and both kinds are made to reach everywhere (`_rows`, `_places`).
 """
 # Triton's language is not typed, and its constants are written in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -27,23 +28,18 @@ import inspect
 import triton
 import triton.language as tl
 
-__all__ = [
-    "activation_gradient",
-    "bias_gradient",
-    "first_product",
-    "row_gradient",
-    "second_product",
-    "weight_gradient",
-]
+__all__ = ["bias_gradient", "first_product", "inner_gradient", "product", "weight_gradient"]
 
 
-TABLES = ["order", "weights", "biases", "gradients", "tiles", "offsets", "like"]
+COUNTS = ["num_tiles", "num_rows", "num_instances", "unit", "bias_unit", "weights", "biases", "gradients"]
+TABLES = ["order", "places", "bias_places", "tiles", "offsets", "like"]
+ANYWHERE = tl.constexpr(2**31 - 1)
 
 
 def _once_per_shape(kernel):
     """Compiled once for a shape, not again for a table that happens to lie elsewhere or a count of another kind."""
     names = inspect.signature(kernel).parameters
-    counts, tables = [n for n in names if n == "num_tiles"], [n for n in TABLES if n in names]
+    counts, tables = [n for n in COUNTS if n in names], [n for n in TABLES if n in names]
     return triton.jit(do_not_specialize=counts, do_not_specialize_on_alignment=tables)(kernel)
 
 
@@ -51,6 +47,33 @@ def _once_per_shape(kernel):
 def _tile(tiles, tile, num_tiles):
     """A tile of rows: instance, first row, end of the instance's rows."""
     return tl.load(tiles + tile), tl.load(tiles + num_tiles + tile), tl.load(tiles + 2 * num_tiles + tile)
+
+
+@triton.jit
+def _rows(values, num_rows, C: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Rows [N, C] that end where an instance ends: row r of one that ends at e is [e, r + N - e].
+
+    Both coordinates step by a row, the base lies N rows before the first. The second is beyond its end, N, exactly from
+    row e on: what is read there is zero, what is written there is left out.
+    """
+    base = values - num_rows.to(tl.int64) * STRIDE
+    return tl.make_tensor_descriptor(
+        base, shape=[2 * num_rows + 1, num_rows, C], strides=[STRIDE, STRIDE, 1], block_shape=[1, BM, BN]
+    )
+
+
+@triton.jit
+def _places(base, unit, like, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr, BC: tl.constexpr):
+    """Matrices [R, C] anywhere in memory: the first coordinate steps by `unit` values from the lowest one."""
+    return tl.make_tensor_descriptor(
+        base.to(like.dtype), shape=[ANYWHERE, R, C], strides=[unit, C, 1], block_shape=[1, BR, BC]
+    )
+
+
+@triton.jit
+def _halves(values, BM: tl.constexpr, BN: tl.constexpr):
+    """The left and the right half of a tile's columns."""
+    return tl.split(tl.permute(tl.reshape(values, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
 @triton.jit
@@ -81,82 +104,108 @@ def _activation_gradients(gate, up, da, CLAMPED: tl.constexpr):
     return dgate, dup
 
 
+@triton.jit
+def _bias(biases, places, g, unit, cols, end, like):
+    """Values of an instance's bias, as a row."""
+    bias = biases.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit
+    return tl.load(bias + cols, mask=cols < end, other=0.0)[None, :]
+
+
 @_once_per_shape
 def first_product(
-    x, weights, biases, h, a, tiles, num_tiles, like,
+    x, weights, places, unit, biases, bias_places, bias_unit, h, a, tiles, num_tiles, num_rows, like,
     D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, CLAMPED: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
-    """Writes h [N, 2F] (if KEEP) and a [N, F]; a tile has the same columns of both halves of h."""
-    columns = tl.cdiv(F, BN)
-    g, first, last = _tile(tiles, tl.program_id(0) // columns, num_tiles)
-    col = (tl.program_id(0) % columns) * BN
-    tiles_x = tl.make_tensor_descriptor(x, shape=[last, D], strides=[D, 1], block_shape=[BM, BK])
-    weight = tl.load(weights + g).to(like.dtype)
-    tiles_w = tl.make_tensor_descriptor(weight, shape=[2 * F, D], strides=[D, 1], block_shape=[BN, BK])
-    gate, up = tl.zeros((BM, BN), tl.float32), tl.zeros((BM, BN), tl.float32)
-    for k in range(0, D, BK):
-        tile_x = tiles_x.load([first, k])
-        gate = tl.dot(tile_x, tiles_w.load([col, k]).T, gate, input_precision=PRECISION)
-        up = tl.dot(tile_x, tiles_w.load([F + col, k]).T, up, input_precision=PRECISION)
-    if BIAS:
-        cols = col + tl.arange(0, BN)
-        bias = tl.load(biases + g).to(like.dtype)
-        gate += tl.load(bias + cols, mask=cols < F, other=0.0)[None, :]
-        up += tl.load(bias + F + cols, mask=cols < F, other=0.0)[None, :]
-    gate, up = gate.to(a.dtype.element_ty), up.to(a.dtype.element_ty)
+    """Writes h [N, 2F] (if KEEP) and a [N, F]; a tile has the same columns of both halves of h, as one product."""
+    tiles_x = _rows(x, num_rows, D, D, BM, BK)
+    tiles_a = _rows(a, num_rows, F, F, BM, BN)
+    tiles_gate, tiles_up = tiles_a, tiles_a
     if KEEP:
-        _store(h, gate, first, last, col, F, 2 * F, BM, BN)
-        _store(h + F, up, first, last, col, F, 2 * F, BM, BN)
-    _store(a, _activate(gate.to(tl.float32), up.to(tl.float32), CLAMPED), first, last, col, F, F, BM, BN)
+        tiles_gate, tiles_up = _rows(h, num_rows, F, 2 * F, BM, BN), _rows(h + F, num_rows, F, 2 * F, BM, BN)
+    tiles_w = tl.make_tensor_descriptor(
+        weights.to(like.dtype), shape=[ANYWHERE, 2, F, D], strides=[unit, F * D, D, 1], block_shape=[1, 2, BN, BK]
+    )
+    columns = tl.cdiv(F, BN)
+    for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
+        g, first, last = _tile(tiles, t // columns, num_tiles)
+        row, col, place = first + num_rows - last, (t % columns) * BN, tl.load(places + g)
+        both = tl.zeros((BM, 2 * BN), tl.float32)
+        for k in range(0, D, BK):
+            tile_x = tiles_x.load([last, row, k]).reshape(BM, BK)
+            tile_w = tiles_w.load([place, 0, col, k]).reshape(2 * BN, BK)
+            both = tl.dot(tile_x, tile_w.T, both, input_precision=PRECISION)
+        gate, up = _halves(both, BM, 2 * BN)
+        if BIAS:
+            cols = col + tl.arange(0, BN)
+            gate += _bias(biases, bias_places, g, bias_unit, cols, F, like)
+            up += _bias(biases, bias_places, g, bias_unit, F + cols, F + tl.minimum(col + BN, F), like)
+        gate, up = gate.to(a.dtype.element_ty), up.to(a.dtype.element_ty)
+        if KEEP:
+            tiles_gate.store([last, row, col], gate.reshape(1, BM, BN))
+            tiles_up.store([last, row, col], up.reshape(1, BM, BN))
+        values = _activate(gate.to(tl.float32), up.to(tl.float32), CLAMPED).to(a.dtype.element_ty)
+        tiles_a.store([last, row, col], values.reshape(1, BM, BN))
 
 
 @_once_per_shape
-def second_product(
-    a, weights, biases, y, tiles, num_tiles, like,
-    D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+def product(
+    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, num_rows, like,
+    K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
-    """Writes y [N, D]."""
-    columns = tl.cdiv(D, BN)
-    g, first, last = _tile(tiles, tl.program_id(0) // columns, num_tiles)
-    col = (tl.program_id(0) % columns) * BN
-    tiles_a = tl.make_tensor_descriptor(a, shape=[last, F], strides=[F, 1], block_shape=[BM, BK])
-    weight = tl.load(weights + g).to(like.dtype)
-    tiles_w = tl.make_tensor_descriptor(weight, shape=[D, F], strides=[F, 1], block_shape=[BN, BK])
-    total = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, F, BK):
-        total = tl.dot(tiles_a.load([first, k]), tiles_w.load([col, k]).T, total, input_precision=PRECISION)
-    if BIAS:
-        cols = col + tl.arange(0, BN)
-        bias = tl.load(biases + g).to(like.dtype)
-        total += tl.load(bias + cols, mask=cols < D, other=0.0)[None, :]
-    _store(y, total, first, last, col, D, D, BM, BN)
-
-
-@_once_per_shape
-def row_gradient(
-    rows_NK, weights, into, tiles, num_tiles, like,
-    K: tl.constexpr, C: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
-):  # fmt: skip
-    """Writes [N, C]: rows [N, K] times the weights [K, C]."""
+    """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
+    tiles_r = _rows(rows_NK, num_rows, K, K, BM, BK)
+    tiles_i = _rows(into, num_rows, C, C, BM, BN // 2)
+    tiles_w = _places(weights, unit, like, C, K, BN, BK) if TURNED else _places(weights, unit, like, K, C, BK, BN)
     columns = tl.cdiv(C, BN)
-    g, first, last = _tile(tiles, tl.program_id(0) // columns, num_tiles)
-    col = (tl.program_id(0) % columns) * BN
-    tiles_r = tl.make_tensor_descriptor(rows_NK, shape=[last, K], strides=[K, 1], block_shape=[BM, BK])
-    weight = tl.load(weights + g).to(like.dtype)
-    tiles_w = tl.make_tensor_descriptor(weight, shape=[K, C], strides=[C, 1], block_shape=[BK, BN])
-    total = tl.zeros((BM, BN), tl.float32)
-    for k in range(0, K, BK):
-        total = tl.dot(tiles_r.load([first, k]), tiles_w.load([k, col]), total, input_precision=PRECISION)
-    _store(into, total, first, last, col, C, C, BM, BN)
+    for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
+        g, first, last = _tile(tiles, t // columns, num_tiles)
+        row, col, place = first + num_rows - last, (t % columns) * BN, tl.load(places + g)
+        total = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, K, BK):
+            tile_r = tiles_r.load([last, row, k]).reshape(BM, BK)
+            if TURNED:
+                tile_w = tiles_w.load([place, col, k]).reshape(BN, BK).T
+            else:
+                tile_w = tiles_w.load([place, k, col]).reshape(BK, BN)
+            total = tl.dot(tile_r, tile_w, total, input_precision=PRECISION)
+        if BIAS:
+            total += _bias(biases, bias_places, g, bias_unit, col + tl.arange(0, BN), C, like)
+        left, right = _halves(total.to(into.dtype.element_ty), BM, BN)
+        tiles_i.store([last, row, col], left.reshape(1, BM, BN // 2))
+        tiles_i.store([last, row, col + BN // 2], right.reshape(1, BM, BN // 2))
 
 
-@triton.jit
-def _store(into, values, first, last, col, C: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows up to the instance's last, columns up to C: what a descriptor of that shape clips."""
-    tiles = tl.make_tensor_descriptor(into, shape=[last, C], strides=[STRIDE, 1], block_shape=[BM, BN])
-    tiles.store([first, col], values.to(into.dtype.element_ty))
+@_once_per_shape
+def inner_gradient(
+    dy, weights, places, unit, h, a, dh, tiles, num_tiles, num_rows, like,
+    D: tl.constexpr, F: tl.constexpr, CLAMPED: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    """Writes dh [N, 2F] and a [N, F], from dy [N, D] and h."""
+    tiles_dy = _rows(dy, num_rows, D, D, BM, BK)
+    tiles_w = _places(weights, unit, like, D, F, BK, BN)
+    tiles_gate, tiles_up = _rows(h, num_rows, F, 2 * F, BM, BN), _rows(h + F, num_rows, F, 2 * F, BM, BN)
+    tiles_dgate, tiles_dup = _rows(dh, num_rows, F, 2 * F, BM, BN), _rows(dh + F, num_rows, F, 2 * F, BM, BN)
+    tiles_a = _rows(a, num_rows, F, F, BM, BN)
+    columns = tl.cdiv(F, BN)
+    for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
+        g, first, last = _tile(tiles, t // columns, num_tiles)
+        row, col, place = first + num_rows - last, (t % columns) * BN, tl.load(places + g)
+        da = tl.zeros((BM, BN), tl.float32)
+        for k in range(0, D, BK):
+            tile_dy = tiles_dy.load([last, row, k]).reshape(BM, BK)
+            tile_w = tiles_w.load([place, k, col]).reshape(BK, BN)
+            da = tl.dot(tile_dy, tile_w, da, input_precision=PRECISION)
+        gate = tiles_gate.load([last, row, col]).reshape(BM, BN).to(tl.float32)
+        up = tiles_up.load([last, row, col]).reshape(BM, BN).to(tl.float32)
+        da = da.to(a.dtype.element_ty).to(tl.float32)
+        dgate, dup = _activation_gradients(gate, up, da, CLAMPED)
+        tiles_dgate.store([last, row, col], dgate.to(a.dtype.element_ty).reshape(1, BM, BN))
+        tiles_dup.store([last, row, col], dup.to(a.dtype.element_ty).reshape(1, BM, BN))
+        values = _activate(gate, up, CLAMPED).to(a.dtype.element_ty)
+        tiles_a.store([last, row, col], values.reshape(1, BM, BN))
 
 
 @triton.jit
@@ -175,38 +224,44 @@ def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr
 
 @_once_per_shape
 def weight_gradient(
-    left, right, gradients, offsets, order, like,
+    left, right, gradients, places, unit, offsets, order, num_instances, num_rows, like,
     A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, FRESH: tl.constexpr, IN_MEMORY: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """Adds left.T right [A, B] of an instance's rows to its gradient; instances with most rows start first.
 
     If FRESH, it is written over whatever was there. If IN_MEMORY, sums are added by the memory, which saves waiting
     for what was there; nobody else adds to the same place meanwhile.
     """
+    tiles_l, tiles_r = _rows(left, num_rows, A, A, BK, BM), _rows(right, num_rows, B, B, BK, BN)
+    sums = _places(gradients, unit, like, A, B, BM, BN // 2)
     columns = tl.cdiv(B, BN)
-    g, at = tl.load(order + tl.program_id(1)), tl.program_id(0)
-    first, last = tl.load(offsets + g), tl.load(offsets + g + 1)
-    if FRESH or first < last:
-        left_col, right_col = (at // columns) * BM, (at % columns) * BN
-        tiles_l = tl.make_tensor_descriptor(left, shape=[last, A], strides=[A, 1], block_shape=[BK, BM])
-        tiles_r = tl.make_tensor_descriptor(right, shape=[last, B], strides=[B, 1], block_shape=[BK, BN])
+    each = tl.cdiv(A, BM) * columns
+    for t in tl.range(tl.program_id(0), num_instances * each, NUM, flatten=True):
+        g = tl.load(order + t // each)
+        first, last, place = tl.load(offsets + g), tl.load(offsets + g + 1), tl.load(places + g)
+        row_of_sum, col = ((t % each) // columns) * BM, (t % columns) * BN
         total = tl.zeros((BM, BN), tl.float32)
-        for row in range(first, last, BK):
-            tile_l = tiles_l.load([row, left_col])
-            total = tl.dot(tile_l.T, tiles_r.load([row, right_col]), total, input_precision=PRECISION)
-        into = tl.load(gradients + g).to(like.dtype)
-        sums = tl.make_tensor_descriptor(into, shape=[A, B], strides=[B, 1], block_shape=[BM, BN])
+        for r in range(first, last, BK):
+            row = r + num_rows - last
+            tile_l = tiles_l.load([last, row, row_of_sum]).reshape(BK, BM)
+            tile_r = tiles_r.load([last, row, col]).reshape(BK, BN)
+            total = tl.dot(tile_l.T, tile_r, total, input_precision=PRECISION)
+        one, two = _halves(total, BM, BN)
+        one, two = one.reshape(1, BM, BN // 2), two.reshape(1, BM, BN // 2)
         if FRESH:
-            sums.store([left_col, right_col], total)
+            sums.store([place, row_of_sum, col], one)
+            sums.store([place, row_of_sum, col + BN // 2], two)
         elif IN_MEMORY:
-            sums.atomic_add([left_col, right_col], total)
+            sums.atomic_add([place, row_of_sum, col], one)
+            sums.atomic_add([place, row_of_sum, col + BN // 2], two)
         else:
-            sums.store([left_col, right_col], sums.load([left_col, right_col]) + total)
+            sums.store([place, row_of_sum, col], sums.load([place, row_of_sum, col]) + one)
+            sums.store([place, row_of_sum, col + BN // 2], sums.load([place, row_of_sum, col + BN // 2]) + two)
 
 
 @_once_per_shape
-def bias_gradient(rows_NA, gradients, offsets, like, A: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def bias_gradient(rows_NA, gradients, places, unit, offsets, like, A: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Adds the column sums [A] of an instance's rows to its gradient."""
     g = tl.program_id(1)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -218,5 +273,5 @@ def bias_gradient(rows_NA, gradients, offsets, like, A: tl.constexpr, BN: tl.con
             rows = start + tl.arange(0, BK)
             at = rows_NA + rows[:, None].to(tl.int64) * A + cols[None, :]
             total += tl.sum(tl.load(at, mask=(rows < last)[:, None] & mask[None, :], other=0.0).to(tl.float32), axis=0)
-        into = tl.load(gradients + g).to(like.dtype) + cols
+        into = gradients.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit + cols
         tl.store(into, tl.load(into, mask=mask, other=0.0) + total, mask=mask)
