@@ -47,8 +47,7 @@ DEVICE = torch.device("cuda")
 SWEEP = {
     "FIRST": [(128, 64, 8, 4), (128, 64, 8, 3)],
     "PRODUCT": [(256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 4)],
-    "INNER": [(128, 64, 8, 3), (128, 64, 8, 4), (128, 64, 4, 3)],
-    "WEIGHT": [(256, 64, 8, 3), (128, 64, 8, 4)],
+    "WEIGHT": [(256, 32, 8, 6), (256, 64, 8, 3), (128, 32, 8, 4)],
 }  # fmt: skip
 
 
@@ -223,9 +222,10 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
     a, dh = h[:, : layer.inner].contiguous(), torch.empty_like(h)
     return {
         "FIRST": lambda: grouped.first_product(kind, groups, layer.x, layer.instances, h, a),
-        "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx),
-        "INNER": lambda: grouped.inner_gradient(kind, groups, layer.dy, layer.instances, h, a, dh),
-        "PRODUCT_gate_up": lambda: grouped.product(groups, h, layer.instances, "gate_up", layer.dx),
+        "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx, turned=True),
+        "PRODUCT_inner": lambda: grouped.product(groups, layer.dy, layer.instances, "down", a, turned=False),
+        "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
+        "PRODUCT_gate_up": lambda: grouped.product(groups, h, layer.instances, "gate_up", layer.dx, turned=False),
         "WEIGHT_down": lambda: grouped.weight_gradient(
             layer.dy, a, [g.down for g in layer.gradients], groups.offsets, order
         ),

@@ -51,8 +51,9 @@ class Tile:
 
 FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
 PRODUCT = Tile(bn=256, bk=64, warps=8, stages=4)
-INNER = Tile(bn=128, bk=64, warps=8, stages=3)
-WEIGHT = Tile(bn=256, bk=64, warps=8, stages=3)
+WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
+ELEMENTS = 2048
+"""values of a program that works on one value at a time"""
 INTERPRETED = 3
 """programs where there is no GPU"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
@@ -147,7 +148,7 @@ def forward(
     a, y = rows_ND.new_empty(num_rows, inner), rows_ND.new_empty(num_rows, width)
     if num_rows:
         first_product(kind, groups, rows_ND, instances, h, a)
-        product(groups, a, instances, "down", y)
+        product(groups, a, instances, "down", y, turned=True)
     return y, h
 
 
@@ -160,14 +161,15 @@ def backward(
     rows_ND, h, dy = saved
     a, dh = h.new_empty(groups.num_rows, h.shape[1] // 2), torch.empty_like(h)
     if groups.num_rows:
-        inner_gradient(kind, groups, dy, instances, h, a, dh)
+        product(groups, dy, instances, "down", a, turned=False)
+        activation_gradient(kind, h, a, dh)
     split = len(instances) - num_last
     pairs = ((dy, a, "down"), (dh, rows_ND, "gate_up"))
     _weights(groups, pairs, gradients, split, len(instances), fresh=True)
     if after_last is not None:
         after_last()
     if groups.num_rows:
-        product(groups, dh, instances, "gate_up", dx_ND)
+        product(groups, dh, instances, "gate_up", dx_ND, turned=False)
     _weights(groups, pairs, gradients, 0, split)
 
 
@@ -216,27 +218,24 @@ def first_product(
     )  # fmt: skip
 
 
-def product(groups: Groups, rows_NK: Tensor, instances: Sequence[ExpertParts], name: str, into_NC: Tensor) -> None:
-    """Write rows times weights: y from a by the second matrix, dx from dh by the first."""
-    tile, columns, forward = _tile(PRODUCT, rows_NK), into_NC.shape[1], name == "down"
+def product(
+    groups: Groups, rows_NK: Tensor, instances: Sequence[ExpertParts], name: str, into_NC: Tensor, *, turned: bool
+) -> None:
+    """Write rows times a matrix: y from a (turned, with its bias), da from dy, dx from dh."""
+    tile, columns = _tile(PRODUCT, rows_NK), into_NC.shape[1]
     grid, num = _grid(groups.num_tiles * -(-columns // tile.bn), rows_NK)
     _kernels().product[grid](
         rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, groups.num_rows, rows_NK,
-        K=rows_NK.shape[1], C=columns, TURNED=forward, BIAS=forward and instances[0].down_bias is not None, NUM=num,
+        K=rows_NK.shape[1], C=columns, TURNED=turned, BIAS=turned and instances[0].down_bias is not None, NUM=num,
         **_sizes(tile, rows_NK),
     )  # fmt: skip
 
 
-def inner_gradient(
-    kind: Activation, groups: Groups, dy: Tensor, instances: Sequence[ExpertParts], h: Tensor, a: Tensor, dh: Tensor
-) -> None:
-    """Write a and dh, from h and dy."""
-    tile, inner = _tile(INNER, dy), a.shape[1]
-    grid, num = _grid(groups.num_tiles * -(-inner // tile.bn), dy)
-    _kernels().inner_gradient[grid](
-        dy, *Places.of([parts.down for parts in instances]), h, a, dh, groups.tiles, groups.num_tiles, groups.num_rows,
-        dy, D=dy.shape[1], F=inner, CLAMPED=kind is Activation.CLAMPED_SWIGLU, NUM=num, **_sizes(tile, dy),
-    )  # fmt: skip
+def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> None:
+    """Write dh, from h and da, which becomes a. In one kernel with the product before it, it took longer."""
+    _kernels().activation_gradient[(-(-da.numel() // ELEMENTS),)](
+        h, da, dh, da.numel(), F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU, BLOCK=ELEMENTS
+    )
 
 
 def weight_gradient(

@@ -8,8 +8,8 @@ host, which knows all sizes from the plan. Sums run over the inner dimension in 
 result does not depend on what else is computed.
 
     first_product        h = x W1.T + b1, a = act(h)
-    product              y = a W2.T + b2; dx = dh W1
-    inner_gradient       dh = act'(h) (dy W2), a = act(h)
+    product              y = a W2.T + b2; da = dy W2; dx = dh W1
+    activation_gradient  dh = act'(h) da, a = act(h)
     weight_gradient      dW += left.T right, in float32, where gradients are summed
     bias_gradient        db += column sums
 
@@ -28,7 +28,7 @@ import inspect
 import triton
 import triton.language as tl
 
-__all__ = ["bias_gradient", "first_product", "inner_gradient", "product", "weight_gradient"]
+__all__ = ["activation_gradient", "bias_gradient", "first_product", "product", "weight_gradient"]
 
 
 COUNTS = ["num_tiles", "num_rows", "num_instances", "unit", "bias_unit", "weights", "biases", "gradients"]
@@ -175,37 +175,6 @@ def product(
         left, right = _halves(total.to(into.dtype.element_ty), BM, BN)
         tiles_i.store([last, row, col], left.reshape(1, BM, BN // 2))
         tiles_i.store([last, row, col + BN // 2], right.reshape(1, BM, BN // 2))
-
-
-@_once_per_shape
-def inner_gradient(
-    dy, weights, places, unit, h, a, dh, tiles, num_tiles, num_rows, like,
-    D: tl.constexpr, F: tl.constexpr, CLAMPED: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
-):  # fmt: skip
-    """Writes dh [N, 2F] and a [N, F], from dy [N, D] and h."""
-    tiles_dy = _rows(dy, num_rows, D, D, BM, BK)
-    tiles_w = _places(weights, unit, like, D, F, BK, BN)
-    tiles_gate, tiles_up = _rows(h, num_rows, F, 2 * F, BM, BN), _rows(h + F, num_rows, F, 2 * F, BM, BN)
-    tiles_dgate, tiles_dup = _rows(dh, num_rows, F, 2 * F, BM, BN), _rows(dh + F, num_rows, F, 2 * F, BM, BN)
-    tiles_a = _rows(a, num_rows, F, F, BM, BN)
-    columns = tl.cdiv(F, BN)
-    for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
-        g, first, last = _tile(tiles, t // columns, num_tiles)
-        row, col, place = first + num_rows - last, (t % columns) * BN, tl.load(places + g)
-        da = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, D, BK):
-            tile_dy = tiles_dy.load([last, row, k]).reshape(BM, BK)
-            tile_w = tiles_w.load([place, k, col]).reshape(BK, BN)
-            da = tl.dot(tile_dy, tile_w, da, input_precision=PRECISION)
-        gate = tiles_gate.load([last, row, col]).reshape(BM, BN).to(tl.float32)
-        up = tiles_up.load([last, row, col]).reshape(BM, BN).to(tl.float32)
-        da = da.to(a.dtype.element_ty).to(tl.float32)
-        dgate, dup = _activation_gradients(gate, up, da, CLAMPED)
-        tiles_dgate.store([last, row, col], dgate.to(a.dtype.element_ty).reshape(1, BM, BN))
-        tiles_dup.store([last, row, col], dup.to(a.dtype.element_ty).reshape(1, BM, BN))
-        values = _activate(gate, up, CLAMPED).to(a.dtype.element_ty)
-        tiles_a.store([last, row, col], values.reshape(1, BM, BN))
 
 
 @triton.jit
