@@ -76,6 +76,9 @@ class CollectiveEngine:
         )  # fmt: skip
         return _Returned(moving=moving, copies=copies, rows_kP=received, source=self.source)
 
+    def finish_sums(self) -> None:
+        """They are added when they are waited for."""
+
     def finish_reads(self) -> None:
         """Weights were read when they were asked for."""
 

@@ -191,7 +191,8 @@ class Copies:
 
     def flash_gradients(self, where: Where) -> list[ExpertParts]:
         """Where gradients of a visit's flash copies are written."""
-        self.finish_returns()
+        same = self._returning is not None and self._returning.where.layer == where.layer
+        self.finish_returns() if same else self._end_return()  # sums may still be under way in other layers
         engine = self._engines[self.setting.path[STAGE[where.stage]]]
         return self.weights[where.layer].layout.experts(engine.gradient_slots(self.list_of(where)))
 
@@ -203,6 +204,11 @@ class Copies:
 
     def finish_returns(self) -> None:
         """Until gradients of flash copies that are on their way have been added."""
+        self._end_return()
+        for engine in self._engines.values():
+            engine.finish_sums()
+
+    def _end_return(self) -> None:
         if self._returning is not None:
             done, self._returning = self._returning, None
             done.moving.wait()

@@ -6,8 +6,9 @@ Symbols: S spare slots per rank, R ranks of the node, P values of one expert in 
                  then pulls; the compute stream waits for the side stream where copies are taken
     gradients    [2, S, P] on the holding rank: list n is in bank n % 2
     give back    holder: signal given = n once they are computed
-                 origin: its side stream waits for given = n of the holders, pulls into staging rows, signals taken = n;
-                 the compute stream adds them later, by holding rank and expert: the order is fixed
+                 origin: its side stream waits for given = n of the holders, pulls into staging rows, signals taken = n
+    sums         on the side stream, when the compute stream was given all of the layer: its own gradients come first,
+                 then those of copies, by holding rank and expert. The compute stream waits for them a layer later
                  holder: before list n + 2 its compute stream waits until all have taken list n
 
 `DevicePath` says where weights and gradients are pulled from: `ipc` from the other GPU's memory, `host` from memory of
@@ -85,6 +86,8 @@ class DeviceEngine:
         self._version: int | None = None
         self._list = 0
         """lists of gradients so far"""
+        self._summed: torch.cuda.Event | None = None
+        """when the last gradients that came home were added"""
         self._staging_kP = banks_2SP.new_empty(0, row.numel())
         self._me, self._num_ranks = group.rank - group.first_of_node, group.cluster.ranks_per_node
 
@@ -144,13 +147,22 @@ class DeviceEngine:
                 signals.wait(rank, self._list, self._side)
             self.path.pull_gradients(copies, bank, served)
             signals.give(self._num_ranks + self._me, self._list, self._side)
-        arrived = self._side.record_event()
+        return _Sum(lambda: self._add(copies, served))
 
-        def add() -> None:
-            for expert, row in zip(copies.served_expert.tolist(), served, strict=True):
+    def _add(self, copies: CopyList, served_kP: Tensor) -> None:
+        """Beside what the compute stream is given from now on."""
+        self.finish_sums()
+        self._side.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self._side):
+            for expert, row in zip(copies.served_expert.tolist(), served_kP, strict=True):
                 self.source.add_gradient(copies.layer, expert, row)
+        self._summed = self._side.record_event()
 
-        return _Arriving(arrived, add)
+    def finish_sums(self) -> None:
+        """Let the compute stream wait for gradients that were to be added."""
+        if self._summed is not None:
+            torch.cuda.current_stream().wait_event(self._summed)
+            self._summed = None
 
     def finish_reads(self) -> None:
         """Collective, before weights change: nobody pulls any more."""
@@ -167,13 +179,21 @@ class DeviceEngine:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Something on the side stream."""
+    """Weights on the side stream."""
 
     event: torch.cuda.Event
-    then: Callable[[], None] | None = None
 
     def wait(self) -> None:
-        """Let the compute stream wait for it; the host does not."""
+        """Let the compute stream wait for them; the host does not."""
         torch.cuda.current_stream().wait_event(self.event)
-        if self.then is not None:
-            self.then()
+
+
+@dataclass(frozen=True)
+class _Sum:
+    """Gradients that come home."""
+
+    add: Callable[[], None]
+
+    def wait(self) -> None:
+        """Add them beside the layers that follow: `finish_sums` is the end of it."""
+        self.add()

@@ -105,6 +105,9 @@ class HostEngine:
         ):
             self.source.add_gradient(copies.layer, expert, bank_RSP[target - copies.first_rank, slot])
 
+    def finish_sums(self) -> None:
+        """They are added when they are waited for."""
+
     def finish_reads(self) -> None:
         """Reads are of the segment: weights may change meanwhile."""
 

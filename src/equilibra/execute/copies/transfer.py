@@ -167,6 +167,10 @@ class TransferEngine(Protocol):
         """
         ...
 
+    def finish_sums(self) -> None:
+        """Gradients that came home have been added, for whoever computes next."""
+        ...
+
     def finish_reads(self) -> None:
         """Before weights change: nobody reads them for copies any more. All ranks of all nodes call."""
         ...
