@@ -206,7 +206,8 @@ class BalanceConfig:
     max_moves_per_layer: int = -1
     """homes that may move per layer and step; -1: as many as pay"""
     path: str = "collective"
-    """where flash copies come from: collective (the rank that is home) or host (memory of the machine)"""
+    """where flash copies come from: collective (the rank that is home), host (memory of the machine); on GPUs also ipc
+    (the other GPU's memory), both (the two at once) or auto (as the plan needs)"""
     move_sequences: bool = True
     """whether sequences may run on other ranks than those that generated them"""
 
@@ -216,7 +217,7 @@ class BalanceConfig:
         for name in ("spare_slots", "standing_slots", "prefetch_depth"):
             check_whole(f"balance.{name}", getattr(self, name), low=0)
         check_whole("balance.max_moves_per_layer", self.max_moves_per_layer, low=-1)
-        check_choice("balance.path", self.path, ("collective", "host"))
+        check_choice("balance.path", self.path, ("collective", "host", "ipc", "both", "auto"))
         check_flag("balance.move_sequences", self.move_sequences)
 
 

@@ -1,5 +1,7 @@
 """Paths of flash copies that a machine cannot have are refused before anything runs."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -10,6 +12,7 @@ from equilibra.core.errors import InputError  # noqa: E402
 from equilibra.core.placement import contiguous  # noqa: E402
 from equilibra.core.plan import Stage  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
+from equilibra.execute.copies.copies import Copies  # noqa: E402
 from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
 from equilibra.execute.copies.transfer import Path  # noqa: E402
 from equilibra.execute.group import join_expert_group  # noqa: E402
@@ -35,6 +38,24 @@ def test_paths_between_gpus_are_refused_without_them(path):
     routing = RoutingTrace(ids=ids, offsets=np.array([0, 2], np.int64), num_experts=4)
     with pytest.raises(InputError, match="is between GPUs; experts are on cpu: use collective or host"):
         balancer_on(path).begin(routing)
+
+
+def test_auto_without_gpus_is_collective():
+    ids = np.array([[[0, 1]], [[2, 3]]], np.uint8)
+    balancer = balancer_on(Path.AUTO)
+    balancer.begin(RoutingTrace(ids=ids, offsets=np.array([0, 2], np.int64), num_experts=4))
+    assert set(balancer.runtime._copies._engines) == {Path.COLLECTIVE}
+
+
+@pytest.mark.parametrize(("late", "works", "chosen"), [
+    (frozenset(), True, ["ipc", "ipc"]), ({Stage.UPDATE}, True, ["ipc", "both"]), (set(Stage), False, ["host", "host"])
+])  # fmt: skip
+def test_auto_on_gpus_follows_the_plan(late, works, chosen):
+    copies = Copies.__new__(Copies)
+    copies._row, copies._ipc_works = SimpleNamespace(device=torch.device("cuda")), works
+    copies.armed = SimpleNamespace(late=late)
+    assert [copies._chosen(Path.AUTO, stage) for stage in Stage] == chosen
+    assert copies._chosen(Path.COLLECTIVE, Stage.UPDATE) is Path.COLLECTIVE
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 2, "a"])

@@ -19,7 +19,7 @@ from equilibra.core.plan import Stage
 from equilibra.execute.copies.collective import CollectiveEngine
 from equilibra.execute.copies.device import DeviceEngine, banks_of
 from equilibra.execute.copies.host import HostEngine
-from equilibra.execute.copies.ipc import BothPath, IpcPath
+from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
 from equilibra.execute.copies.pinned import PinnedPath
 from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import Sources, StandingStore
@@ -85,6 +85,9 @@ class Copies:
         self._engines: dict[Path, TransferEngine] = {}
         self._lists: dict[Where, CopyList] = {}
         self._returning: _Return | None = None
+        self._path: dict[Stage, Path] = {}
+        """of the plan that is armed"""
+        self._ipc_works: bool | None = None
 
     def fits(self) -> bool:
         """Whether the buffers are still of the weights' type and place."""
@@ -97,10 +100,24 @@ class Copies:
         self.armed, self._lists = armed, {}
         self.standing = StandingStore(self.group, self.weights, armed.plan, getattr(self, "standing", None))
         source = Sources(weights=self.weights, standing=self.standing)
-        for path in dict.fromkeys(self.setting.path.values()):  # in the same order on every rank
+        self._path = {stage: self._chosen(path, stage) for stage, path in self.setting.path.items()}
+        for path in dict.fromkeys(self._path.values()):  # in the same order on every rank
             if path not in self._engines:
                 self._engines[path] = self._engine(path)
-            self._engines[path].serve(source)
+        for engine in self._engines.values():
+            engine.serve(source)
+
+    def _chosen(self, path: Path, stage: Stage) -> Path:
+        """What `auto` is in this plan; the same on every rank."""
+        if path is not Path.AUTO:
+            return path
+        if self._row.device.type != "cuda":
+            return Path.COLLECTIVE
+        if self._ipc_works is None:
+            self._ipc_works = ipc_works(self.group, self._row)
+        if not self._ipc_works:
+            return Path.HOST
+        return Path.BOTH if stage in self.armed.late else Path.IPC
 
     def _engine(self, path: Path) -> TransferEngine:
         row, dtype, slots = self._row, self.weights[0].gradient_dtype, self.setting.spare_slots
@@ -133,12 +150,12 @@ class Copies:
     def offer(self, version: int) -> None:
         """Weights of this version are there to be copied."""
         self.version = version
-        ahead = self.setting.prefetch_depth + 1 if set(self._engines) <= {Path.COLLECTIVE} else len(self.weights)
+        ahead = self.setting.prefetch_depth + 1 if set(self._path.values()) <= {Path.COLLECTIVE} else len(self.weights)
         for layer in range(min(ahead, len(self.weights))):  # what is published may be made of standing copies
             self.standing.start(layer)
-        for path, engine in self._engines.items():
-            stages = [stage for stage in Stage if self.setting.path[stage] is path]
-            engine.publish(version, copied_of(self.armed.plan, stages, self.group))
+        for path in dict.fromkeys(self._path.values()):
+            stages = [stage for stage in Stage if self._path[stage] is path]
+            self._engines[path].publish(version, copied_of(self.armed.plan, stages, self.group))
 
     # --- weights ---
 
@@ -150,7 +167,7 @@ class Copies:
             once = Where(stage=where.stage, micro_batch=-1, layer=where.layer)
             self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, self.standing.asked[where.layer],
                                 arrived.experts, arrived.homes, num_bytes=self._row.nbytes)  # fmt: skip
-        copies, path = self.list_of(where), self.setting.path[STAGE[where.stage]]
+        copies, path = self.list_of(where), self._path[STAGE[where.stage]]
         taken = self._slots.take(where, copies, self._engines[path], self.version)
         if taken.started is not None:
             self.recorder.moved(Kind.FLASH_COPY, LINKS[path], where, taken.started, copies.held_expert,
@@ -184,7 +201,7 @@ class Copies:
                 number, layer, backward = following, 0, False
             self.standing.start(layer)
             there = Where(stage=where.stage, micro_batch=number, layer=layer)
-            engine = self._engines[self.setting.path[STAGE[where.stage]]]
+            engine = self._engines[self._path[STAGE[where.stage]]]
             self._slots.start(there, self.list_of(there), engine, self.version)
 
     # --- gradients ---
@@ -193,13 +210,13 @@ class Copies:
         """Where gradients of a visit's flash copies are written."""
         same = self._returning is not None and self._returning.where.layer == where.layer
         self.finish_returns() if same else self._end_return()  # sums may still be under way in other layers
-        engine = self._engines[self.setting.path[STAGE[where.stage]]]
+        engine = self._engines[self._path[STAGE[where.stage]]]
         return self.weights[where.layer].layout.experts(engine.gradient_slots(self.list_of(where)))
 
     def send_gradients(self, where: Where) -> None:
         """Send them on their way home."""
         copies = self.list_of(where)
-        moving = self._engines[self.setting.path[STAGE[where.stage]]].give_back(copies)
+        moving = self._engines[self._path[STAGE[where.stage]]].give_back(copies)
         self._returning = _Return(moving=moving, where=where, copies=copies, started=perf_counter())
 
     def finish_returns(self) -> None:

@@ -23,7 +23,7 @@ from equilibra.execute.copies.standing import Sources
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup
 
-__all__ = ["BothPath", "IpcPath", "handle_of", "opened"]
+__all__ = ["BothPath", "IpcPath", "exchanged", "handle_of", "ipc_works", "opened"]
 
 
 def handle_of(tensor: Tensor) -> dict[str, Any]:
@@ -43,13 +43,45 @@ def opened(handle: dict[str, Any], dtype: torch.dtype) -> Tensor:
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, int(handle["offset"]), shape, strides)
 
 
+def exchanged(group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, list[Tensor]]:
+    """Collective: the tensors of every rank of the node, by rank."""
+    text: list[bytes] = []
+
+    def share() -> None:
+        handles = [handle_of(tensor) if tensor.numel() else None for tensor in tensors]
+        text.append(json.dumps(handles).encode())
+
+    result = {group.rank: tensors}
+    group.all_succeed(share, what="sharing memory of the GPU")
+    said = group.gather(np.frombuffer(text[0], np.uint8), what="exchanging handles of GPU memory")
+    first, per_node = group.index * group.num_ranks, group.cluster.ranks_per_node
+
+    def open_others() -> None:
+        for rank in range(group.first_of_node, group.first_of_node + per_node):
+            if rank != group.rank:
+                handles = json.loads(said[first + rank].tobytes())
+                result[rank] = [_opened_or_empty(handle, dtype) for handle in handles]
+
+    group.all_succeed(open_others, what="opening memory of other GPUs")
+    return result
+
+
+def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
+    """Collective: whether GPUs of the node can open each other's memory; containers and drivers may forbid it."""
+    try:
+        exchanged(group, [like.new_zeros(8)], like.dtype)
+    except Exception:  # noqa: BLE001 - whatever it was, there are other ways, and a lost rank is noticed there
+        return False
+    return True
+
+
 class IpcPath:
     """See DevicePath."""
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
         self.signals, self._signals = signals_of_node(group)
-        self._banks = self._exchange([banks_2SP], banks_2SP.dtype)
+        self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype)
         self._tensors: dict[int, list[Tensor]] = {}
         """by rank of the node: layer by layer the parts of its homes, and its standing copies at last"""
         self._shared: tuple[int, ...] = ()
@@ -68,7 +100,7 @@ class IpcPath:
         now = tuple(tensor.data_ptr() for tensor in mine)
         moved = self.group.gather(np.array([now != self._shared]), what="asking whether weights have moved")
         if any(bool(part[0]) for part in moved):
-            self._tensors = self._exchange(mine, self.row.dtype)
+            self._tensors = exchanged(self.group, mine, self.row.dtype)
             self._shared = now
         own = np.flatnonzero(copied.origin == self.group.rank)
         told = np.array([source.location(int(copied.layer[i]), int(copied.expert[i])) for i in own], np.int64)
@@ -78,28 +110,6 @@ class IpcPath:
         for rank in set(copied.origin.tolist()):
             self._location[copied.origin == rank] = said[first + rank]
         self._copied, self._layout = copied, source.weights[0].layout
-
-    def _exchange(self, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, list[Tensor]]:
-        """The tensors of every rank of the node, by rank."""
-        text: list[bytes] = []
-
-        def share() -> None:
-            handles = [handle_of(tensor) if tensor.numel() else None for tensor in tensors]
-            text.append(json.dumps(handles).encode())
-
-        group, result = self.group, {self.group.rank: tensors}
-        group.all_succeed(share, what="sharing memory of the GPU")
-        said = group.gather(np.frombuffer(text[0], np.uint8), what="exchanging handles of GPU memory")
-        first, per_node = group.index * group.num_ranks, group.cluster.ranks_per_node
-
-        def open_others() -> None:
-            for rank in range(group.first_of_node, group.first_of_node + per_node):
-                if rank != group.rank:
-                    handles = json.loads(said[first + rank].tobytes())
-                    result[rank] = [_opened_or_empty(handle, dtype) for handle in handles]
-
-        group.all_succeed(open_others, what="opening memory of other GPUs")
-        return result
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
         """Part by part from where the instance lies."""

@@ -36,6 +36,9 @@ class Path(StrEnum):
     """from the memory of the other GPU of the node, pulled by copy engines"""
     BOTH = "both"
     """both links at once: most of a copy from the other GPU, the rest from the node's memory"""
+    AUTO = "auto"
+    """by plan and stage: ipc, or both where one link would be late; host where GPUs cannot open each other's memory;
+    collective without GPUs"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -77,6 +77,8 @@ class PlannedStep:
     """[M] the expert-parallel group that runs each"""
     static_imbalance: float
     """of the same sequences where the rollout left them, with contiguous homes and without copies"""
+    rates: Rates
+    """prices that it was made for"""
     began: float
     """when planning began (perf_counter)"""
     ended: float
@@ -114,6 +116,7 @@ def plan_of_counts(
         plan=replace(plan, schedule=schedule),
         group_of_micro_batch=_groups(schedule, own, group.num_groups),
         static_imbalance=_static_imbalance(problem.load),
+        rates=limits.rates,
         began=began,
         ended=perf_counter(),
     )

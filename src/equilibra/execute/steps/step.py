@@ -26,6 +26,7 @@ from equilibra.execute.steps.planning import PlannedStep
 from equilibra.execute.visits.micro_batch import MicroBatch
 from equilibra.measure.imbalance import imbalance
 from equilibra.measure.run import PlannerRecord
+from equilibra.plan.paths import late_stages
 
 __all__ = ["Step", "begin_step"]
 
@@ -172,7 +173,12 @@ def begin_step(
     said = group.gather(agrees_M[None], what="comparing routing with the plan's load")
     return Step(
         runtime=runtime,
-        armed=Armed(plan=plan, load=load, micro_batches=np.flatnonzero(group_of_micro_batch == group.index).tolist()),
+        armed=Armed(
+            plan=plan,
+            load=load,
+            micro_batches=np.flatnonzero(group_of_micro_batch == group.index).tolist(),
+            late=late_stages(plan, load, planned.rates),
+        ),
         route=route,
         sequences_of_micro_batch=of_micro_batch,
         experts_of_sequence=experts_of_sequence,

@@ -21,6 +21,8 @@ class Armed:
     """counts of all ranks, which give all sizes"""
     micro_batches: list[int]
     """numbers of those that this expert-parallel group runs, in order"""
+    late: frozenset[Stage] = frozenset()
+    """stages whose flash copies would come late over one link"""
     _instances: dict[tuple[Stage, int, int], Instances] = field(default_factory=dict)
 
     def instances(self, stage: Stage, micro_batch: int, layer: int) -> Instances:

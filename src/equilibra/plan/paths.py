@@ -1,0 +1,29 @@
+"""Which stages need more than one link: their flash copies would not arrive in time over the fast one alone."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from equilibra.core.load import StepLoad
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.cost.rates import Rates
+
+__all__ = ["late_stages"]
+
+
+def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
+    """Stages in which, in some layer and micro-batch, the busiest link takes longer than there is to hide it in.
+
+    That is the time of a layer: its slowest rank's rows and what comes with them, as the planner prices them.
+    """
+    num_ranks = plan.cluster.num_ranks
+    late = []
+    for stage in Stage:
+        copies, rows_CR = plan.stages[stage], plan.rank_load(load, stage).reshape(-1, num_ranks)
+        at = copies.problem_of_copy() * num_ranks
+        received, sent = (np.bincount(at + ends, minlength=rows_CR.size) for ends in (copies.rank, copies.origin))
+        link_us = np.maximum(received, sent).reshape(-1, num_ranks).max(axis=1) * rates.link_us[stage]
+        layer_us = rows_CR.max(axis=1) * rates.row_us[stage] + rows_CR.mean(axis=1) * rates.gap_row_us[stage]
+        if (link_us > layer_us + rates.gap_us[stage]).any():
+            late.append(stage)
+    return frozenset(late)
