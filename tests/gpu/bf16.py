@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import contextmanager, nullcontext
+from time import perf_counter
 
 import numpy as np
 import torch
@@ -63,10 +64,13 @@ def bf16_steps(cluster, path: str, planner: str, bias: bool, watched: bool = Fal
         runtime, BalancerSetting(tokens_per_rank=64, planner=chosen, rates=Rates.free(), move_sequences=False),
         optimizer=optimizer, masters=masters,
     )  # fmt: skip
-    found = {"losses": [], "gradients": [], "copies": 0, "moves": 0}
+    found = {"losses": [], "gradients": [], "copies": 0, "moves": 0, "events": []}
     for _ in range(2):
         batch = random_batch(rng, spec, LAYERS, group.world_size, dtype=torch.bfloat16).to(DEVICE)
         found["losses"].append(_step(balancer, model, batch, watched, found))
+        torch.cuda.synchronize()
+        took_us = (perf_counter() - runtime.recorder.began) * 1e6
+        found["events"].append((runtime.recorder.taken(), took_us))
         found["gradients"].append({
             (layer, int(expert), name): part.float().cpu().numpy()
             for layer, weights in enumerate(runtime.weights) for name in weights.names

@@ -6,6 +6,8 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_training import WORLDS
 from tests.gpu.bf16 import bf16_steps
 
+from equilibra.measure.events import Direction, Kind
+
 CLUSTER, RANKS = WORLDS["4 ranks"]
 
 
@@ -14,7 +16,7 @@ def without_balancing(request):
     return request.param, run_ranks(RANKS, bf16_steps, CLUSTER, "collective", "static", request.param, timeout_s=200)
 
 
-@pytest.mark.parametrize("path", ["ipc", "host", "both", "collective"])
+@pytest.mark.parametrize("path", ["ipc", "host", "both", "collective", "auto"])
 def test_copies_and_moves_change_nothing(path, without_balancing):
     bias, wanted = without_balancing
     found = run_ranks(RANKS, bf16_steps, CLUSTER, path, "random", bias, timeout_s=200)
@@ -29,6 +31,18 @@ def test_copies_and_moves_change_nothing(path, without_balancing):
     scale = max(float(np.abs(value).max()) for value in all_wanted.values())
     for key, value in all_wanted.items():  # products of bf16 rows are summed in float32, in another order
         assert np.allclose(all_found[key], value, rtol=1e-3, atol=1e-5 * scale), key
+
+
+def test_events_have_the_times_of_the_device():
+    found = run_ranks(RANKS, bf16_steps, CLUSTER, "ipc", "random", False, timeout_s=200)
+    for rows, took_us in (part for rank in found for part in rank["events"]):
+        experts, copies = (rows[rows["kind"] == kind] for kind in (Kind.EXPERTS, Kind.FLASH_COPY))
+        assert (experts["end_us"] > experts["start_us"]).all()
+        assert rows["end_us"].max() <= took_us
+        forward = experts[(experts["direction"] == Direction.FORWARD) & (experts["micro_batch"] == 0)]
+        assert (np.diff(forward["start_us"][np.argsort(forward["layer"])]) > 0).all()
+        assert (copies["end_us"] > copies["start_us"]).all()
+    assert any((part[0]["kind"] == Kind.FLASH_COPY).any() for rank in found for part in rank["events"])
 
 
 @pytest.mark.parametrize("path", ["ipc", "host", "both"])

@@ -7,7 +7,6 @@ instances; the Balancer arms it.
 from __future__ import annotations
 
 from hashlib import sha256
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -82,6 +81,11 @@ class Runtime:
         """Inside the experts."""
         return self.spec.activation
 
+    @property
+    def on_gpu(self) -> bool:
+        """Whether a GPU computes the experts."""
+        return bool(self.weights) and self.weights[0].device.type == "cuda"
+
     # --- plans ---
 
     def arm(self, armed: Armed) -> None:
@@ -152,12 +156,12 @@ class Runtime:
             )
         since = self.recorder.dense_since
         if since is not None:
-            self.recorder.add(Kind.ATTENTION, Resource.COMPUTE, where, direction, since, perf_counter())
+            self.recorder.add(Kind.ATTENTION, Resource.COMPUTE, where, direction, since, self.recorder.now())
         self.recorder.dense_since = None
 
     def leave_layer(self) -> None:
         """A layer ends."""
-        self.recorder.dense_since = perf_counter()
+        self.recorder.dense_since = self.recorder.now()
 
     def tables(self, layer: int, experts_TK: Tensor) -> Tables:
         """Where this layer's rows go: from the plan where there is one, else from counts that ranks exchange."""
@@ -232,7 +236,7 @@ class Runtime:
         tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
         instances = self.instances(visit, Direction.BACKWARD)
         num_kept = tables.num_homes + tables.num_standing
-        start = perf_counter()
+        start = self.recorder.now()
         wanted: list[ExpertParts | ExpertGradients | None] = [None] * len(instances)
         if copies is not None and weights.learns:
             self.gradients_under_way = True
@@ -250,7 +254,7 @@ class Runtime:
             num_last=len(instances) - num_kept, after_last=send,
         )  # fmt: skip
         self.recorder.add(
-            Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, perf_counter(),
+            Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, self.recorder.now(),
             tokens=tables.num_rows,
         )  # fmt: skip
 
@@ -259,10 +263,10 @@ class Runtime:
         self.check_whole()
         self.bring_gradients_home()
         if self.group.num_groups > 1:
-            start = perf_counter()
+            start = self.recorder.now()
             self._sum_over_replicas()
             once = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
-            self.recorder.add(Kind.REDUCE, Resource.NIC, once, Direction.BACKWARD, start, perf_counter())
+            self.recorder.add(Kind.REDUCE, Resource.NIC, once, Direction.BACKWARD, start, self.recorder.now())
 
     def bring_gradients_home(self) -> None:
         """Collective: gradients that copies hold are added to those of their homes."""

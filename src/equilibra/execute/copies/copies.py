@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from time import perf_counter
 
 import torch
 
@@ -27,7 +26,7 @@ from equilibra.execute.copies.transfer import CopyList, Path, TransferEngine, co
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.moe.expert_math import ExpertParts
 from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.steps.record import Recorder
+from equilibra.execute.steps.record import Moment, Recorder
 from equilibra.execute.visits.armed import Armed
 from equilibra.execute.visits.visit import NUMBER, STAGE, Where
 from equilibra.measure.events import Direction, Kind, Resource
@@ -69,7 +68,7 @@ class _Return:
     moving: Pending
     where: Where
     copies: CopyList
-    started: float
+    started: Moment
 
 
 class Copies:
@@ -81,7 +80,9 @@ class Copies:
         self.group, self.weights, self.setting, self.recorder = group, weights, setting, recorder
         like = weights[0]
         self._row = torch.zeros(like.layout.size, dtype=like.dtype, device=like.device)
-        self._slots = SpareSlots(num_slots=setting.spare_slots, depth=setting.prefetch_depth, row=self._row)
+        self._slots = SpareSlots(
+            num_slots=setting.spare_slots, depth=setting.prefetch_depth, row=self._row, now=recorder.now
+        )
         self._engines: dict[Path, TransferEngine] = {}
         self._lists: dict[Where, CopyList] = {}
         self._returning: _Return | None = None
@@ -98,7 +99,8 @@ class Copies:
         """Hold the copies of this plan."""
         self.forget()
         self.armed, self._lists = armed, {}
-        self.standing = StandingStore(self.group, self.weights, armed.plan, getattr(self, "standing", None))
+        before = getattr(self, "standing", None)
+        self.standing = StandingStore(self.group, self.weights, armed.plan, before, self.recorder.now)
         source = Sources(weights=self.weights, standing=self.standing)
         self._path = {stage: self._chosen(path, stage) for stage, path in self.setting.path.items()}
         for path in dict.fromkeys(self._path.values()):  # in the same order on every rank
@@ -161,20 +163,21 @@ class Copies:
 
     def take(self, where: Where, direction: Direction) -> list[ExpertParts]:
         """Standing and flash copies of a visit, waited for; those of the next visits are on their way."""
-        start = perf_counter()
+        start = self.recorder.now()
         arrived = self.standing.wait(where.layer)
         if arrived is not None:
             once = Where(stage=where.stage, micro_batch=-1, layer=where.layer)
-            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, self.standing.asked[where.layer],
+            span = (self.standing.asked[where.layer], self.recorder.now())
+            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, span,
                                 arrived.experts, arrived.homes, num_bytes=self._row.nbytes)  # fmt: skip
         copies, path = self.list_of(where), self._path[STAGE[where.stage]]
         taken = self._slots.take(where, copies, self._engines[path], self.version)
-        if taken.started is not None:
-            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], where, taken.started, copies.held_expert,
+        if taken.span is not None:
+            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], where, taken.span, copies.held_expert,
                                 copies.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
         found = self.standing.parts(where.layer)[0] + self.weights[where.layer].layout.experts(taken.rows_nP)
         if found:
-            self.recorder.add(Kind.WAIT, Resource.COMPUTE, where, direction, start, perf_counter())
+            self.recorder.add(Kind.WAIT, Resource.COMPUTE, where, direction, start, self.recorder.now())
         self._look_ahead(where, direction)
         return found
 
@@ -217,7 +220,7 @@ class Copies:
         """Send them on their way home."""
         copies = self.list_of(where)
         moving = self._engines[self._path[STAGE[where.stage]]].give_back(copies)
-        self._returning = _Return(moving=moving, where=where, copies=copies, started=perf_counter())
+        self._returning = _Return(moving=moving, where=where, copies=copies, started=self.recorder.now())
 
     def finish_returns(self) -> None:
         """Until gradients of flash copies that are on their way have been added."""
@@ -229,17 +232,19 @@ class Copies:
         if self._returning is not None:
             done, self._returning = self._returning, None
             done.moving.wait()
-            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.where, done.started,
+            span = getattr(done.moving, "span", (done.started, self.recorder.now()))
+            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.where, span,
                                 done.copies.held_expert, done.copies.held_origin,
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
     def return_standing(self) -> None:
         """Gradients of standing copies home."""
-        start = perf_counter()
+        start = self.recorder.now()
         self.standing.give_back()
+        span = (start, self.recorder.now())
         for layer, held in self.standing.held():
             once = Where(stage=NUMBER[Stage.UPDATE], micro_batch=-1, layer=layer)
-            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, start, held.experts, held.homes,
+            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.experts, held.homes,
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
     @property

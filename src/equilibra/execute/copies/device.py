@@ -30,6 +30,7 @@ from equilibra.core.errors import InputError, StaleError
 from equilibra.execute.copies.signals import Signals
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup, Pending, Ready
+from equilibra.execute.steps.record import mark
 
 __all__ = ["DeviceEngine", "DevicePath", "banks_of"]
 
@@ -121,8 +122,9 @@ class DeviceEngine:
             raise StaleError(f"weights of version {self._version} are published, version {version} was asked for")
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
+            start = mark()
             self.path.pull_weights(copies, slots_nP)
-        return _Arriving(self._side.record_event())
+            return _Arriving((start, mark()))
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
         """The bank of this list, when the origins of the list before the last have taken theirs."""
@@ -145,9 +147,11 @@ class DeviceEngine:
             signals.give(self._me, self._list, self._side)
             for rank in sorted(set((copies.served_target - copies.first_rank).tolist())):
                 signals.wait(rank, self._list, self._side)
+            start = mark()
             self.path.pull_gradients(copies, bank, served)
             signals.give(self._num_ranks + self._me, self._list, self._side)
-        return _Sum(lambda: self._add(copies, served))
+            span = (start, mark())
+        return _Sum(span, lambda: self._add(copies, served))
 
     def _add(self, copies: CopyList, served_kP: Tensor) -> None:
         """Beside what the compute stream is given from now on."""
@@ -181,17 +185,20 @@ class DeviceEngine:
 class _Arriving:
     """Weights on the side stream."""
 
-    event: torch.cuda.Event
+    span: tuple[torch.cuda.Event, torch.cuda.Event]
+    """marks at their beginning and end"""
 
     def wait(self) -> None:
         """Let the compute stream wait for them; the host does not."""
-        torch.cuda.current_stream().wait_event(self.event)
+        torch.cuda.current_stream().wait_event(self.span[1])
 
 
 @dataclass(frozen=True)
 class _Sum:
     """Gradients that come home."""
 
+    span: tuple[torch.cuda.Event, torch.cuda.Event]
+    """marks at their beginning and end"""
     add: Callable[[], None]
 
     def wait(self) -> None:

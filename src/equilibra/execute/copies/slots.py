@@ -7,6 +7,7 @@ in a row fetches once. Which bank is taken depends only on the order of calls, w
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from time import perf_counter
 
@@ -16,6 +17,7 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError
 from equilibra.execute.copies.transfer import CopyList, TransferEngine
 from equilibra.execute.group import Pending
+from equilibra.execute.steps.record import Moment, Span
 from equilibra.execute.visits.visit import Where
 
 __all__ = ["SpareSlots", "Taken"]
@@ -26,7 +28,7 @@ class _Bank:
     rows_SP: Tensor
     key: Where | None = None
     arriving: Pending | None = None
-    started: float | None = None
+    started: Moment | None = None
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -35,15 +37,15 @@ class Taken:
 
     rows_nP: Tensor
     """[n, P]"""
-    started: float | None
-    """when they were asked for (perf_counter), None if they were taken before"""
+    span: Span | None
+    """from when they were asked for to when they were there, None if they were taken before"""
 
 
 class SpareSlots:
     """Banks in the order they were last used."""
 
-    def __init__(self, *, num_slots: int, depth: int, row: Tensor) -> None:
-        self.num_slots = num_slots
+    def __init__(self, *, num_slots: int, depth: int, row: Tensor, now: Callable[[], Moment] = perf_counter) -> None:
+        self.num_slots, self._now = num_slots, now
         self._banks = [
             _Bank(rows_SP=torch.zeros(num_slots, row.numel(), dtype=row.dtype, device=row.device))
             for _ in range(depth + 1)
@@ -64,23 +66,24 @@ class SpareSlots:
         bank = self._banks.pop(0)
         if bank.arriving is not None:
             bank.arriving.wait()  # a prefetch nobody needed
-        bank.key, bank.started = key, perf_counter()
+        bank.key, bank.started = key, self._now()
         bank.arriving = engine.fetch(copies, version, bank.rows_SP[:count])
         self._banks.append(bank)
 
     def take(self, key: Where, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
         """The copies, when they have arrived."""
         if copies.num_in_node == 0:
-            return Taken(rows_nP=self._banks[0].rows_SP[:0], started=None)
+            return Taken(rows_nP=self._banks[0].rows_SP[:0], span=None)
         self.start(key, copies, engine, version)
         at = next(i for i, bank in enumerate(self._banks) if bank.key == key)
         bank = self._banks.pop(at)
         self._banks.append(bank)  # now the last to be overwritten
         started, bank.started = bank.started, None
-        if bank.arriving is not None:
-            bank.arriving.wait()
-            bank.arriving = None
-        return Taken(rows_nP=bank.rows_SP[: copies.held_expert.size], started=started)
+        arriving, bank.arriving = bank.arriving, None
+        if arriving is not None:
+            arriving.wait()
+        span = None if started is None else getattr(arriving, "span", (started, self._now()))
+        return Taken(rows_nP=bank.rows_SP[: copies.held_expert.size], span=span)
 
     def forget(self) -> None:
         """The weights have changed: no copy is good any more."""

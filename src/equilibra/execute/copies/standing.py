@@ -8,7 +8,7 @@ every rank knows from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from time import perf_counter
 from typing import NamedTuple
@@ -22,6 +22,7 @@ from equilibra.core.plan import StepPlan
 from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.execute.moe.expert_math import ExpertParts
 from equilibra.execute.moe.weights import ExpertWeights
+from equilibra.execute.steps.record import Moment
 
 __all__ = ["Held", "Sources", "StandingStore"]
 
@@ -60,10 +61,10 @@ class StandingStore:
 
     def __init__(
         self, group: ExpertGroup, weights: Sequence[ExpertWeights], plan: StepPlan | None,
-        before: StandingStore | None = None,
+        before: StandingStore | None = None, now: Callable[[], Moment] = perf_counter,
     ) -> None:  # fmt: skip
         """With the memory of the store before it, where that is enough."""
-        self.group, self.weights = group, weights
+        self.group, self.weights, self._now = group, weights, now
         self._lists: dict[int, _LayerList] = _layer_lists(plan, group.rank) if plan is not None else {}
         held = sum(entry.held_expert.size for entry in self._lists.values())
         layout, like = weights[0].layout, weights[0]
@@ -75,8 +76,8 @@ class StandingStore:
             self.gradients_CP = torch.zeros(held, layout.size, dtype=like.gradient_dtype, device=like.device)
         self._arriving: dict[int, Pending] = {}
         self._arrived: set[int] = set()
-        self.asked: dict[int, float] = {}
-        """when each layer's copies were asked for (perf_counter)"""
+        self.asked: dict[int, Moment] = {}
+        """when each layer's copies were asked for"""
 
     @property
     def num_bytes(self) -> int:
@@ -96,7 +97,7 @@ class StandingStore:
         if entry is None or layer in self._arriving or layer in self._arrived:
             return
         sent = self.rows_CP.new_empty(entry.served_expert.size, self.rows_CP.shape[1])
-        self.asked[layer] = perf_counter()
+        self.asked[layer] = self._now()
         self.weights[layer].check_version(layer)
         for row, expert in enumerate(entry.served_expert.tolist()):
             self.weights[layer].write_flat(expert, sent[row])

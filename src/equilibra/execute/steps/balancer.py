@@ -36,6 +36,7 @@ from equilibra.execute.steps.counts import StepCounts, check_routing, gather_cou
 from equilibra.execute.steps.gradients import dense_parameters, sum_dense_gradients
 from equilibra.execute.steps.masters import LOW, hand_over_gradients, write_weights
 from equilibra.execute.steps.planning import BalancerSetting, Limits, PlannedStep, plan_of_counts
+from equilibra.execute.steps.record import Moment
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.execute.visits.visit import Where
 from equilibra.measure.events import Direction, Kind, Resource, StageNumber
@@ -71,7 +72,7 @@ class Balancer:
         _check_covered(runtime, self.optimizers, self.masters)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._ahead: _Ahead | None = None
-        self._optimizer_began = 0.0
+        self._optimizer_began: Moment = 0.0
         self._summed = False
         """whether gradients are summed over ranks and wait for the optimizer"""
         self._closed = False
@@ -133,7 +134,7 @@ class Balancer:
         group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
         group.barrier(what="beginning the step")
-        runtime.recorder.begin_step()
+        runtime.recorder.begin_step(on_gpu=runtime.on_gpu)
         where = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
         runtime.recorder.add(
             Kind.PLAN, Resource.CPU, where, Direction.FORWARD, runtime.recorder.began,
@@ -208,7 +209,7 @@ class Balancer:
         self._summed = False
 
     def _before_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
-        self._optimizer_began = perf_counter()
+        self._optimizer_began = self.runtime.recorder.now()
         self.runtime.check_whole()
         if self.runtime.gradients_under_way:
             raise ExecuteError(
@@ -220,7 +221,7 @@ class Balancer:
     def _after_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
         self.runtime.recorder.add(
             Kind.OPTIMIZER, Resource.COMPUTE, Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1),
-            Direction.BACKWARD, self._optimizer_began, perf_counter(),
+            Direction.BACKWARD, self._optimizer_began, self.runtime.recorder.now(),
         )  # fmt: skip
         write_weights(self.masters)
         self.weights_changed()

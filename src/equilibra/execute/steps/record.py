@@ -1,4 +1,8 @@
-"""What really happened, in the schema of `measure.events`: spans of this rank since the step began."""
+"""What really happened, in the schema of `measure.events`: spans of this rank since the step began.
+
+Where a GPU computes, moments are marks in its streams, and are read when the step is over: when the host queues
+something says nothing about when it runs.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +11,28 @@ from contextlib import contextmanager
 from time import perf_counter
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from equilibra.execute.visits.visit import Where
 from equilibra.measure.events import EVENT, Direction, Kind, Resource
 
-__all__ = ["Recorder"]
+__all__ = ["Moment", "Recorder", "Span", "mark"]
 
+Moment = float | torch.cuda.Event
+"""seconds of perf_counter, or a mark in a stream"""
+Span = tuple[Moment, Moment]
 
 ONCE_A_STEP = {
     Kind.PLAN, Kind.MIGRATION, Kind.STANDING_COPY, Kind.STANDING_GRADIENT, Kind.OPTIMIZER, Kind.REDUCE,
 }  # fmt: skip
+
+
+def mark() -> torch.cuda.Event:
+    """A mark in the stream that is current."""
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
 
 
 class Recorder:
@@ -25,53 +40,70 @@ class Recorder:
 
     def __init__(self, rank: int, *, on: bool = True) -> None:
         self.rank, self.on = rank, on
-        self._rows: list[tuple[int | float, ...]] = []
+        self._rows: list[tuple[tuple[int, ...], Moment, Moment]] = []
         self.began = perf_counter()
         """when the step began"""
-        self.dense_since: float | None = None
+        self._began_on_gpu: torch.cuda.Event | None = None
+        self.dense_since: Moment | None = None
         """when the last MoE layer was left: what follows until the next one is attention and other dense parts"""
 
-    def begin_step(self) -> None:
+    def begin_step(self, *, on_gpu: bool = False) -> None:
         """Times are counted from here; ranks call it together."""
         self._rows.clear()
+        if on_gpu and self.on:
+            torch.cuda.synchronize()  # both clocks start together
+        self._began_on_gpu = mark() if on_gpu and self.on else None
         self.began = perf_counter()
         self.dense_since = None
+
+    def now(self) -> Moment:
+        """For spans of what is computed."""
+        return perf_counter() if self._began_on_gpu is None else mark()
 
     @contextmanager
     def span(
         self, kind: Kind, resource: Resource, where: Where, direction: Direction, *, tokens: int = 0, num_bytes: int = 0
     ) -> Iterator[None]:
         """Record what runs inside."""
-        start = perf_counter()
+        start = self.now()
         try:
             yield
         finally:
-            self.add(kind, resource, where, direction, start, perf_counter(), tokens=tokens, num_bytes=num_bytes)
+            self.add(kind, resource, where, direction, start, self.now(), tokens=tokens, num_bytes=num_bytes)
 
     def add(
-        self, kind: Kind, resource: Resource, where: Where, direction: Direction, start: float, end: float, *,
+        self, kind: Kind, resource: Resource, where: Where, direction: Direction, start: Moment, end: Moment, *,
         tokens: int = 0, num_bytes: int = 0, peer: int = -1, expert: int = -1,
     ) -> None:  # fmt: skip
-        """Record a span that is over; times are of perf_counter."""
+        """Record a span that is over, or queued."""
         if self.on and (where.micro_batch >= 0 or kind in ONCE_A_STEP):  # not what is routed live between steps
-            begin = self.began
-            self._rows.append((
+            about = (
                 kind, resource, where.stage, direction, where.layer, where.micro_batch, self.rank, peer, expert,
-                tokens, num_bytes, max(start - begin, 0.0) * 1e6, max(end - begin, 0.0) * 1e6,
-            ))  # fmt: skip
+                tokens, num_bytes,
+            )  # fmt: skip
+            self._rows.append((about, start, end))
 
     def moved(
-        self, kind: Kind, resource: Resource, where: Where, start: float, experts: NDArray[np.int32],
+        self, kind: Kind, resource: Resource, where: Where, span: Span, experts: NDArray[np.int32],
         peers: NDArray[np.int32], *, num_bytes: int,
     ) -> None:  # fmt: skip
-        """Record experts that were seen to have arrived now, one event each; where a rank has none, nothing."""
-        end = perf_counter()
+        """Record experts that have arrived, one event each; where a rank has none, nothing."""
+        start, end = span
         direction = Direction.BACKWARD if kind in (Kind.FLASH_GRADIENT, Kind.STANDING_GRADIENT) else Direction.FORWARD
         for expert, peer in zip(experts.tolist(), peers.tolist(), strict=True):
             self.add(kind, resource, where, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
 
     def taken(self) -> NDArray[np.void]:
         """The rows so far; none are kept."""
-        rows = np.array(self._rows, EVENT)
+        if self._began_on_gpu is not None:
+            torch.cuda.synchronize()
+        rows = np.array([(*about, self._us(start), self._us(end)) for about, start, end in self._rows], EVENT)
         self._rows = []
         return rows
+
+    def _us(self, moment: Moment) -> float:
+        """Since the step began."""
+        if isinstance(moment, float):
+            return max(moment - self.began, 0.0) * 1e6
+        assert self._began_on_gpu is not None
+        return max(float(self._began_on_gpu.elapsed_time(moment)), 0.0) * 1e3
