@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from equilibra.bench.gpu.contenders import EPLB, EQUILIBRA, NAMES, ONLINE, STATIC
+from equilibra.bench.gpu.contenders import AGAIN, EPLB, EQUILIBRA, NAMES, ONLINE, STATIC
 from equilibra.bench.gpu.figures import FIGURES, Outcome
 from equilibra.bench.gpu.laws import calibration
 from equilibra.bench.gpu.plot import plot_gpu
@@ -80,7 +80,7 @@ def _case_row(case: dict[str, Any]) -> Row:
     """A line of the first table."""
     shares, exposed = case["share_of_balanced"], case["exposed_share"]
     row: Row = {"case": case["case"], "static_imbalance": case["static_imbalance"]["of_step"]}
-    row |= {name: _said(shares[name]) for name in (STATIC, EPLB, ONLINE, EQUILIBRA)}
+    row |= {name: _said(shares[name]) for name in (STATIC, EPLB, ONLINE, EQUILIBRA, AGAIN)}
     row["reach"] = SHARE_REACH
     row["speedup_over_static"] = _said(case["speedup_over_static"][EQUILIBRA])
     for path, found in exposed.items():
@@ -115,7 +115,8 @@ def _time_rows(case: dict[str, Any]) -> list[Row]:
 NOTES = {
     "cases": "Columns of contenders are shares of the balanced time. Contenders take turns rank by rank; a rank's time "
     "is taken over that of the balanced rank beside it, since the clock drifts, and is its median over repeats; in "
-    "brackets the least and the largest of single repeats. A layer is expert compute alone, forward and backward, "
+    "brackets the least and the largest of single repeats. `balanced-again` is balanced a second time: what it falls "
+    "short of 1 is noise. A layer is expert compute alone, forward and backward, "
     "of its slowest rank; attention, all-to-all and the optimizer are not run. `static_imbalance`: rows of slowest "
     "ranks over mean ranks. `online-exact` has its planning (on the host) and its weights' copies added to every "
     "layer; its exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much "
