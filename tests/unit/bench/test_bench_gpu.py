@@ -398,7 +398,7 @@ def test_contenders_take_turns(case, monkeypatch):
     rounds = [order[i : i + len(NAMES)] for i in range(0, len(order), len(NAMES))]
     assert len(rounds) == 3 * 4  # one of three does not count; four ranks
     assert len({tuple(sorted(map(str, one))) for one in rounds}) == 1
-    assert rounds[4] == [None, None, "device", "device", "host", None, None, None]  # rank 0 of the first repeat that counts
+    assert rounds[4] == [None, None, "device", "device", "host", None, None, None]  # the first that counts
     assert rounds[5] == [None, "device", "device", "host", None, None, None, None]
     assert rounds[8] == rounds[5]  # the next repeat starts one further
 
