@@ -217,7 +217,6 @@ def check() -> list[dict[str, Any]]:
 def kernels_of(layer: Layer) -> dict[str, Any]:
     """Every kernel by itself, by the name of its tile."""
     kind, groups = Activation.SWIGLU, layer.groups
-    order = torch.arange(layer.count, device=DEVICE, dtype=torch.int32)
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     a, dh = h[:, : layer.inner].contiguous(), torch.empty_like(h)
     return {
@@ -227,10 +226,10 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
         "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
         "PRODUCT_gate_up": lambda: grouped.product(groups, h, layer.instances, "gate_up", layer.dx, turned=False),
         "WEIGHT_down": lambda: grouped.weight_gradient(
-            layer.dy, a, [g.down for g in layer.gradients], groups.offsets, order
+            layer.dy, a, [g.down for g in layer.gradients], groups, layer.count
         ),
         "WEIGHT_gate_up": lambda: grouped.weight_gradient(
-            h, layer.x, [g.gate_up for g in layer.gradients], groups.offsets, order
+            h, layer.x, [g.gate_up for g in layer.gradients], groups, layer.count
         ),
     }
 

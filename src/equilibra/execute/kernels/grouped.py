@@ -163,14 +163,11 @@ def backward(
     if groups.num_rows:
         product(groups, dy, instances, "down", a, turned=False)
         activation_gradient(kind, h, a, dh)
-    split = len(instances) - num_last
-    pairs = ((dy, a, "down"), (dh, rows_ND, "gate_up"))
-    _weights(groups, pairs, gradients, split, len(instances), fresh=True)
+    _weights(groups, ((dy, a, "down"), (dh, rows_ND, "gate_up")), gradients, len(instances) - num_last)
     if after_last is not None:
         after_last()
     if groups.num_rows:
         product(groups, dh, instances, "gate_up", dx_ND, turned=False)
-    _weights(groups, pairs, gradients, 0, split)
 
 
 @lru_cache(maxsize=512)
@@ -181,25 +178,24 @@ def _by_rows(sizes: tuple[int, ...], device: torch.device) -> Tensor:
 
 def _weights(
     groups: Groups, pairs: Sequence[tuple[Tensor, Tensor, str]],
-    gradients: Sequence[ExpertParts | ExpertGradients | None], begin: int, end: int, *, fresh: bool = False,
+    gradients: Sequence[ExpertParts | ExpertGradients | None], num_kept: int,
 ) -> None:  # fmt: skip
-    """Add gradients of instances begin to end, or write them afresh; all of them learn the same parts."""
-    wanted = [g for g in gradients[begin:end] if g is not None]
-    if groups.num_rows == 0 and fresh:
-        torch._foreach_zero_([part for g in wanted for part in g if part is not None])
-    if not wanted or groups.num_rows == 0:
+    """Add gradients of the first instances, write those of the others afresh; all of them learn the same parts.
+
+    In one launch: the few tiles of two or three copies alone would leave most of the device idle.
+    """
+    wanted = [g for g in gradients if g is not None]
+    if not wanted:
         return
-    offsets = groups.offsets[begin : end + 1]
     for left, right, name in pairs:
-        into = [getattr(g, name) for g in wanted]
-        if into[0] is not None:
-            order = _by_rows(groups.sizes[begin:end], left.device)
-            weight_gradient(left, right, into, offsets, order, fresh=fresh)
-        biases = [getattr(g, f"{name}_bias") for g in wanted]
+        into, biases = ([getattr(g, part) for g in wanted] for part in (name, f"{name}_bias"))
+        if into[0] is not None and groups.num_rows:
+            weight_gradient(left, right, into, groups, num_kept)
+        elif into[0] is not None:
+            torch._foreach_zero_(into[num_kept:])
         if biases[0] is not None:
-            if fresh:
-                torch._foreach_zero_(biases)
-            bias_gradient(left, biases, offsets)
+            torch._foreach_zero_(biases[num_kept:])
+            bias_gradient(left, biases, groups.offsets)
 
 
 # --- launches ---
@@ -212,7 +208,7 @@ def first_product(
     tile, inner = _tile(FIRST, x), a.shape[1]
     grid, num = _grid(groups.num_tiles * -(-inner // tile.bn), x)
     _kernels().first_product[grid](
-        x, *_weights_and_bias(instances, "gate_up"), h, a, groups.tiles, groups.num_tiles, groups.num_rows, x,
+        x, *_weights_and_bias(instances, "gate_up"), h, a, groups.tiles, groups.num_tiles, x,
         D=x.shape[1], F=inner, BIAS=instances[0].gate_up_bias is not None, KEEP=len(h) > 0,
         CLAMPED=kind is Activation.CLAMPED_SWIGLU, NUM=num, **_sizes(tile, x),
     )  # fmt: skip
@@ -225,7 +221,7 @@ def product(
     tile, columns = _tile(PRODUCT, rows_NK), into_NC.shape[1]
     grid, num = _grid(groups.num_tiles * -(-columns // tile.bn), rows_NK)
     _kernels().product[grid](
-        rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, groups.num_rows, rows_NK,
+        rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, rows_NK,
         K=rows_NK.shape[1], C=columns, TURNED=turned, BIAS=turned and instances[0].down_bias is not None, NUM=num,
         **_sizes(tile, rows_NK),
     )  # fmt: skip
@@ -238,15 +234,13 @@ def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> 
     )
 
 
-def weight_gradient(
-    left: Tensor, right: Tensor, into: list[Tensor], offsets: Tensor, order: Tensor, *, fresh: bool = False
-) -> None:
-    """Add left.T right of every instance's rows, or write it afresh."""
+def weight_gradient(left: Tensor, right: Tensor, into: list[Tensor], groups: Groups, num_kept: int) -> None:
+    """Add left.T right of every instance's rows, from instance num_kept on write it afresh."""
     tile, rows, cols = _tile(WEIGHT, left), left.shape[1], right.shape[1]
     grid, num = _grid(len(into) * -(-rows // tile.bm) * -(-cols // tile.bn), left)
     _kernels().weight_gradient[grid](
-        left, right, *Places.of(into), offsets, order, len(into), len(left), into[0], A=rows, B=cols, FRESH=fresh,
-        IN_MEMORY=left.is_cuda, NUM=num, **_sizes(tile, left),
+        left, right, *Places.of(into), groups.offsets, _by_rows(groups.sizes, left.device), len(into), num_kept,
+        into[0], A=rows, B=cols, IN_MEMORY=left.is_cuda, NUM=num, **_sizes(tile, left),
     )  # fmt: skip
 
 

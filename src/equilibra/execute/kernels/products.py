@@ -31,9 +31,9 @@ import triton.language as tl
 __all__ = ["activation_gradient", "bias_gradient", "first_product", "product", "weight_gradient"]
 
 
-COUNTS = ["num_tiles", "num_rows", "num_instances", "unit", "bias_unit", "weights", "biases", "gradients"]
+COUNTS = ["num_tiles", "num_instances", "num_kept", "unit", "bias_unit", "weights", "biases", "gradients"]
 TABLES = ["order", "places", "bias_places", "tiles", "offsets", "like"]
-ANYWHERE = tl.constexpr(2**31 - 1)
+ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
 
 
 def _once_per_shape(kernel):
@@ -50,16 +50,17 @@ def _tile(tiles, tile, num_tiles):
 
 
 @triton.jit
-def _rows(values, num_rows, C: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
-    """Rows [N, C] that end where an instance ends: row r of one that ends at e is [e, r + N - e].
+def _rows(values, C: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
+    """Rows [N, C] that end where an instance ends: row r of one that ends at e is [FAR, e, r + FAR - e].
 
-    Both coordinates step by a row, the base lies N rows before the first. The second is beyond its end, N, exactly from
-    row e on: what is read there is zero, what is written there is left out.
+    The last two step by a row; the third is beyond its end, FAR, exactly from row e on: what is read there is zero,
+    what is written there is left out. The first takes FAR rows back again, since addresses wrap around at 2**64. (A
+    base FAR rows before the first would do without it, but the hardware wants one that is mapped.)
     """
-    base = values - num_rows.to(tl.int64) * STRIDE
     return tl.make_tensor_descriptor(
-        base, shape=[2 * num_rows + 1, num_rows, C], strides=[STRIDE, STRIDE, 1], block_shape=[1, BM, BN]
-    )
+        values, shape=[ANYWHERE, ANYWHERE, FAR, C], strides=[2**34 - STRIDE, STRIDE, STRIDE, 1],
+        block_shape=[1, 1, BM, BN],
+    )  # fmt: skip
 
 
 @triton.jit
@@ -113,26 +114,26 @@ def _bias(biases, places, g, unit, cols, end, like):
 
 @_once_per_shape
 def first_product(
-    x, weights, places, unit, biases, bias_places, bias_unit, h, a, tiles, num_tiles, num_rows, like,
+    x, weights, places, unit, biases, bias_places, bias_unit, h, a, tiles, num_tiles, like,
     D: tl.constexpr, F: tl.constexpr, BIAS: tl.constexpr, KEEP: tl.constexpr, CLAMPED: tl.constexpr,
     PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """Writes h [N, 2F] (if KEEP) and a [N, F]; a tile has the same columns of both halves of h, as one product."""
-    tiles_x = _rows(x, num_rows, D, D, BM, BK)
-    tiles_a = _rows(a, num_rows, F, F, BM, BN)
+    tiles_x = _rows(x, D, D, BM, BK)
+    tiles_a = _rows(a, F, F, BM, BN)
     tiles_gate, tiles_up = tiles_a, tiles_a
     if KEEP:
-        tiles_gate, tiles_up = _rows(h, num_rows, F, 2 * F, BM, BN), _rows(h + F, num_rows, F, 2 * F, BM, BN)
+        tiles_gate, tiles_up = _rows(h, F, 2 * F, BM, BN), _rows(h + F, F, 2 * F, BM, BN)
     tiles_w = tl.make_tensor_descriptor(
         weights.to(like.dtype), shape=[ANYWHERE, 2, F, D], strides=[unit, F * D, D, 1], block_shape=[1, 2, BN, BK]
     )
     columns = tl.cdiv(F, BN)
     for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
         g, first, last = _tile(tiles, t // columns, num_tiles)
-        row, col, place = first + num_rows - last, (t % columns) * BN, tl.load(places + g)
+        row, col, place = first + FAR - last, (t % columns) * BN, tl.load(places + g)
         both = tl.zeros((BM, 2 * BN), tl.float32)
         for k in range(0, D, BK):
-            tile_x = tiles_x.load([last, row, k]).reshape(BM, BK)
+            tile_x = tiles_x.load([FAR, last, row, k]).reshape(BM, BK)
             tile_w = tiles_w.load([place, 0, col, k]).reshape(2 * BN, BK)
             both = tl.dot(tile_x, tile_w.T, both, input_precision=PRECISION)
         gate, up = _halves(both, BM, 2 * BN)
@@ -142,29 +143,29 @@ def first_product(
             up += _bias(biases, bias_places, g, bias_unit, F + cols, F + tl.minimum(col + BN, F), like)
         gate, up = gate.to(a.dtype.element_ty), up.to(a.dtype.element_ty)
         if KEEP:
-            tiles_gate.store([last, row, col], gate.reshape(1, BM, BN))
-            tiles_up.store([last, row, col], up.reshape(1, BM, BN))
+            tiles_gate.store([FAR, last, row, col], gate.reshape(1, 1, BM, BN))
+            tiles_up.store([FAR, last, row, col], up.reshape(1, 1, BM, BN))
         values = _activate(gate.to(tl.float32), up.to(tl.float32), CLAMPED).to(a.dtype.element_ty)
-        tiles_a.store([last, row, col], values.reshape(1, BM, BN))
+        tiles_a.store([FAR, last, row, col], values.reshape(1, 1, BM, BN))
 
 
 @_once_per_shape
 def product(
-    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, num_rows, like,
+    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like,
     K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
-    tiles_r = _rows(rows_NK, num_rows, K, K, BM, BK)
-    tiles_i = _rows(into, num_rows, C, C, BM, BN // 2)
+    tiles_r = _rows(rows_NK, K, K, BM, BK)
+    tiles_i = _rows(into, C, C, BM, BN // 2)
     tiles_w = _places(weights, unit, like, C, K, BN, BK) if TURNED else _places(weights, unit, like, K, C, BK, BN)
     columns = tl.cdiv(C, BN)
     for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
         g, first, last = _tile(tiles, t // columns, num_tiles)
-        row, col, place = first + num_rows - last, (t % columns) * BN, tl.load(places + g)
+        row, col, place = first + FAR - last, (t % columns) * BN, tl.load(places + g)
         total = tl.zeros((BM, BN), tl.float32)
         for k in range(0, K, BK):
-            tile_r = tiles_r.load([last, row, k]).reshape(BM, BK)
+            tile_r = tiles_r.load([FAR, last, row, k]).reshape(BM, BK)
             if TURNED:
                 tile_w = tiles_w.load([place, col, k]).reshape(BN, BK).T
             else:
@@ -173,8 +174,8 @@ def product(
         if BIAS:
             total += _bias(biases, bias_places, g, bias_unit, col + tl.arange(0, BN), C, like)
         left, right = _halves(total.to(into.dtype.element_ty), BM, BN)
-        tiles_i.store([last, row, col], left.reshape(1, BM, BN // 2))
-        tiles_i.store([last, row, col + BN // 2], right.reshape(1, BM, BN // 2))
+        tiles_i.store([FAR, last, row, col], left.reshape(1, 1, BM, BN // 2))
+        tiles_i.store([FAR, last, row, col + BN // 2], right.reshape(1, 1, BM, BN // 2))
 
 
 @triton.jit
@@ -193,16 +194,16 @@ def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr
 
 @_once_per_shape
 def weight_gradient(
-    left, right, gradients, places, unit, offsets, order, num_instances, num_rows, like,
-    A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, FRESH: tl.constexpr, IN_MEMORY: tl.constexpr,
+    left, right, gradients, places, unit, offsets, order, num_instances, num_kept, like,
+    A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, IN_MEMORY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """Adds left.T right [A, B] of an instance's rows to its gradient; instances with most rows start first.
 
-    If FRESH, it is written over whatever was there. If IN_MEMORY, sums are added by the memory, which saves waiting
-    for what was there; nobody else adds to the same place meanwhile.
+    From instance num_kept on, it is written over whatever was there. If IN_MEMORY, sums are added by the memory, which
+    saves waiting for what was there; nobody else adds to the same place meanwhile.
     """
-    tiles_l, tiles_r = _rows(left, num_rows, A, A, BK, BM), _rows(right, num_rows, B, B, BK, BN)
+    tiles_l, tiles_r = _rows(left, A, A, BK, BM), _rows(right, B, B, BK, BN)
     sums = _places(gradients, unit, like, A, B, BM, BN // 2)
     columns = tl.cdiv(B, BN)
     each = tl.cdiv(A, BM) * columns
@@ -212,13 +213,13 @@ def weight_gradient(
         row_of_sum, col = ((t % each) // columns) * BM, (t % columns) * BN
         total = tl.zeros((BM, BN), tl.float32)
         for r in range(first, last, BK):
-            row = r + num_rows - last
-            tile_l = tiles_l.load([last, row, row_of_sum]).reshape(BK, BM)
-            tile_r = tiles_r.load([last, row, col]).reshape(BK, BN)
+            row = r + FAR - last
+            tile_l = tiles_l.load([FAR, last, row, row_of_sum]).reshape(BK, BM)
+            tile_r = tiles_r.load([FAR, last, row, col]).reshape(BK, BN)
             total = tl.dot(tile_l.T, tile_r, total, input_precision=PRECISION)
         one, two = _halves(total, BM, BN)
         one, two = one.reshape(1, BM, BN // 2), two.reshape(1, BM, BN // 2)
-        if FRESH:
+        if g >= num_kept:
             sums.store([place, row_of_sum, col], one)
             sums.store([place, row_of_sum, col + BN // 2], two)
         elif IN_MEMORY:

@@ -126,7 +126,7 @@ def backward(
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
 
     saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]. Parameters' gradients of
-    the last `num_last` instances come first, and are written over whatever was there; then `after_last` is called.
+    the last `num_last` instances are written over whatever was there; `after_last` is called as soon as they are there.
     """
     if grouped.serves(saved[0], instances):
         groups = grouped.Groups.of(tuple(sizes), saved[0].device)
