@@ -31,7 +31,9 @@ def see(name, found, wanted):
     worst[name] = max(worst.get(name, 0.0), float((found - wanted).abs().max() / (wanted.abs().max() + 1e-6)))
 
 
-for kind, bias in ((Activation.SWIGLU, False), (Activation.CLAMPED_SWIGLU, True)):
+for kind, bias, num_last in (
+    (Activation.SWIGLU, False, 2), (Activation.CLAMPED_SWIGLU, True, 2), (Activation.CLAMPED_SWIGLU, True, 0)
+):
     parts = lambda: ExpertParts(random(2 * F, D), random(D, F), *((random(2 * F), random(D)) if bias else ()))
     instances = [parts() for _ in sizes]
     x, dy = random(sum(sizes), D) * 4, random(sum(sizes), D)
@@ -45,8 +47,8 @@ for kind, bias in ((Activation.SWIGLU, False), (Activation.CLAMPED_SWIGLU, True)
         groups = grouped.Groups.of((130, 7, 0, 35, 0), torch.device("cpu"))
     told = []
     tell = lambda: told.append(1)
-    grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, num_last=2, after_last=tell)
-    expert_math.backward(kind, (x, wanted_h, dy), sizes, instances, wanted, wanted_dx, num_last=2)
+    grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, num_last=num_last, after_last=tell)
+    expert_math.backward(kind, (x, wanted_h, dy), sizes, instances, wanted, wanted_dx, num_last=num_last)
     see("dx", dx, wanted_dx)
     for mine, theirs in zip(found, wanted):
         for a, b in zip(mine, theirs):

@@ -192,10 +192,15 @@ def _weights(
         if into[0] is not None and groups.num_rows:
             weight_gradient(left, right, into, groups, num_kept)
         elif into[0] is not None:
-            torch._foreach_zero_(into[num_kept:])
+            _zero(into[num_kept:])
         if biases[0] is not None:
-            torch._foreach_zero_(biases[num_kept:])
+            _zero(biases[num_kept:])
             bias_gradient(left, biases, groups.offsets)
+
+
+def _zero(tensors: list[Tensor]) -> None:
+    if tensors:  # torch refuses an empty list
+        torch._foreach_zero_(tensors)
 
 
 # --- launches ---
