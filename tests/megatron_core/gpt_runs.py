@@ -5,6 +5,7 @@ Symbols: M micro-batches, L MoE layers of a pipeline stage, T tokens, K experts 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,12 +57,14 @@ class Training:
         self.layers = [layer.mlp for layer in model.decoder.layers]
         self.verl = False
 
-    def balance(self, homes: str, planner: str = "equilibra", spare_slots: int = 2) -> Training:
+    def balance(
+        self, homes: str, planner: str = "equilibra", spare_slots: int = 2, *, prefetch: bool = True
+    ) -> Training:
         """homes: "stay", "planned" (across nodes of two ranks), or "shuffled" before every step."""
         self.homes = homes
         per_node = 2 if homes == "planned" else None
         setting = MegatronSetting(
-            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node
+            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node, prefetch=prefetch
         )  # fmt: skip
         self.balancer = balance(self.model, setting, optimizer=None if homes == "stay" else self.optimizer)
         return self
@@ -223,6 +226,50 @@ def against_plain(case: Case) -> dict[str, Any]:
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }
+
+
+def ahead_against_late(case: Case) -> dict[str, Any]:
+    """Copies that are fetched ahead and copies that are fetched when they are used: the same training."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    models.join(case.expert_parallel, case.pipeline)
+    late = Training(case.options, num_layers=case.num_layers).balance(case.homes, prefetch=False)
+    wanted = [late.step(0, forward_only=True), *(late.step(number) for number in range(3))]
+    RouterReplay.clear_global_router_replay_instances()
+    ahead = Training(case.options, num_layers=case.num_layers).balance(case.homes)
+    layer_runs.break_something(case.sabotage)
+    found = [ahead.step(0, forward_only=True), *(ahead.step(number) for number in range(3))]
+    places, weights = ahead.balancer.places, ahead.weights()
+    return {
+        "late": wanted,
+        "ahead": found,
+        "weights": max(float((value - weights[name]).abs().max()) for name, value in late.weights().items()),
+        "visits ahead": sum(place.num_ahead for place in places),
+        "visits late": sum(place.num_late for place in places),
+        "left": sum(place.num_arriving for place in places),
+    }
+
+
+def cut_off() -> dict[str, Any]:
+    """Passes that end while copies are on their way: by end(), and by an error in the middle of a layer."""
+    models.join(2)
+    late, ahead = Training({}).balance("stay", prefetch=False), Training({}).balance("stay")
+    losses = [[one.step(0)] for one in (late, ahead)]
+    places, left = ahead.balancer.places, []
+    for fails in (False, True):
+        ahead.balancer.begin(ahead.routing(1))
+        combine = ahead.layers[1].combine
+        if fails:
+            ahead.layers[1].combine = None  # as if memory ran out, on every rank
+        with contextlib.suppress(TypeError):
+            ahead._replayed(ahead.model, 1, ahead.routing(1))
+        ahead.layers[1].combine, ahead._begun = combine, 0
+        left.append(sum(place.num_arriving for place in places))
+        ahead.balancer.end()
+        left.append(sum(place.num_arriving for place in places))
+    for found, one in zip(losses, (late, ahead), strict=True):
+        found.append(one.step(1))
+    return {"losses": losses, "left": left}
 
 
 def two_passes() -> dict[str, Any]:

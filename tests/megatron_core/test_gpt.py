@@ -59,6 +59,43 @@ def test_a_pass_without_backward_before_the_update() -> None:
 @pytest.mark.parametrize(
     "case",
     [
+        Case(options=FULL, homes="shuffled"),
+        Case(pipeline=2, num_layers=4, options=FULL),
+        pytest.param(Case(num_layers=4, options={**FULL, "recompute_num_layers": 2}), marks=pytest.mark.slow),
+        pytest.param(Case(num_layers=3, options={**FULL, "recompute_method": "block"}), marks=pytest.mark.slow),
+        pytest.param(Case(num_layers=3, options=SELECTIVE), marks=pytest.mark.slow),
+        pytest.param(Case(pipeline=2, num_layers=4), marks=pytest.mark.slow),
+    ],
+    ids=["moved homes", "pipeline", "two layers at a time", "block", "selective", "pipeline without recompute"],
+)
+def test_copies_fetched_ahead_are_those_fetched_when_used(case: Case) -> None:
+    """To the bit; most of them are on their way before their layer begins, and none is left over."""
+    found = run_ranks(2 * case.pipeline, gpt_runs.ahead_against_late, case)
+    assert any(one["late"][0] for one in found)
+    for one in found:
+        assert one["ahead"] == one["late"]
+        assert one["weights"] == 0
+        assert one["visits ahead"] > one["visits late"]
+        assert one["left"] == 0
+
+
+def test_copies_of_another_layer_are_noticed() -> None:
+    case = Case(sabotage="fetch copies of another layer ahead")
+    for one in run_ranks(2, gpt_runs.ahead_against_late, case):
+        assert max(abs(a - b) for a, b in zip(one["ahead"], one["late"], strict=True)) > 1e-3
+        assert one["weights"] > 1e-3
+
+
+def test_copies_on_their_way_are_waited_for_when_a_pass_is_cut_off() -> None:
+    for found in run_ranks(2, gpt_runs.cut_off):
+        late, ahead = found["losses"]
+        assert late == ahead
+        assert found["left"] == [1, 0, 1, 0]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
         Case(sabotage="drop gradients of copies"),
         Case(sabotage="leave main_grad alone", fused=True),
         Case(sabotage="leave optimizer state behind", homes="shuffled"),
@@ -84,9 +121,14 @@ def test_interleaved_pipeline(options: dict) -> None:
     found = run_ranks(4, interleaved_runs.against_plain, options)
     assert any(one["losses"][0][0] for one in found)
     for one in found:
-        np.testing.assert_allclose(*one["losses"], rtol=2e-6)
+        plain, late, ahead = one["losses"]
+        np.testing.assert_allclose(ahead, plain, rtol=2e-6)
         assert one["weights"] < 2e-5
+        assert late == ahead
+        assert one["weights of late"] == 0
         assert one["copies"] > 0
+        assert one["visits ahead"] > 0
+        assert one["left"] == 0
 
 
 @pytest.mark.slow

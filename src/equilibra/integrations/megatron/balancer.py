@@ -32,6 +32,7 @@ from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.visits.tables import instances_of, only_homes
+from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
 from equilibra.integrations.megatron.groups import stage_group
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
@@ -59,6 +60,8 @@ class MegatronSetting:
     """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
     max_moves_per_layer: int = -1
     """homes that may move per layer and step, -1: as many as pay; without an optimizer none do"""
+    prefetch: bool = True
+    """whether copies travel while the layer before computes, for the memory of up to two more layers of copies"""
     rates: Rates | None = None
     """what rows, copies and moves cost; None: the model's experts on an H200"""
     timeout_s: float = 300.0
@@ -151,6 +154,7 @@ class Balancer:
         group.agree(
             f"{self.planner.name}, {setting.spare_slots} spare slots, nodes of {group.cluster.ranks_per_node}, "
             f"{setting.max_moves_per_layer} moves, seed {setting.seed}, "
+            f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
             f"{sha256(repr(setting.rates).encode()).hexdigest()}",
             what="how steps are planned",
         )
@@ -159,6 +163,9 @@ class Balancer:
         self.state = None if optimizer is None else StateOfParameters(optimizer)
         self.broken: str | None = None
         """why experts are mixed, once a move was cut off"""
+        self.ahead = Ahead(places) if setting.prefetch else None
+        for place in places:
+            place.ahead = self.ahead
         self._rates = setting.rates or rates_for(_model_of(config, places), num_nodes=group.cluster.num_nodes)
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
@@ -197,13 +204,16 @@ class Balancer:
             raise InputError("cannot arm a step of another placement: homes have moved since it began")
         num = step.plan.num_micro_batches // self.group.num_groups
         first = self.group.index * num
+        self.end()
+        if self.ahead is not None:
+            self.ahead.arm(stage)
         for place in self.places:
             place.arm([partial(self._visit, step.plan, stage, place.layer, first + m) for m in range(num)])
 
     def end(self) -> None:
-        """Passes from now on run without a plan, on homes alone."""
-        for place in self.places:
-            place.arm(None)
+        """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""
+        for left in [left for place in self.places for left in place.arm(None)]:
+            left.wait()
 
     def _gather(self, routing: Routing) -> StepLoad:
         """Counts of all ranks; ids stay where they are."""
