@@ -15,7 +15,7 @@ from tests.megatron_core import layer_runs, models, shims
 from tests.megatron_core.verl_replay import VerlReplay
 from torch import Tensor
 
-from equilibra.core.errors import ExecuteError
+from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.placement import Migration, Placement
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
@@ -54,7 +54,7 @@ class Training:
         self.balancer: Any = None
         self.moves = 0
         self.steps: list[Any] = []
-        self.layers = [layer.mlp for layer in model.decoder.layers]
+        self.layers = [layer.mlp for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         self.verl = False
 
     def balance(
@@ -90,11 +90,12 @@ class Training:
 
         rank, stage = groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
         whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, models.SKEW)
-        part = self.num_layers // self.stages
+        part, kinds = self.num_layers // self.stages, self.config.moe_layer_freq
+        here = [at for at in range(stage * part, (stage + 1) * part) if kinds == 1 or kinds[at]]
         if self.verl:
             for ids in (ids for layers in whole for ids in layers):
                 ids[-1] = -1
-        return [layers[stage * part : (stage + 1) * part] for layers in whole]
+        return [[layers[at] for at in here] for layers in whole]
 
     def step(self, number: int, *, forward_only: bool = False, again: bool = False) -> float:
         """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage).
@@ -110,7 +111,8 @@ class Training:
             if self.homes == "shuffled":
                 self.moves += self.shuffle(number)
             stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
-            self.steps.append(self.balancer.begin(routing, stage))
+            # by_micro_batch makes nothing at all of no layers
+            self.steps.append(self.balancer.begin(routing if self.layers or number % 2 else [], stage))
             self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -157,8 +159,11 @@ class Training:
                 found[f"{head}{number}.{part}"] = parameter.detach().clone()
             else:
                 found[name] = parameter.detach().clone()
-        every: list[Any] = [None] * self.layers[0].ep_group.size()
-        torch.distributed.all_gather_object(every, found, group=self.layers[0].ep_group)
+        from megatron.core import parallel_state as groups
+
+        group = groups.get_expert_model_parallel_group()
+        every: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(every, found, group=group)
         return {name: value for part in every for name, value in part.items()}
 
 
@@ -223,6 +228,7 @@ def against_plain(case: Case) -> dict[str, Any]:
         "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
         "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
         "moves": training.moves,
+        "layers": len(training.balancer.places),
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }
@@ -248,6 +254,17 @@ def ahead_against_late(case: Case) -> dict[str, Any]:
         "visits late": sum(place.num_late for place in places),
         "left": sum(place.num_arriving for place in places),
     }
+
+
+def nothing_to_balance() -> str:
+    """What is said about a model of dense layers."""
+    models.join(2)
+    dense = models.gpt(models.config(2, moe_layer_freq=[0, 0]))
+    try:
+        balance(dense)
+    except InputError as error:
+        return str(error)
+    return "nothing"
 
 
 def cut_off() -> dict[str, Any]:

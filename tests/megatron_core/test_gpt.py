@@ -31,6 +31,23 @@ def test_two_pipeline_stages_with_micro_batches_in_flight_and_full_recompute() -
     same(run_ranks(4, gpt_runs.against_plain, Case(pipeline=2, num_layers=4, options=FULL)))
 
 
+@pytest.mark.parametrize("kinds", [[0, 0, 1, 1], pytest.param([0, 1, 1, 1], marks=pytest.mark.slow)])
+def test_pipeline_stages_with_different_numbers_of_moe_layers(kinds: list[int]) -> None:
+    """Also with none: every stage plans for itself."""
+    case = Case(pipeline=2, num_layers=4, options={**FULL, "moe_layer_freq": kinds}, homes="shuffled")
+    found = run_ranks(4, gpt_runs.against_plain, case)
+    assert [one["layers"] for one in found] == [sum(kinds[:2])] * 2 + [sum(kinds[2:])] * 2
+    same([one for one in found if one["layers"]], moves=True)
+    for one in found:
+        assert one["weights"] < 2e-5
+        assert one["layers"] or (one["copies"], one["static"], one["planned"]) == (0, 1, 1)
+
+
+def test_models_without_moe_layers_are_refused() -> None:
+    for said in run_ranks(2, gpt_runs.nothing_to_balance):
+        assert "there is nothing to balance: the model has no MoE layers, on any pipeline stage" in said
+
+
 def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
     """In bfloat16 the optimizer has masters apart from the weights; without copies all sums are in the same order."""
     case = Case(options={"bf16": True, "params_dtype": torch.bfloat16}, homes="shuffled", spare_slots=0)

@@ -34,7 +34,7 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.visits.tables import instances_of, only_homes
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
-from equilibra.integrations.megatron.groups import stage_group
+from equilibra.integrations.megatron.groups import counts_of_world, stage_group
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
 from equilibra.integrations.megatron.place import Place
@@ -101,22 +101,25 @@ def balance(
     """Switch the MoE layers of a model, or of its chunks, to planned execution; on all processes of the world.
 
     Before or after it is wrapped in DDP: no parameter changes. optimizer: Megatron's, with which homes can move.
-    Layers of multi-token prediction stay as they are: rollouts do not record them.
+    Layers of multi-token prediction stay as they are: rollouts do not record them. A pipeline stage without MoE layers
+    gets a balancer too, which has nothing to plan.
     """
     setting = setting or MegatronSetting()
     chunks = [model] if isinstance(model, nn.Module) else model
     for one in (*chunks, *getattr(optimizer, "chained_optimizers", [optimizer])):
         check_wrapping(getattr(one, "ddp_config", None))
     layers = _layers_of(chunks)
-    config = layers[0].config
+    if not any(counts_of_world(len(layers))):
+        raise InputError("there is nothing to balance: the model has no MoE layers, on any pipeline stage")
+    config = layers[0].config if layers else chunks[0].config
     check_config(config)
-    ranks = layers[0].ep_group.size()
+    expert_parallel, data_parallel = _groups_of(layers)
+    ranks = expert_parallel.size()
     per_node = setting.ranks_per_node or min(8, ranks)
     if ranks % per_node:
         raise InputError(f"{ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
     cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
-    data_parallel = _expert_data_parallel(layers[0])
-    group = stage_group(layers[0].ep_group, data_parallel, cluster, setting.timeout_s)
+    group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
     places = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
     return Balancer(group, setting, places, config, optimizer)
 
@@ -128,8 +131,6 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
         module for chunk in chunks for name, module in chunk.named_modules()
         if isinstance(module, MoELayer) and "mtp" not in name.split(".")
     ]  # fmt: skip
-    if not found:
-        raise InputError("there is nothing to balance: the model has no MoE layers on this pipeline stage")
     if any(getattr(layer, "place", None) is not None for layer in found):
         raise InputError("the model is balanced already: balance() it once")
     if any(type(layer) not in {MoELayer, balanced_class()} for layer in found):
@@ -137,10 +138,14 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
     return found
 
 
-def _expert_data_parallel(layer: Any) -> Any:  # noqa: ANN401
+def _groups_of(layers: list[Any]) -> tuple[Any, Any]:
+    """The expert-parallel and the expert-data-parallel group: the layers', or Megatron's where there are none."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
-    return getattr(layer.experts, "dp_group", None) or parallel_state.get_expert_data_parallel_group()
+    if not layers:
+        return parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_data_parallel_group()
+    experts = layers[0].experts
+    return layers[0].ep_group, getattr(experts, "dp_group", None) or parallel_state.get_expert_data_parallel_group()
 
 
 class Balancer:
@@ -152,14 +157,17 @@ class Balancer:
         self.group, self.setting, self.places = group, setting, places
         self.planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
         group.agree(
-            f"{self.planner.name}, {setting.spare_slots} spare slots, nodes of {group.cluster.ranks_per_node}, "
+            f"{self.planner.name}, {len(places)} MoE layers, {setting.spare_slots} spare slots, "
+            f"nodes of {group.cluster.ranks_per_node}, "
             f"{setting.max_moves_per_layer} moves, seed {setting.seed}, "
             f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
             f"{sha256(repr(setting.rates).encode()).hexdigest()}",
             what="how steps are planned",
         )
         self.num_experts, self.top_k = int(config.num_moe_experts), int(config.moe_router_topk)
-        self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=self.num_experts)
+        self.num_layers = max(1, len(places))
+        """of plans: a stage without MoE layers plans one that no token visits"""
+        self.slots = contiguous_slots(group.cluster, num_layers=self.num_layers, num_experts=self.num_experts)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
         self.broken: str | None = None
         """why experts are mixed, once a move was cut off"""
@@ -180,7 +188,7 @@ class Balancer:
         """Collective: plan the micro-batches of an optimizer step, move homes, arm.
 
         routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline
-        stage.
+        stage. Where it has none, no micro-batches are as good as micro-batches of no layers.
         """
         if self.broken:
             raise BrokenStateError(self.broken)
@@ -222,7 +230,9 @@ class Balancer:
         def count() -> None:
             layers, experts = len(self.places), self.num_experts
             counts.append(count_routing(routing, num_layers=layers, num_experts=experts, top_k=self.top_k))
-            if not len(routing):
+            if not layers:
+                counts[0] = np.zeros((max(1, len(routing)), self.num_layers, experts), np.int32)
+            elif not len(routing):
                 raise InputError("there is nothing to plan: no micro-batches")
 
         self.group.all_succeed(count, what="comparing routing with the model")
@@ -257,7 +267,7 @@ class Balancer:
 
     def restore_homes(self) -> None:
         """Collective: every expert, and its optimizer state, back to the slot where plain Megatron has it."""
-        self._move_to(contiguous_slots(self.group.cluster, num_layers=len(self.places), num_experts=self.num_experts))
+        self._move_to(contiguous_slots(self.group.cluster, num_layers=self.num_layers, num_experts=self.num_experts))
 
     @contextmanager
     def homes_restored(self) -> Iterator[None]:
@@ -295,8 +305,9 @@ class Balancer:
 
 def _model_of(config: Any, places: list[Place]) -> MoEModel:  # noqa: ANN401
     """The layers' shapes, for prices."""
+    dtype = places[0].dtype if places else config.params_dtype
     return MoEModel(
-        name="megatron", num_layers=len(places), hidden=int(config.hidden_size),
+        name="megatron", num_layers=max(1, len(places)), hidden=int(config.hidden_size),
         expert_ffn=int(config.moe_ffn_hidden_size or config.ffn_hidden_size), num_experts=int(config.num_moe_experts),
-        top_k=int(config.moe_router_topk), weight_bytes=next(iter(places[0].parts[0].values())).dtype.itemsize,
+        top_k=int(config.moe_router_topk), weight_bytes=dtype.itemsize,
     )  # fmt: skip

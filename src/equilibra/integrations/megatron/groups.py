@@ -17,7 +17,16 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.execute.group import Channel, ExpertGroup
 
-__all__ = ["stage_group"]
+__all__ = ["counts_of_world", "stage_group"]
+
+
+def counts_of_world(count: int) -> list[int]:
+    """A number of every process; all must call it."""
+    every: list[Any] = [count]
+    if dist.get_world_size() > 1:
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, count)
+    return every
 
 
 def stage_group(
