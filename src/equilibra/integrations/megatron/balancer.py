@@ -271,13 +271,22 @@ class Balancer:
 
     @contextmanager
     def homes_restored(self) -> Iterator[None]:
-        """Collective: for exporters that number experts by rank; homes go back to where they were afterwards."""
+        """Collective: for exporters that number experts by rank; homes go back to where they were afterwards.
+
+        Also where the exporter fails, and on the ranks where it does not: all must agree on where experts are. Only
+        after a move that was cut off, which mixed them, nothing moves any more.
+        """
         before = self.slots
         self.restore_homes()
-        yield
-        self._move_to(before)
+        try:
+            yield
+        finally:
+            if not self.broken:
+                self._move_to(before)
 
     def _move_to(self, after: HomeSlots) -> None:
+        if self.broken:
+            raise BrokenStateError(self.broken)
         if np.array_equal(after.expert_of_slot, self.slots.expert_of_slot):
             return
         if self.state is None:
