@@ -42,7 +42,9 @@ class Training:
         first, last = groups.is_pipeline_first_stage(), groups.is_pipeline_last_stage()
         model = models.gpt(self.config, pre=first, post=last)
         self.bare, short = model, self.config.bf16
-        wrap = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+        wrap = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=overlap, grad_reduce_in_fp32=short
+        )
         self.model = DistributedDataParallel(self.config, wrap, Float16Module(self.config, model) if short else model)
         self.model.broadcast_params()
         setting = OptimizerConfig(
@@ -254,6 +256,43 @@ def ahead_against_late(case: Case) -> dict[str, Any]:
         "visits late": sum(place.num_late for place in places),
         "left": sum(place.num_arriving for place in places),
     }
+
+
+def short_gradients(case: Case) -> dict[str, Any]:
+    """One step's gradients in main_grad: bfloat16 as it is, bfloat16 with copies, and float32 to compare both with."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    models.join(case.expert_parallel)
+    if case.fused:
+        shims.fake_fused_gradients()
+    short = {"bf16": True, "params_dtype": torch.bfloat16, "gradient_accumulation_fusion": case.fused, **case.options}
+    losses, gradients = {}, {}
+    for name, options in (("exact", case.options), ("plain", short), ("balanced", short)):
+        RouterReplay.clear_global_router_replay_instances()
+        training = Training(options, overlap=case.overlap)
+        with torch.no_grad():
+            for parameter in training.bare.parameters():
+                parameter.copy_(parameter.bfloat16())
+        if name == "balanced":
+            training.balance("stay")
+            layer_runs.break_something(case.sabotage)
+        training.optimizer.step = lambda: None
+        losses[name] = training.step(0)
+        gradients[name] = {
+            at: value.main_grad.clone() for at, value in training.bare.named_parameters() if "experts" in at
+        }
+    return {
+        "losses": losses,
+        "dtypes": {str(value.dtype) for value in gradients["balanced"].values()},
+        "copies": training.steps[-1].plan.stages[Stage.UPDATE].num_copies,
+        "apart": _error(gradients["plain"], gradients["balanced"]),
+        **{name: _error(gradients["exact"], gradients[name]) for name in ("plain", "balanced")},
+    }
+
+
+def _error(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The largest over all parameters, relative to the parameter's largest gradient."""
+    return max(float((found[at] - value).abs().max() / value.abs().max()) for at, value in exact.items())
 
 
 def nothing_to_balance() -> str:

@@ -57,6 +57,23 @@ def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
         assert found["moves"] > 0
 
 
+@pytest.mark.parametrize("case", [Case(), Case(options=FULL, fused=True, overlap=True)], ids=["plain", "fused"])
+def test_gradients_of_copies_in_bfloat16(case: Case) -> None:
+    """In main_grad, which is float32: as near to exact ones as without copies; outputs are the same to the bit."""
+    for found in run_ranks(2, gpt_runs.short_gradients, case):
+        assert found["dtypes"] == {"torch.float32"}
+        assert found["copies"] > 0
+        assert found["losses"]["balanced"] == found["losses"]["plain"] != found["losses"]["exact"]
+        assert found["balanced"] < 1.1 * found["plain"]
+        assert found["apart"] < 2**-7, "two roundings of bfloat16"
+
+
+def test_dropped_gradients_are_noticed_in_bfloat16() -> None:
+    for found in run_ranks(2, gpt_runs.short_gradients, Case(sabotage="drop gradients of copies")):
+        assert found["balanced"] > 5 * found["plain"]
+        assert found["apart"] > 2**-3
+
+
 def test_fused_gradients_with_overlapped_reduction() -> None:
     same(run_ranks(2, gpt_runs.against_plain, Case(fused=True, overlap=True)))
 
