@@ -58,6 +58,7 @@ class Training:
         self.steps: list[Any] = []
         self.layers = [layer.mlp for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         self.verl = False
+        self.prepares, self.prepared = False, {}
 
     def balance(
         self, homes: str, planner: str = "equilibra", spare_slots: int = 2, *, prefetch: bool = True
@@ -114,7 +115,10 @@ class Training:
                 self.moves += self.shuffle(number)
             stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
             # by_micro_batch makes nothing at all of no layers
-            self.steps.append(self.balancer.begin(routing if self.layers or number % 2 else [], stage))
+            planned: Any = self.prepared.pop(number, routing if self.layers or number % 2 else [])
+            self.steps.append(self.balancer.begin(planned, stage))
+            if self.prepares:
+                self.prepared[number + 1] = self.balancer.prepare(self.routing(number + 1))
             self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -304,6 +308,19 @@ def nothing_to_balance() -> str:
     except InputError as error:
         return str(error)
     return "nothing"
+
+
+def prepared_against_planned() -> list[dict[str, Any]]:
+    """Steps planned while the one before runs; with homes that move in between too, so that plans are made again."""
+    models.join(2)
+    result = []
+    for homes in ("stay", "shuffled"):
+        now, before = Training({}).balance(homes), Training({}).balance(homes)
+        before.prepares = True
+        losses = [[one.step(number) for number in range(3)] for one in (now, before)]
+        digests = [[step.plan.digest for step in one.steps] for one in (now, before)]
+        result.append({"losses": losses, "digests": digests, "moves": before.moves})
+    return result
 
 
 def cut_off() -> dict[str, Any]:

@@ -120,6 +120,15 @@ def test_copies_of_another_layer_are_noticed() -> None:
         assert one["weights"] > 1e-3
 
 
+def test_steps_that_are_planned_while_another_runs() -> None:
+    for found in run_ranks(2, gpt_runs.prepared_against_planned):
+        for one in found:
+            assert one["losses"][0] == one["losses"][1]
+            assert one["digests"][0] == one["digests"][1]
+            assert len(set(one["digests"][0])) == 3
+        assert [one["moves"] > 0 for one in found] == [False, True]
+
+
 def test_copies_on_their_way_are_waited_for_when_a_pass_is_cut_off() -> None:
     for found in run_ranks(2, gpt_runs.cut_off):
         late, ahead = found["losses"]

@@ -6,6 +6,7 @@
     optimizer.step()
     balancer.end()                              # passes that are not planned (evaluation) may follow
 
+`prepare(routing)` plans a step in the background while another one runs; `begin` takes what it returns.
 Ranks of a pipeline stage plan from the same counts and compare the plan's hash. Passes without a step run on homes
 alone. `planner="static"` is the switch: homes go back to where plain Megatron has them, and nothing is copied.
 """
@@ -13,8 +14,8 @@ alone. `planner="static"` is the switch: homes go back to where plain Megatron h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -29,7 +30,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.rates import Rates, rates_for
+from equilibra.cost.rates import rates_for
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.visits.tables import instances_of, only_homes
 from equilibra.integrations.megatron.ahead import Ahead
@@ -40,59 +41,12 @@ from equilibra.integrations.megatron.layer import balance_layer, balanced_class,
 from equilibra.integrations.megatron.place import Place
 from equilibra.integrations.megatron.routing import Routing, count_routing
 from equilibra.integrations.megatron.slots import HomeSlots, Visit, contiguous_slots, visit_of
-from equilibra.measure.imbalance import imbalance
-from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.integrations.megatron.step import MegatronSetting, Prepared, Step
+from equilibra.plan.planner import StepProblem, planner_named
 
-__all__ = ["Balancer", "MegatronSetting", "Step", "balance"]
+__all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 
 STATIC = "static"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronSetting:
-    """How steps are planned. The same on every rank."""
-
-    planner: str | Planner = "equilibra"
-    """"static" switches balancing off"""
-    spare_slots: int = 2
-    """copies a rank can hold at a time, in a layer"""
-    ranks_per_node: int | None = None
-    """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
-    max_moves_per_layer: int = -1
-    """homes that may move per layer and step, -1: as many as pay; without an optimizer none do"""
-    prefetch: bool = True
-    """whether copies travel while the layer before computes, for the memory of up to two more layers of copies"""
-    rates: Rates | None = None
-    """what rows, copies and moves cost; None: the model's experts on an H200"""
-    timeout_s: float = 300.0
-    """after which a silent rank is lost, in exchanges of counts and hashes"""
-    seed: int = 0
-    """of every random choice of the planner"""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.spare_slots, int) or not 0 <= self.spare_slots < 2**16:
-            raise InputError(f"spare_slots must be a whole number from 0 to 65535, not {self.spare_slots!r}")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """A planned step."""
-
-    plan: StepPlan
-    """its micro-batches are those of all expert-parallel groups, one group after another"""
-    load: StepLoad
-    """what it was planned for"""
-
-    @property
-    def static_imbalance(self) -> float:
-        """Slowest over mean rank, as plain Megatron would have it."""
-        load_MLE = self.load.expert_load()
-        return float(imbalance(load_MLE.reshape(*load_MLE.shape[:2], self.load.num_ranks, -1).sum(axis=3)).mean())
-
-    @property
-    def planned_imbalance(self) -> float:
-        """Slowest over mean rank under the plan."""
-        return float(imbalance(self.plan.rank_load(self.load)).mean())
 
 
 def balance(
@@ -169,6 +123,7 @@ class Balancer:
         """of plans: a stage without MoE layers plans one that no token visits"""
         self.slots = contiguous_slots(group.cluster, num_layers=self.num_layers, num_experts=self.num_experts)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self.broken: str | None = None
         """why experts are mixed, once a move was cut off"""
         self.ahead = Ahead(places) if setting.prefetch else None
@@ -184,22 +139,29 @@ class Balancer:
         """Homes now."""
         return self.slots.placement
 
-    def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
+    def prepare(self, routing: Routing) -> Prepared:
+        """Collective: gather the counts of a step that comes later, and plan it in the background, for `begin`."""
+        load, previous = self._gather(routing), self.placement
+        return Prepared(load=load, previous=previous, plan=self._planning.submit(self._plan, load, previous))
+
+    def begin(self, routing: Routing | Prepared, stage: Stage = Stage.UPDATE) -> Step:
         """Collective: plan the micro-batches of an optimizer step, move homes, arm.
 
         routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline
-        stage. Where it has none, no micro-batches are as good as micro-batches of no layers.
+        stage, or what `prepare` made of them. Where a stage has no MoE layers, [] will do.
         """
         if self.broken:
             raise BrokenStateError(self.broken)
         self.end()
         if self.planner.name == STATIC:
             self.restore_homes()
-        load = self._gather(routing)
-        plan = self._plan(load)
+        prepared = routing if isinstance(routing, Prepared) else self.prepare(routing)
+        plan = prepared.plan.result()
+        if prepared.previous != self.placement:  # homes have moved since
+            plan = self._plan(prepared.load, self.placement)
         self.group.agree(f"plan {plan.digest}", what="the plan of the step")
         self.move_homes(plan.placement)
-        step = Step(plan=plan, load=load)
+        step = Step(plan=plan, load=prepared.load)
         self.arm(step, stage)
         return step
 
@@ -243,11 +205,11 @@ class Balancer:
         tokens = np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32)
         return StepLoad(tokens_MLER=tokens)
 
-    def _plan(self, load: StepLoad) -> StepPlan:
+    def _plan(self, load: StepLoad, previous: Placement) -> StepPlan:
         """The same on every rank of the stage."""
         setting = self.setting
         problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=self.placement,
+            cluster=self.group.cluster, given_load=load, previous=previous,
             spare_slots=setting.spare_slots, standing_slots=0,
             max_moves_per_layer=setting.max_moves_per_layer if self.state else 0, rates=self._rates, seed=setting.seed,
         )  # fmt: skip
