@@ -80,7 +80,7 @@ class Arriving:
 
 @torch.no_grad()
 def fetch(exchange: Exchange, parameters: Sequence[nn.Parameter]) -> Arriving:
-    """Collective: start to bring the copies of a visit. Weights must not change before they have come.
+    """Collective: start to bring the copies of a visit, with the weights of now: they must be those of its forward.
 
     parameters: of `served_slots`, part by part.
     """
