@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import multiprocessing
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import torch.distributed as dist
 from tests.megatron_core import models
 from tests.megatron_core.gpt_runs import Training
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import EquilibraError, InputError, RankLostError
 from equilibra.core.plan import Stage
 from equilibra.plan.planner import planner_named
 
@@ -118,3 +121,39 @@ def exported() -> dict[str, Any]:
                 gaps.append(float((parameter - wanted[f"{head}{number}.{part}"]).abs().max()))
     after = [layer.place.expert_of_home for layer in training.layers]
     return {"gap": max(gaps), "count": len(gaps), "same homes": before == after, "homes": before}
+
+
+def export_fails() -> dict[str, Any]:
+    """Homes after an exporter failed on one rank, and after a move was cut off while it ran."""
+    from equilibra.integrations.megatron import balancer as module
+
+    models.join(2)
+    training = Training({}).balance("shuffled")
+    training.step(0)
+    wanted, before = training.weights(), [layer.place.expert_of_home for layer in training.layers]
+    said: list[str] = []
+    moved = not training.balancer.slots.is_contiguous
+    with _heard(said), training.balancer.homes_restored():
+        if dist.get_rank() == 0:
+            raise OSError("the disk is full")
+    after, weights = [layer.place.expert_of_home for layer in training.layers], training.weights()
+    gap = max(float((value - weights[name]).abs().max()) for name, value in wanted.items())
+
+    def cut_off(*_arguments: Any) -> int:
+        raise RankLostError("cut off")
+
+    with _heard(said), training.balancer.homes_restored():
+        module.move_layer = cut_off
+        training.shuffle(7)
+    for attempt in (training.balancer.restore_homes, lambda: training.balancer.begin(training.routing(1))):
+        with _heard(said):
+            attempt()
+    return {"same homes": before == after, "moved": moved, "gap": gap, "said": said}
+
+
+@contextmanager
+def _heard(said: list[str]) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, EquilibraError) as error:
+        said.append(f"{type(error).__name__}: {error}")

@@ -5,6 +5,7 @@ Symbols: M micro-batches, L MoE layers of a pipeline stage, T tokens, K experts 
 
 from __future__ import annotations
 
+import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,7 +15,7 @@ from tests.megatron_core import layer_runs, models, shims
 from tests.megatron_core.verl_replay import VerlReplay
 from torch import Tensor
 
-from equilibra.core.errors import ExecuteError
+from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.placement import Migration, Placement
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
@@ -41,7 +42,9 @@ class Training:
         first, last = groups.is_pipeline_first_stage(), groups.is_pipeline_last_stage()
         model = models.gpt(self.config, pre=first, post=last)
         self.bare, short = model, self.config.bf16
-        wrap = DistributedDataParallelConfig(use_distributed_optimizer=True, overlap_grad_reduce=overlap)
+        wrap = DistributedDataParallelConfig(
+            use_distributed_optimizer=True, overlap_grad_reduce=overlap, grad_reduce_in_fp32=short
+        )
         self.model = DistributedDataParallel(self.config, wrap, Float16Module(self.config, model) if short else model)
         self.model.broadcast_params()
         setting = OptimizerConfig(
@@ -53,15 +56,18 @@ class Training:
         self.balancer: Any = None
         self.moves = 0
         self.steps: list[Any] = []
-        self.layers = [layer.mlp for layer in model.decoder.layers]
+        self.layers = [layer.mlp for layer in model.decoder.layers if hasattr(layer.mlp, "router")]
         self.verl = False
+        self.prepares, self.prepared = False, {}
 
-    def balance(self, homes: str, planner: str = "equilibra", spare_slots: int = 2) -> Training:
+    def balance(
+        self, homes: str, planner: str = "equilibra", spare_slots: int = 2, *, prefetch: bool = True
+    ) -> Training:
         """homes: "stay", "planned" (across nodes of two ranks), or "shuffled" before every step."""
         self.homes = homes
         per_node = 2 if homes == "planned" else None
         setting = MegatronSetting(
-            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node
+            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node, prefetch=prefetch
         )  # fmt: skip
         self.balancer = balance(self.model, setting, optimizer=None if homes == "stay" else self.optimizer)
         return self
@@ -87,11 +93,12 @@ class Training:
 
         rank, stage = groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
         whole = models.routing(number, rank, MICRO_BATCHES, self.num_layers, models.SEQUENCE, models.SKEW)
-        part = self.num_layers // self.stages
+        part, kinds = self.num_layers // self.stages, self.config.moe_layer_freq
+        here = [at for at in range(stage * part, (stage + 1) * part) if kinds == 1 or kinds[at]]
         if self.verl:
             for ids in (ids for layers in whole for ids in layers):
                 ids[-1] = -1
-        return [layers[stage * part : (stage + 1) * part] for layers in whole]
+        return [[layers[at] for at in here] for layers in whole]
 
     def step(self, number: int, *, forward_only: bool = False, again: bool = False) -> float:
         """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage).
@@ -107,7 +114,11 @@ class Training:
             if self.homes == "shuffled":
                 self.moves += self.shuffle(number)
             stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
-            self.steps.append(self.balancer.begin(routing, stage))
+            # by_micro_batch makes nothing at all of no layers
+            planned: Any = self.prepared.pop(number, routing if self.layers or number % 2 else [])
+            self.steps.append(self.balancer.begin(planned, stage))
+            if self.prepares:
+                self.prepared[number + 1] = self.balancer.prepare(self.routing(number + 1))
             self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
@@ -154,8 +165,11 @@ class Training:
                 found[f"{head}{number}.{part}"] = parameter.detach().clone()
             else:
                 found[name] = parameter.detach().clone()
-        every: list[Any] = [None] * self.layers[0].ep_group.size()
-        torch.distributed.all_gather_object(every, found, group=self.layers[0].ep_group)
+        from megatron.core import parallel_state as groups
+
+        group = groups.get_expert_model_parallel_group()
+        every: list[Any] = [None] * group.size()
+        torch.distributed.all_gather_object(every, found, group=group)
         return {name: value for part in every for name, value in part.items()}
 
 
@@ -220,9 +234,115 @@ def against_plain(case: Case) -> dict[str, Any]:
         "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
         "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
         "moves": training.moves,
+        "layers": len(training.balancer.places),
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }
+
+
+def ahead_against_late(case: Case) -> dict[str, Any]:
+    """Copies that are fetched ahead and copies that are fetched when they are used: the same training."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    models.join(case.expert_parallel, case.pipeline)
+    late = Training(case.options, num_layers=case.num_layers).balance(case.homes, prefetch=False)
+    wanted = [late.step(0, forward_only=True), *(late.step(number) for number in range(3))]
+    RouterReplay.clear_global_router_replay_instances()
+    ahead = Training(case.options, num_layers=case.num_layers).balance(case.homes)
+    layer_runs.break_something(case.sabotage)
+    found = [ahead.step(0, forward_only=True), *(ahead.step(number) for number in range(3))]
+    places, weights = ahead.balancer.places, ahead.weights()
+    return {
+        "late": wanted,
+        "ahead": found,
+        "weights": max(float((value - weights[name]).abs().max()) for name, value in late.weights().items()),
+        "visits ahead": sum(place.num_ahead for place in places),
+        "visits late": sum(place.num_late for place in places),
+        "left": sum(place.num_arriving for place in places),
+    }
+
+
+def short_gradients(case: Case) -> dict[str, Any]:
+    """One step's gradients in main_grad: bfloat16 as it is, bfloat16 with copies, and float32 to compare both with."""
+    from megatron.core.transformer.moe.router_replay import RouterReplay
+
+    models.join(case.expert_parallel)
+    if case.fused:
+        shims.fake_fused_gradients()
+    short = {"bf16": True, "params_dtype": torch.bfloat16, "gradient_accumulation_fusion": case.fused, **case.options}
+    losses, gradients = {}, {}
+    for name, options in (("exact", case.options), ("plain", short), ("balanced", short)):
+        RouterReplay.clear_global_router_replay_instances()
+        training = Training(options, overlap=case.overlap)
+        with torch.no_grad():
+            for parameter in training.bare.parameters():
+                parameter.copy_(parameter.bfloat16())
+        if name == "balanced":
+            training.balance("stay")
+            layer_runs.break_something(case.sabotage)
+        training.optimizer.step = lambda: None
+        losses[name] = training.step(0)
+        gradients[name] = {
+            at: value.main_grad.clone() for at, value in training.bare.named_parameters() if "experts" in at
+        }
+    return {
+        "losses": losses,
+        "dtypes": {str(value.dtype) for value in gradients["balanced"].values()},
+        "copies": training.steps[-1].plan.stages[Stage.UPDATE].num_copies,
+        "apart": _error(gradients["plain"], gradients["balanced"]),
+        **{name: _error(gradients["exact"], gradients[name]) for name in ("plain", "balanced")},
+    }
+
+
+def _error(exact: dict[str, Tensor], found: dict[str, Tensor]) -> float:
+    """The largest over all parameters, relative to the parameter's largest gradient."""
+    return max(float((found[at] - value).abs().max() / value.abs().max()) for at, value in exact.items())
+
+
+def nothing_to_balance() -> str:
+    """What is said about a model of dense layers."""
+    models.join(2)
+    dense = models.gpt(models.config(2, moe_layer_freq=[0, 0]))
+    try:
+        balance(dense)
+    except InputError as error:
+        return str(error)
+    return "nothing"
+
+
+def prepared_against_planned() -> list[dict[str, Any]]:
+    """Steps planned while the one before runs; with homes that move in between too, so that plans are made again."""
+    models.join(2)
+    result = []
+    for homes in ("stay", "shuffled"):
+        now, before = Training({}).balance(homes), Training({}).balance(homes)
+        before.prepares = True
+        losses = [[one.step(number) for number in range(3)] for one in (now, before)]
+        digests = [[step.plan.digest for step in one.steps] for one in (now, before)]
+        result.append({"losses": losses, "digests": digests, "moves": before.moves})
+    return result
+
+
+def cut_off() -> dict[str, Any]:
+    """Passes that end while copies are on their way: by end(), and by an error in the middle of a layer."""
+    models.join(2)
+    late, ahead = Training({}).balance("stay", prefetch=False), Training({}).balance("stay")
+    losses = [[one.step(0)] for one in (late, ahead)]
+    places, left = ahead.balancer.places, []
+    for fails in (False, True):
+        ahead.balancer.begin(ahead.routing(1))
+        combine = ahead.layers[1].combine
+        if fails:
+            ahead.layers[1].combine = None  # as if memory ran out, on every rank
+        with contextlib.suppress(TypeError):
+            ahead._replayed(ahead.model, 1, ahead.routing(1))
+        ahead.layers[1].combine, ahead._begun = combine, 0
+        left.append(sum(place.num_arriving for place in places))
+        ahead.balancer.end()
+        left.append(sum(place.num_arriving for place in places))
+    for found, one in zip(losses, (late, ahead), strict=True):
+        found.append(one.step(1))
+    return {"losses": losses, "left": left}
 
 
 def two_passes() -> dict[str, Any]:

@@ -81,14 +81,22 @@ class Chunks:
 def against_plain(options: dict[str, Any]) -> dict[str, Any]:
     """Losses of three steps and weights afterwards; homes stay, so slots are the same."""
     models.join(2, pipeline=2, virtual=2)
-    plain, balanced = Chunks(options), Chunks(options)
+    plain, late, balanced = Chunks(options), Chunks(options), Chunks(options)
+    late.balancer = balance(late.chunks, MegatronSetting(rates=Rates.free(), prefetch=False))
     balanced.balancer = balance(balanced.chunks, MegatronSetting(rates=Rates.free()))
-    losses = [[one.step(number) for number in range(3)] for one in (plain, balanced)]
-    pairs = [
-        (a, b)
-        for mine, theirs in zip(plain.chunks, balanced.chunks, strict=True)
+    losses = [[one.step(number) for number in range(3)] for one in (plain, late, balanced)]
+    places = balanced.balancer.places
+    return {
+        "losses": losses, "weights": _gap(plain, balanced), "weights of late": _gap(late, balanced),
+        "copies": balanced.copies, "visits ahead": sum(place.num_ahead for place in places),
+        "left": sum(place.num_arriving for place in places),
+    }  # fmt: skip
+
+
+@torch.no_grad()
+def _gap(one: Chunks, other: Chunks) -> float:
+    return max(
+        float((a - b).abs().max())
+        for mine, theirs in zip(one.chunks, other.chunks, strict=True)
         for a, b in zip(mine.parameters(), theirs.parameters(), strict=True)
-    ]
-    with torch.no_grad():
-        gap = max(float((a - b).abs().max()) for a, b in pairs)
-    return {"losses": losses, "weights": gap, "copies": balanced.copies}
+    )

@@ -70,9 +70,11 @@ def moe_layer(settings: Any, seed: int = 1) -> Any:
 
 def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
 
     spec = get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
+    if settings.moe_layer_freq != 1:
+        spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, vp_stage=vp_stage)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(

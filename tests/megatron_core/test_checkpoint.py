@@ -41,6 +41,18 @@ def test_exporters_get_logical_numbers() -> None:
         assert any(homes != sorted(homes) for homes in found["homes"])
 
 
+def test_homes_go_back_after_an_exporter_failed_unless_a_move_was_cut_off() -> None:
+    for rank, found in enumerate(run_ranks(2, checkpoint_runs.export_fails)):
+        assert found["same homes"]
+        assert found["moved"]
+        assert found["gap"] == 0
+        first, said = (found["said"][:1], found["said"][1:]) if rank == 0 else ([], found["said"])
+        assert first == ["OSError: the disk is full"][: 1 - rank]
+        assert said[0] == "RankLostError: cut off"
+        assert all(one.startswith("BrokenStateError: a move of homes was cut off") for one in said[1:])
+        assert len(said) == 3
+
+
 def test_the_switch_brings_homes_back() -> None:
     for found in run_ranks(2, checkpoint_runs.switched_off):
         assert found["moved"]

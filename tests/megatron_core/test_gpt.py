@@ -31,6 +31,23 @@ def test_two_pipeline_stages_with_micro_batches_in_flight_and_full_recompute() -
     same(run_ranks(4, gpt_runs.against_plain, Case(pipeline=2, num_layers=4, options=FULL)))
 
 
+@pytest.mark.parametrize("kinds", [[0, 0, 1, 1], pytest.param([0, 1, 1, 1], marks=pytest.mark.slow)])
+def test_pipeline_stages_with_different_numbers_of_moe_layers(kinds: list[int]) -> None:
+    """Also with none: every stage plans for itself."""
+    case = Case(pipeline=2, num_layers=4, options={**FULL, "moe_layer_freq": kinds}, homes="shuffled")
+    found = run_ranks(4, gpt_runs.against_plain, case)
+    assert [one["layers"] for one in found] == [sum(kinds[:2])] * 2 + [sum(kinds[2:])] * 2
+    same([one for one in found if one["layers"]], moves=True)
+    for one in found:
+        assert one["weights"] < 2e-5
+        assert one["layers"] or (one["copies"], one["static"], one["planned"]) == (0, 1, 1)
+
+
+def test_models_without_moe_layers_are_refused() -> None:
+    for said in run_ranks(2, gpt_runs.nothing_to_balance):
+        assert "there is nothing to balance: the model has no MoE layers, on any pipeline stage" in said
+
+
 def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
     """In bfloat16 the optimizer has masters apart from the weights; without copies all sums are in the same order."""
     case = Case(options={"bf16": True, "params_dtype": torch.bfloat16}, homes="shuffled", spare_slots=0)
@@ -38,6 +55,23 @@ def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
         assert found["balanced"] == found["plain"]
         assert found["weights"] == 0
         assert found["moves"] > 0
+
+
+@pytest.mark.parametrize("case", [Case(), Case(options=FULL, fused=True, overlap=True)], ids=["plain", "fused"])
+def test_gradients_of_copies_in_bfloat16(case: Case) -> None:
+    """In main_grad, which is float32: as near to exact ones as without copies; outputs are the same to the bit."""
+    for found in run_ranks(2, gpt_runs.short_gradients, case):
+        assert found["dtypes"] == {"torch.float32"}
+        assert found["copies"] > 0
+        assert found["losses"]["balanced"] == found["losses"]["plain"] != found["losses"]["exact"]
+        assert found["balanced"] < 1.1 * found["plain"]
+        assert found["apart"] < 2**-7, "two roundings of bfloat16"
+
+
+def test_dropped_gradients_are_noticed_in_bfloat16() -> None:
+    for found in run_ranks(2, gpt_runs.short_gradients, Case(sabotage="drop gradients of copies")):
+        assert found["balanced"] > 5 * found["plain"]
+        assert found["apart"] > 2**-3
 
 
 def test_fused_gradients_with_overlapped_reduction() -> None:
@@ -54,6 +88,52 @@ def test_a_pass_without_backward_before_the_update() -> None:
         np.testing.assert_allclose(balanced, plain, rtol=2e-6)
         assert plain[0] == plain[1] != plain[2]
         assert "forward 4 of MoE layer 0 has no plan: the step has 3 micro-batches" in found["said"]
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(options=FULL, homes="shuffled"),
+        Case(pipeline=2, num_layers=4, options=FULL),
+        pytest.param(Case(num_layers=4, options={**FULL, "recompute_num_layers": 2}), marks=pytest.mark.slow),
+        pytest.param(Case(num_layers=3, options={**FULL, "recompute_method": "block"}), marks=pytest.mark.slow),
+        pytest.param(Case(num_layers=3, options=SELECTIVE), marks=pytest.mark.slow),
+        pytest.param(Case(pipeline=2, num_layers=4), marks=pytest.mark.slow),
+    ],
+    ids=["moved homes", "pipeline", "two layers at a time", "block", "selective", "pipeline without recompute"],
+)
+def test_copies_fetched_ahead_are_those_fetched_when_used(case: Case) -> None:
+    """To the bit; most of them are on their way before their layer begins, and none is left over."""
+    found = run_ranks(2 * case.pipeline, gpt_runs.ahead_against_late, case)
+    assert any(one["late"][0] for one in found)
+    for one in found:
+        assert one["ahead"] == one["late"]
+        assert one["weights"] == 0
+        assert one["visits ahead"] > one["visits late"]
+        assert one["left"] == 0
+
+
+def test_copies_of_another_layer_are_noticed() -> None:
+    case = Case(sabotage="fetch copies of another layer ahead")
+    for one in run_ranks(2, gpt_runs.ahead_against_late, case):
+        assert max(abs(a - b) for a, b in zip(one["ahead"], one["late"], strict=True)) > 1e-3
+        assert one["weights"] > 1e-3
+
+
+def test_steps_that_are_planned_while_another_runs() -> None:
+    for found in run_ranks(2, gpt_runs.prepared_against_planned):
+        for one in found:
+            assert one["losses"][0] == one["losses"][1]
+            assert one["digests"][0] == one["digests"][1]
+            assert len(set(one["digests"][0])) == 3
+        assert [one["moves"] > 0 for one in found] == [False, True]
+
+
+def test_copies_on_their_way_are_waited_for_when_a_pass_is_cut_off() -> None:
+    for found in run_ranks(2, gpt_runs.cut_off):
+        late, ahead = found["losses"]
+        assert late == ahead
+        assert found["left"] == [1, 0, 1, 0]
 
 
 @pytest.mark.parametrize(
@@ -84,9 +164,14 @@ def test_interleaved_pipeline(options: dict) -> None:
     found = run_ranks(4, interleaved_runs.against_plain, options)
     assert any(one["losses"][0][0] for one in found)
     for one in found:
-        np.testing.assert_allclose(*one["losses"], rtol=2e-6)
+        plain, late, ahead = one["losses"]
+        np.testing.assert_allclose(ahead, plain, rtol=2e-6)
         assert one["weights"] < 2e-5
+        assert late == ahead
+        assert one["weights of late"] == 0
         assert one["copies"] > 0
+        assert one["visits ahead"] > 0
+        assert one["left"] == 0
 
 
 @pytest.mark.slow

@@ -15,11 +15,13 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
 from equilibra.execute.visits.tables import instances_of
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
+from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
 from equilibra.integrations.megatron.place import Place, to_slots
 from equilibra.integrations.megatron.routing import count_routing
 from equilibra.integrations.megatron.slots import contiguous_slots, visit_of
+from equilibra.measure.events import Direction
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
@@ -100,6 +102,45 @@ def test_visits_are_a_queue_for_forward_and_recompute() -> None:
     assert seen == ["first", "second", "first", "second"]
     with pytest.raises(ExecuteError, match="forward 3 of MoE layer 0 has no plan: the step has 2 micro-batches"):
         place.take()
+
+
+class _Layer:
+    """Knows how often it may still run, and what was asked for."""
+
+    def __init__(self, number: int, asked: list) -> None:
+        self.number, self.asked, self.arriving = number, asked, set()
+
+    @property
+    def num_arriving(self) -> int:
+        return len(self.arriving)
+
+    def fetch_next(self, direction: Direction) -> None:
+        if direction not in self.arriving:
+            self.arriving.add(direction)
+            self.asked.append((direction, self.number))
+
+
+def test_what_comes_next_is_learned_from_what_came() -> None:
+    """1F1B with a micro-batch in flight, and two layers that are recomputed: the second pass waits less."""
+    forward = [(Direction.FORWARD, 0), (Direction.FORWARD, 1)]
+    again = [(Direction.FORWARD_AGAIN, 1), (Direction.FORWARD_AGAIN, 0)]
+    asked: list = []
+    layers = [_Layer(number, asked) for number in range(2)]
+    ahead = Ahead(layers)
+    late = []
+    for _ in range(2):
+        ahead.arm(Stage.UPDATE)
+        late.append(0)
+        for direction, layer in forward + forward + again + forward + again + again:
+            late[-1] += direction not in layers[layer].arriving
+            layers[layer].arriving.discard(direction)
+            ahead.began(layer, direction)
+            assert sum(one.num_arriving for one in layers) <= MOST_LAYERS
+    assert late[1] < late[0]
+    asked.clear()
+    ahead.arm(Stage.RECOMPUTE)
+    ahead.began(0, Direction.FORWARD)
+    assert not asked, "a pass of another kind has another order"
 
 
 class _Experts(torch.nn.Module):

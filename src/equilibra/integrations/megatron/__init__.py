@@ -1,14 +1,16 @@
 """Megatron-Core: MoE layers of a GPTModel under plans. Megatron is imported when it is used, not before."""
 
-from equilibra.integrations.megatron.balancer import Balancer, MegatronSetting, Step, balance
+from equilibra.integrations.megatron.balancer import Balancer, balance
 from equilibra.integrations.megatron.export import ExpertParameter, expert_parameters
 from equilibra.integrations.megatron.layer import balanced_layer_spec
 from equilibra.integrations.megatron.routing import by_micro_batch, masked, set_replay
+from equilibra.integrations.megatron.step import MegatronSetting, Prepared, Step
 
 __all__ = [
     "Balancer",
     "ExpertParameter",
     "MegatronSetting",
+    "Prepared",
     "Step",
     "balance",
     "balanced_layer_spec",

@@ -6,6 +6,7 @@
     optimizer.step()
     balancer.end()                              # passes that are not planned (evaluation) may follow
 
+`prepare(routing)` plans a step in the background while another one runs; `begin` takes what it returns.
 Ranks of a pipeline stage plan from the same counts and compare the plan's hash. Passes without a step run on homes
 alone. `planner="static"` is the switch: homes go back to where plain Megatron has them, and nothing is copied.
 """
@@ -13,8 +14,8 @@ alone. `planner="static"` is the switch: homes go back to where plain Megatron h
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -29,67 +30,23 @@ from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.rates import Rates, rates_for
+from equilibra.cost.rates import rates_for
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.visits.tables import instances_of, only_homes
+from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
-from equilibra.integrations.megatron.groups import stage_group
+from equilibra.integrations.megatron.groups import counts_of_world, stage_group
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
 from equilibra.integrations.megatron.place import Place
 from equilibra.integrations.megatron.routing import Routing, count_routing
 from equilibra.integrations.megatron.slots import HomeSlots, Visit, contiguous_slots, visit_of
-from equilibra.measure.imbalance import imbalance
-from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.integrations.megatron.step import MegatronSetting, Prepared, Step
+from equilibra.plan.planner import StepProblem, planner_named
 
-__all__ = ["Balancer", "MegatronSetting", "Step", "balance"]
+__all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 
 STATIC = "static"
-
-
-@dataclass(frozen=True, kw_only=True)
-class MegatronSetting:
-    """How steps are planned. The same on every rank."""
-
-    planner: str | Planner = "equilibra"
-    """"static" switches balancing off"""
-    spare_slots: int = 2
-    """copies a rank can hold at a time, in a layer"""
-    ranks_per_node: int | None = None
-    """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
-    max_moves_per_layer: int = -1
-    """homes that may move per layer and step, -1: as many as pay; without an optimizer none do"""
-    rates: Rates | None = None
-    """what rows, copies and moves cost; None: the model's experts on an H200"""
-    timeout_s: float = 300.0
-    """after which a silent rank is lost, in exchanges of counts and hashes"""
-    seed: int = 0
-    """of every random choice of the planner"""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.spare_slots, int) or not 0 <= self.spare_slots < 2**16:
-            raise InputError(f"spare_slots must be a whole number from 0 to 65535, not {self.spare_slots!r}")
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Step:
-    """A planned step."""
-
-    plan: StepPlan
-    """its micro-batches are those of all expert-parallel groups, one group after another"""
-    load: StepLoad
-    """what it was planned for"""
-
-    @property
-    def static_imbalance(self) -> float:
-        """Slowest over mean rank, as plain Megatron would have it."""
-        load_MLE = self.load.expert_load()
-        return float(imbalance(load_MLE.reshape(*load_MLE.shape[:2], self.load.num_ranks, -1).sum(axis=3)).mean())
-
-    @property
-    def planned_imbalance(self) -> float:
-        """Slowest over mean rank under the plan."""
-        return float(imbalance(self.plan.rank_load(self.load)).mean())
 
 
 def balance(
@@ -98,22 +55,25 @@ def balance(
     """Switch the MoE layers of a model, or of its chunks, to planned execution; on all processes of the world.
 
     Before or after it is wrapped in DDP: no parameter changes. optimizer: Megatron's, with which homes can move.
-    Layers of multi-token prediction stay as they are: rollouts do not record them.
+    Layers of multi-token prediction stay as they are: rollouts do not record them. A pipeline stage without MoE layers
+    gets a balancer too, which has nothing to plan.
     """
     setting = setting or MegatronSetting()
     chunks = [model] if isinstance(model, nn.Module) else model
     for one in (*chunks, *getattr(optimizer, "chained_optimizers", [optimizer])):
         check_wrapping(getattr(one, "ddp_config", None))
     layers = _layers_of(chunks)
-    config = layers[0].config
+    if not any(counts_of_world(len(layers))):
+        raise InputError("there is nothing to balance: the model has no MoE layers, on any pipeline stage")
+    config = layers[0].config if layers else chunks[0].config
     check_config(config)
-    ranks = layers[0].ep_group.size()
+    expert_parallel, data_parallel = _groups_of(layers)
+    ranks = expert_parallel.size()
     per_node = setting.ranks_per_node or min(8, ranks)
     if ranks % per_node:
         raise InputError(f"{ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
     cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
-    data_parallel = _expert_data_parallel(layers[0])
-    group = stage_group(layers[0].ep_group, data_parallel, cluster, setting.timeout_s)
+    group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
     places = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
     return Balancer(group, setting, places, config, optimizer)
 
@@ -125,8 +85,6 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
         module for chunk in chunks for name, module in chunk.named_modules()
         if isinstance(module, MoELayer) and "mtp" not in name.split(".")
     ]  # fmt: skip
-    if not found:
-        raise InputError("there is nothing to balance: the model has no MoE layers on this pipeline stage")
     if any(getattr(layer, "place", None) is not None for layer in found):
         raise InputError("the model is balanced already: balance() it once")
     if any(type(layer) not in {MoELayer, balanced_class()} for layer in found):
@@ -134,10 +92,14 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
     return found
 
 
-def _expert_data_parallel(layer: Any) -> Any:  # noqa: ANN401
+def _groups_of(layers: list[Any]) -> tuple[Any, Any]:
+    """The expert-parallel and the expert-data-parallel group: the layers', or Megatron's where there are none."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
-    return getattr(layer.experts, "dp_group", None) or parallel_state.get_expert_data_parallel_group()
+    if not layers:
+        return parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_data_parallel_group()
+    experts = layers[0].experts
+    return layers[0].ep_group, getattr(experts, "dp_group", None) or parallel_state.get_expert_data_parallel_group()
 
 
 class Balancer:
@@ -149,16 +111,24 @@ class Balancer:
         self.group, self.setting, self.places = group, setting, places
         self.planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
         group.agree(
-            f"{self.planner.name}, {setting.spare_slots} spare slots, nodes of {group.cluster.ranks_per_node}, "
+            f"{self.planner.name}, {len(places)} MoE layers, {setting.spare_slots} spare slots, "
+            f"nodes of {group.cluster.ranks_per_node}, "
             f"{setting.max_moves_per_layer} moves, seed {setting.seed}, "
+            f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
             f"{sha256(repr(setting.rates).encode()).hexdigest()}",
             what="how steps are planned",
         )
         self.num_experts, self.top_k = int(config.num_moe_experts), int(config.moe_router_topk)
-        self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=self.num_experts)
+        self.num_layers = max(1, len(places))
+        """of plans: a stage without MoE layers plans one that no token visits"""
+        self.slots = contiguous_slots(group.cluster, num_layers=self.num_layers, num_experts=self.num_experts)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
+        self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self.broken: str | None = None
         """why experts are mixed, once a move was cut off"""
+        self.ahead = Ahead(places) if setting.prefetch else None
+        for place in places:
+            place.ahead = self.ahead
         self._rates = setting.rates or rates_for(_model_of(config, places), num_nodes=group.cluster.num_nodes)
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
@@ -169,22 +139,29 @@ class Balancer:
         """Homes now."""
         return self.slots.placement
 
-    def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
+    def prepare(self, routing: Routing) -> Prepared:
+        """Collective: gather the counts of a step that comes later, and plan it in the background, for `begin`."""
+        load, previous = self._gather(routing), self.placement
+        return Prepared(load=load, previous=previous, plan=self._planning.submit(self._plan, load, previous))
+
+    def begin(self, routing: Routing | Prepared, stage: Stage = Stage.UPDATE) -> Step:
         """Collective: plan the micro-batches of an optimizer step, move homes, arm.
 
         routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline
-        stage.
+        stage, or what `prepare` made of them. Where a stage has no MoE layers, [] will do.
         """
         if self.broken:
             raise BrokenStateError(self.broken)
         self.end()
         if self.planner.name == STATIC:
             self.restore_homes()
-        load = self._gather(routing)
-        plan = self._plan(load)
+        prepared = routing if isinstance(routing, Prepared) else self.prepare(routing)
+        plan = prepared.plan.result()
+        if prepared.previous != self.placement:  # homes have moved since
+            plan = self._plan(prepared.load, self.placement)
         self.group.agree(f"plan {plan.digest}", what="the plan of the step")
         self.move_homes(plan.placement)
-        step = Step(plan=plan, load=load)
+        step = Step(plan=plan, load=prepared.load)
         self.arm(step, stage)
         return step
 
@@ -197,13 +174,16 @@ class Balancer:
             raise InputError("cannot arm a step of another placement: homes have moved since it began")
         num = step.plan.num_micro_batches // self.group.num_groups
         first = self.group.index * num
+        self.end()
+        if self.ahead is not None:
+            self.ahead.arm(stage)
         for place in self.places:
             place.arm([partial(self._visit, step.plan, stage, place.layer, first + m) for m in range(num)])
 
     def end(self) -> None:
-        """Passes from now on run without a plan, on homes alone."""
-        for place in self.places:
-            place.arm(None)
+        """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""
+        for left in [left for place in self.places for left in place.arm(None)]:
+            left.wait()
 
     def _gather(self, routing: Routing) -> StepLoad:
         """Counts of all ranks; ids stay where they are."""
@@ -212,7 +192,9 @@ class Balancer:
         def count() -> None:
             layers, experts = len(self.places), self.num_experts
             counts.append(count_routing(routing, num_layers=layers, num_experts=experts, top_k=self.top_k))
-            if not len(routing):
+            if not layers:
+                counts[0] = np.zeros((max(1, len(routing)), self.num_layers, experts), np.int32)
+            elif not len(routing):
                 raise InputError("there is nothing to plan: no micro-batches")
 
         self.group.all_succeed(count, what="comparing routing with the model")
@@ -223,11 +205,11 @@ class Balancer:
         tokens = np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32)
         return StepLoad(tokens_MLER=tokens)
 
-    def _plan(self, load: StepLoad) -> StepPlan:
+    def _plan(self, load: StepLoad, previous: Placement) -> StepPlan:
         """The same on every rank of the stage."""
         setting = self.setting
         problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=self.placement,
+            cluster=self.group.cluster, given_load=load, previous=previous,
             spare_slots=setting.spare_slots, standing_slots=0,
             max_moves_per_layer=setting.max_moves_per_layer if self.state else 0, rates=self._rates, seed=setting.seed,
         )  # fmt: skip
@@ -247,17 +229,26 @@ class Balancer:
 
     def restore_homes(self) -> None:
         """Collective: every expert, and its optimizer state, back to the slot where plain Megatron has it."""
-        self._move_to(contiguous_slots(self.group.cluster, num_layers=len(self.places), num_experts=self.num_experts))
+        self._move_to(contiguous_slots(self.group.cluster, num_layers=self.num_layers, num_experts=self.num_experts))
 
     @contextmanager
     def homes_restored(self) -> Iterator[None]:
-        """Collective: for exporters that number experts by rank; homes go back to where they were afterwards."""
+        """Collective: for exporters that number experts by rank; homes go back to where they were afterwards.
+
+        Also where the exporter fails, and on the ranks where it does not: all must agree on where experts are. Only
+        after a move that was cut off, which mixed them, nothing moves any more.
+        """
         before = self.slots
         self.restore_homes()
-        yield
-        self._move_to(before)
+        try:
+            yield
+        finally:
+            if not self.broken:
+                self._move_to(before)
 
     def _move_to(self, after: HomeSlots) -> None:
+        if self.broken:
+            raise BrokenStateError(self.broken)
         if np.array_equal(after.expert_of_slot, self.slots.expert_of_slot):
             return
         if self.state is None:
@@ -285,8 +276,9 @@ class Balancer:
 
 def _model_of(config: Any, places: list[Place]) -> MoEModel:  # noqa: ANN401
     """The layers' shapes, for prices."""
+    dtype = places[0].dtype if places else config.params_dtype
     return MoEModel(
-        name="megatron", num_layers=len(places), hidden=int(config.hidden_size),
+        name="megatron", num_layers=max(1, len(places)), hidden=int(config.hidden_size),
         expert_ffn=int(config.moe_ffn_hidden_size or config.ffn_hidden_size), num_experts=int(config.num_moe_experts),
-        top_k=int(config.moe_router_topk), weight_bytes=next(iter(places[0].parts[0].values())).dtype.itemsize,
+        top_k=int(config.moe_router_topk), weight_bytes=dtype.itemsize,
     )  # fmt: skip

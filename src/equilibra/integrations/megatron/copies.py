@@ -1,6 +1,7 @@
-"""Copies of experts for one visit: weights come with the tokens, gradients go home in backward.
+"""Copies of experts for one visit: weights come before the tokens or with them, gradients go home in backward.
 
-    rows, probs, *weights = carry(exchange, rows, probs, *parameters of the experts that are copied)
+    arriving = fetch(exchange, parameters)                                   # starts, may be layers ahead
+    rows, probs, copies = carry(arriving, rows, probs, parameters)           # waits
 
 The token tensor and the probabilities are threaded through the function, so that every rank takes part in the exchange
 of gradients, also one that holds and serves no copy, and before any of them sends gradients of tokens. Gradients of one
@@ -17,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.group import Channel, ExpertGroup
+from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.integrations.megatron.slots import Visit
 
-__all__ = ["Exchange", "carry"]
+__all__ = ["Arriving", "Exchange", "carry", "fetch"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -37,6 +38,8 @@ class Exchange:
     """of one expert"""
     dtype: torch.dtype
     """of its weights: ranks that serve none must know it too"""
+    device: torch.device
+    """of its weights"""
     fused: bool
     """whether weight gradients are added to main_grad by kernels, and `grad` is not looked at"""
     served_slots: list[int]
@@ -47,49 +50,73 @@ class Exchange:
         """Numbers of one expert."""
         return sum(shape.numel() for shape in self.part_shapes)
 
-    def send(self, channel: Channel, sent: Tensor, *, home: bool) -> Tensor:
+    def start(self, channel: Channel, sent: Tensor, *, home: bool) -> Arriving:
         """Rows [lines, width] to the holders, or home."""
         there, back = self.visit.served_sizes, self.visit.held_sizes
         sizes, received_sizes = (back, there) if home else (there, back)
         received = sent.new_empty(sum(received_sizes), self.width)
         what = f"{'returning gradients of' if home else 'fetching'} copies of MoE layer {self.layer}"
-        self.group.all_to_all(
+        pending = self.group.all_to_all(
             channel, sent.view(-1), [n * self.width for n in sizes], received.view(-1),
             [n * self.width for n in received_sizes], what=what,
-        ).wait()  # fmt: skip
-        return received
+        )  # fmt: skip
+        return Arriving(exchange=self, rows=received, pending=pending)
 
 
-def carry(
-    exchange: Exchange, rows: Tensor, probs: Tensor, parameters: Sequence[nn.Parameter]
-) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
-    """Rows and probabilities as they were, and the parts of every copy that this rank holds, in the order of slots.
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Arriving:
+    """Rows of an exchange that are on their way."""
+
+    exchange: Exchange
+    rows: Tensor
+    """[lines, width], once it is waited for"""
+    pending: Pending
+
+    def wait(self) -> Tensor:
+        """The rows."""
+        self.pending.wait()
+        return self.rows
+
+
+@torch.no_grad()
+def fetch(exchange: Exchange, parameters: Sequence[nn.Parameter]) -> Arriving:
+    """Collective: start to bring the copies of a visit, with the weights of now: they must be those of its forward.
 
     parameters: of `served_slots`, part by part.
     """
+    parts = len(exchange.part_shapes)
+    of_slot = {slot: parameters[i * parts : (i + 1) * parts] for i, slot in enumerate(exchange.served_slots)}
+    sent = torch.empty(len(exchange.visit.served), exchange.width, dtype=exchange.dtype, device=exchange.device)
+    for line, slot in zip(sent, exchange.visit.served, strict=True):
+        torch.cat([part.detach().reshape(-1) for part in of_slot[slot]], out=line)
+    return exchange.start(Channel.COPIES, sent, home=False)
+
+
+def carry(
+    arriving: Arriving, rows: Tensor, probs: Tensor, parameters: Sequence[nn.Parameter]
+) -> tuple[Tensor, Tensor, list[list[Tensor]]]:
+    """Rows and probabilities as they were, and the parts of every copy that this rank holds, in the order of slots.
+
+    parameters: those that were fetched.
+    """
+    exchange = arriving.exchange
     if torch.is_grad_enabled() and not (rows.requires_grad or probs.requires_grad):
         raise ExecuteError(
             f"gradients of copies of MoE layer {exchange.layer} would be lost on ranks that hold none: neither its "
             f"input "
             "nor its router learns; train one of them, or balance without copies (spare_slots=0)"
         )
-    rows, probs, *flat = _Carry.apply(exchange, rows, probs, *parameters)  # type: ignore[no-untyped-call]
+    rows, probs, *flat = _Carry.apply(arriving, rows, probs, *parameters)  # type: ignore[no-untyped-call]
     parts = len(exchange.part_shapes)
     return rows, probs, [list(flat[first : first + parts]) for first in range(0, len(flat), parts)]
 
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, exchange: Exchange, rows: Tensor, probs: Tensor, *parameters: nn.Parameter) -> Any:  # noqa: ANN401
-        """Fetch the copies."""
-        ctx.exchange, ctx.parameters = exchange, parameters
-        parts = len(exchange.part_shapes)
-        of_slot = {slot: parameters[i * parts : (i + 1) * parts] for i, slot in enumerate(exchange.served_slots)}
-        sent = torch.empty(len(exchange.visit.served), exchange.width, dtype=exchange.dtype, device=rows.device)
-        for line, slot in zip(sent, exchange.visit.served, strict=True):
-            torch.cat([part.detach().reshape(-1) for part in of_slot[slot]], out=line)
-        received = exchange.send(Channel.COPIES, sent, home=False)
-        held = [part for line in received for part in _split(line, exchange.part_shapes)]
+    def forward(ctx: Any, arriving: Arriving, rows: Tensor, probs: Tensor, *parameters: nn.Parameter) -> Any:  # noqa: ANN401
+        """Wait for the copies."""
+        ctx.exchange, ctx.parameters = arriving.exchange, parameters
+        held = [part for line in arriving.wait() for part in _split(line, arriving.exchange.part_shapes)]
         return rows.view_as(rows), probs.view_as(probs), *held
 
     @staticmethod
@@ -97,10 +124,10 @@ class _Carry(torch.autograd.Function):
         """Gradients of copies home."""
         exchange: Exchange = ctx.exchange
         parts, held = len(exchange.part_shapes), exchange.visit.num_held
-        sent = torch.empty(held, exchange.width, dtype=exchange.dtype, device=grad_rows.device)
+        sent = torch.empty(held, exchange.width, dtype=exchange.dtype, device=exchange.device)
         for number, line in enumerate(sent):
             torch.cat([grad.reshape(-1) for grad in grads[number * parts : (number + 1) * parts]], out=line)
-        received = exchange.send(Channel.GRADIENTS, sent, home=True)
+        received = exchange.start(Channel.GRADIENTS, sent, home=True).wait()
         totals = _sums(received, exchange)
         home = [
             _give(parameter, total, fused=exchange.fused)

@@ -1,7 +1,8 @@
 """Megatron's process groups as an expert-parallel group of ours.
 
-Tokens travel in Megatron's own expert-parallel group, and so do copies and homes. Counts and hashes need one group
-more, over all ranks that have the same layers (a pipeline stage), from host memory.
+Tokens travel in Megatron's own expert-parallel group, and so do homes and gradients of copies. Copies have a group of
+their own over the same ranks: they travel ahead, and neither wait behind tokens nor hold them up. Counts and hashes
+need one more, over all ranks that have the same layers (a pipeline stage), from host memory.
 """
 
 from __future__ import annotations
@@ -16,7 +17,16 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.execute.group import Channel, ExpertGroup
 
-__all__ = ["stage_group"]
+__all__ = ["counts_of_world", "stage_group"]
+
+
+def counts_of_world(count: int) -> list[int]:
+    """A number of every process; all must call it."""
+    every: list[Any] = [count]
+    if dist.get_world_size() > 1:
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, count)
+    return every
 
 
 def stage_group(
@@ -28,9 +38,10 @@ def stage_group(
     if cluster.num_ranks * num_groups == 1 and dist.get_world_size() == 1:
         return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
     control = _control_group(expert_parallel, expert_data_parallel, timeout_s)
-    channels = dict.fromkeys(
-        (Channel.DISPATCH, Channel.STANDING, Channel.COPIES, Channel.GRADIENTS), expert_parallel
-    ) | {Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel}  # fmt: skip
+    copies = _new_group(dist.get_process_group_ranks(expert_parallel), timeout_s, backend=None)
+    channels = dict.fromkeys((Channel.DISPATCH, Channel.STANDING, Channel.GRADIENTS), expert_parallel) | {
+        Channel.COPIES: copies, Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel,
+    }  # fmt: skip
     group = ExpertGroup(
         cluster=cluster, rank=rank, index=index, num_groups=num_groups, timeout_s=timeout_s, channels=channels
     )
@@ -49,14 +60,18 @@ def stage_group(
 def _control_group(
     expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A gloo group of the stage: the ranks that are reached through both groups. Every process makes every group."""
+    """A gloo group of the stage: the ranks that are reached through both groups."""
     across: list[Any] = [None] * expert_data_parallel.size()
     dist.all_gather_object(across, dist.get_process_group_ranks(expert_parallel), group=expert_data_parallel)
-    mine = tuple(sorted(rank for part in across for rank in part))
+    return _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
+
+
+def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
+    """A group of these ranks. Every process makes every group, so each says which one it is in."""
     every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, mine)
+    dist.all_gather_object(every, tuple(mine))
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        stage: dist.new_group(list(stage), backend="gloo", timeout=timedelta(seconds=timeout_s))
-        for stage in sorted(set(every))
+        part: dist.new_group(list(part), backend=backend, timeout=timedelta(seconds=timeout_s))
+        for part in sorted(set(every))
     }
-    return made[mine]
+    return made[tuple(mine)]

@@ -26,7 +26,8 @@ class StateOfParameters:
     """Where the optimizers keep the state of each parameter."""
 
     def __init__(self, optimizer: Any) -> None:  # noqa: ANN401 - Megatron's, chained or not
-        self.parts = list(getattr(optimizer, "chained_optimizers", [optimizer]))
+        parts = getattr(optimizer, "chained_optimizers", [optimizer])
+        self.parts = [part for part in parts if not getattr(part, "is_stub_optimizer", False)]
         for part in self.parts:
             if not hasattr(part, "gbuf_ranges"):
                 raise InputError(

@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import direction_now
-from equilibra.integrations.megatron.copies import Exchange, carry
+from equilibra.integrations.megatron.ahead import Ahead
+from equilibra.integrations.megatron.copies import Arriving, Exchange, carry, fetch
 from equilibra.integrations.megatron.parts import parts_of, run_copies
 from equilibra.integrations.megatron.slots import Visit
 from equilibra.measure.events import Direction
@@ -41,6 +42,10 @@ class Place:
         if len(dtypes) != 1:
             raise InputError(f"weights of the experts of MoE layer {layer} must be of one type, not {dtypes}")
         (self.dtype,) = dtypes
+        self.ahead: Ahead | None = None
+        """guesses which layer comes next; None: copies are fetched when they are used"""
+        self.num_ahead, self.num_late = 0, 0
+        """visits with copies so far that were on their way before their layer began, or were not"""
         self.expert_of_home: list[int] = []
         """[H] logical numbers"""
         self.moved = False
@@ -52,11 +57,18 @@ class Place:
         self._visits: list[Callable[[], Visit]] | None = None
         self._made: dict[int, Visit] = {}
         self._next = {Direction.FORWARD: 0, Direction.FORWARD_AGAIN: 0}
+        self._arriving: dict[tuple[Direction, int], Arriving] = {}
+        """copies of visits that lie ahead"""
+        self._arrived: Arriving | None = None
+        """copies of the forward that is under way"""
 
-    def arm(self, visits: list[Callable[[], Visit]] | None) -> None:
-        """The micro-batches of a step in order; None: no step."""
+    def arm(self, visits: list[Callable[[], Visit]] | None) -> list[Arriving]:
+        """The micro-batches of a step in order; None: no step. Returns what nobody will use, to be waited for."""
         self._visits, self._made = visits, {}
         self._next = dict.fromkeys(self._next, 0)
+        left = [*self._arriving.values(), *([self._arrived] if self._arrived else [])]
+        self._arriving, self._arrived = {}, None
+        return left
 
     @property
     def num_done(self) -> int:
@@ -80,13 +92,63 @@ class Place:
                 "another pass, or end() it for passes that are not planned"
             )
         self._next[direction] += 1
+        return self._visit(number)
+
+    def _visit(self, number: int) -> Visit:
+        assert self._visits is not None
         if number not in self._made:
             self._made[number] = self._visits[number]()
         return self._made[number]
 
+    # --- copies ahead ---
+
+    @property
+    def num_arriving(self) -> int:
+        """Visits that lie ahead, whose copies were asked for."""
+        return len(self._arriving)
+
+    def fetch_next(self, direction: Direction) -> None:
+        """Collective: start to fetch the copies of the next visit, if there is one and they have not been asked for."""
+        number = self._next[direction]
+        if self._visits is None or number >= len(self._visits) or (direction, number) in self._arriving:
+            return
+        visit = self._visit(number)
+        if visit.num_copies:
+            self._arriving[direction, number] = fetch(self._exchange(visit), self._copied(visit))
+
+    def _begin_copies(self, visit: Visit, direction: Direction) -> None:
+        """Copies of this visit are on their way from here on, and those of the next layer's."""
+        if self.ahead is None or self._visits is None:
+            return
+        self._arrived = self._arriving.pop((direction, self._next[direction] - 1), None)
+        if self._arrived is not None:
+            self.num_ahead += 1
+        elif visit.num_copies:
+            self.num_late += 1
+            self._arrived = fetch(self._exchange(visit), self._copied(visit))
+        self.ahead.began(self.layer, direction)
+
+    def _take_copies(self, visit: Visit) -> Arriving:
+        """Those that are on their way; nothing here holds their buffers any longer."""
+        arriving, self._arrived = self._arrived, None
+        return arriving or fetch(self._exchange(visit), self._copied(visit))
+
+    def _exchange(self, visit: Visit) -> Exchange:
+        first = next(iter(self.parts[0].values()))
+        return Exchange(
+            group=self.group, visit=visit, layer=self.layer, fused=self.fused, served_slots=sorted(set(visit.served)),
+            part_shapes=[part.shape for part in self.parts[0].values()], dtype=self.dtype, device=first.device,
+        )  # fmt: skip
+
+    def _copied(self, visit: Visit) -> list[nn.Parameter]:
+        return [part for slot in sorted(set(visit.served)) for part in self.parts[slot].values()]
+
+    # --- a forward ---
+
     def to_slots(self, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Begin a forward: probabilities and map of the router over slots instead of experts."""
         self.current = self.take()
+        self._begin_copies(self.current, direction_now())
         return to_slots(probs_TE, map_TE, self.current)
 
     def run(self, homes: Callable[..., Any], rows_RD: Tensor, count_of_slot: Tensor, probs_R: Tensor) -> Any:  # noqa: ANN401
@@ -95,13 +157,7 @@ class Place:
         assert visit is not None
         copies: list[list[Tensor]] = []
         if visit.num_copies:
-            served = sorted(set(visit.served))
-            exchange = Exchange(
-                group=self.group, visit=visit, layer=self.layer, fused=self.fused, served_slots=served,
-                part_shapes=[part.shape for part in self.parts[0].values()], dtype=self.dtype,
-            )  # fmt: skip
-            parameters = [part for slot in served for part in self.parts[slot].values()]
-            rows_RD, probs_R, copies = carry(exchange, rows_RD, probs_R, parameters)
+            rows_RD, probs_R, copies = carry(self._take_copies(visit), rows_RD, probs_R, self._copied(visit))
         if not copies:
             return homes(rows_RD, count_of_slot[:at], probs_R)
         num = int(count_of_slot[:at].sum())
