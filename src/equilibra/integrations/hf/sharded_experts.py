@@ -13,17 +13,16 @@ experts must be [2F, D] and [D, F] without biases: Qwen3-MoE, OLMoE, Mixtral, De
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from equilibra.core.errors import ExecuteError, InputError
+from equilibra.core.errors import InputError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.group import ExpertGroup
@@ -33,6 +32,7 @@ from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime, homes_of
 from equilibra.integrations.hf.families import family_of
+from equilibra.integrations.hf.replay import route_recorded
 
 __all__ = ["NAME", "register_experts", "shard_experts"]
 
@@ -109,42 +109,10 @@ def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: An
     if micro_batch is None:
         return forward(hidden, *more, **options)
     recorded_TK = micro_batch.experts(place.layer, hidden.device)
-    with _Recorded(recorded_TK, micro_batch.rows, (spec.num_experts, spec.top_k)) as mode:
-        said = forward(hidden, *more, **options)
-    if mode.times != 1:
-        raise ExecuteError(
-            f"the router of MoE layer {place.layer} chose experts {mode.times} times, not once: no replay"
-        )
-    return said
-
-
-class _Recorded(TorchFunctionMode):
-    """Answers the top-k over all experts with the recorded ones, and with the live ones where there are none."""
-
-    def __init__(self, recorded_TK: Tensor, rows: Tensor | None, shape: tuple[int, int]) -> None:
-        super().__init__()
-        self.recorded_TK, self.rows, self.shape, self.times = recorded_TK, rows, shape, 0
-
-    def __torch_function__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401  # fmt: skip
-        """One call of torch."""
-        kwargs = kwargs or {}
-        said = func(*args, **kwargs)
-        if func not in (torch.topk, Tensor.topk):
-            return said
-        scores, wanted = args[0], args[1] if len(args) > 1 else kwargs["k"]
-        if scores.ndim != 2 or (scores.shape[1], wanted) != self.shape:
-            return said
-        self.times += 1
-        chosen = self._chosen(said.indices)
-        return torch.return_types.topk((scores.gather(1, chosen), chosen))
-
-    def _chosen(self, live_TK: Tensor) -> Tensor:
-        rows = slice(None) if self.rows is None else self.rows
-        chosen = live_TK.clone()
-        chosen[rows] = torch.where(self.recorded_TK < 0, live_TK[rows], self.recorded_TK)
-        return chosen
+    return route_recorded(
+        lambda: forward(hidden, *more, **options), recorded_TK, rows=micro_batch.rows, num_experts=spec.num_experts,
+        layer=place.layer,
+    )  # fmt: skip
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
