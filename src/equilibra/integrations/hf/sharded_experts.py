@@ -7,8 +7,8 @@ Every rank has loaded the whole model, and keeps the experts at home on it. tran
 under `with micro_batch:` its top-k answers with the recorded experts, so their weights are the live router's, which
 learns (R3). Without a micro-batch tokens are routed live to the homes of their experts. Dense parts stay on every rank.
 
-`build_model` of this package replaces whole blocks instead, never holds all experts, and knows every family. Here
-experts must be [2F, D] and [D, F] without biases: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3; not gpt-oss.
+Symbols: E experts, D width, F inner width. Parameters at home are [2F, D], gate before up, and [D, F] in every family.
+`build_model` of this package replaces whole blocks instead, and never holds all experts.
 """
 
 from __future__ import annotations
@@ -37,6 +37,10 @@ from equilibra.integrations.hf.replay import route_recorded
 __all__ = ["NAME", "register_experts", "shard_experts"]
 
 NAME = "equilibra"
+PUBLISHED = {
+    "gate_up": "gate_up_proj", "gate_up_bias": "gate_up_proj_bias", "down": "down_proj", "down_bias": "down_proj_bias",
+}  # fmt: skip
+"""our names of an expert's parts, and transformers'"""
 
 
 def register_experts() -> None:
@@ -52,8 +56,6 @@ def shard_experts(
     Parameters of the experts are new ones: make the optimizer afterwards. placement: homes; None: contiguous.
     """
     family = family_of(model.config.model_type)
-    if family.returns_scores:
-        raise InputError(f"experts of {family.model_type} are kept transposed and with biases: use build_model instead")
     blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     if not blocks or any(hasattr(block.experts, "place") for block in blocks):
         raise InputError("there is nothing to shard: the model has no MoE layers, or they are sharded already")
@@ -85,22 +87,33 @@ class _Place:
 @torch.no_grad()
 def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN401 - a class of each family
     """Replace the stacked parameters by those of the experts at home."""
-    whole = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
     homes = homes_of(runtime.placement, len(runtime.weights), runtime.group.rank)
-    weights = ExpertWeights(spec, homes, device=whole["down"].device, dtype=whole["down"].dtype)
-    if {name: tuple(value.shape[1:]) for name, value in whole.items()} != spec.part_shapes():
-        shapes = {name: tuple(value.shape) for name, value in whole.items()}
-        raise InputError(
-            f"experts of shapes {shapes} came, {spec.part_shapes()} each are known; use build_model instead"
-        )
-    chosen = torch.from_numpy(homes.astype("int64")).to(whole["down"].device)
-    for name, value in whole.items():
-        part = weights.get_parameter(name)
-        part.copy_(value[chosen])
+    kept = {name: getattr(experts, published) for name, published in PUBLISHED.items() if name in spec.part_shapes()}
+    down = kept["down"]
+    weights = ExpertWeights(spec, homes, device=down.device, dtype=down.dtype)
+    chosen = torch.from_numpy(homes.astype("int64")).to(down.device)
+    for name, value in kept.items():
+        part, mine = weights.get_parameter(name), value[chosen]
+        if spec.expert_bias:
+            mine = _plain(name, mine)
+        if mine.shape != part.shape:
+            raise InputError(
+                f"experts of shape {list(value.shape)} came as {PUBLISHED[name]}, for {list(part.shape)} at home: use "
+                "build_model instead"
+            )
+        part.copy_(mine)
         part.requires_grad_(value.requires_grad)
-    del experts.gate_up_proj, experts.down_proj
+    for name in kept:
+        delattr(experts, PUBLISHED[name])
     experts.homes = weights
     experts.place = _Place(runtime, runtime.register(weights))
+
+
+def _plain(name: str, part: Tensor) -> Tensor:
+    """A part of gpt-oss, whose matrices are transposed, with gate and up in turn: [E, D, 2F], [E, 2F], [E, F, D]."""
+    if name.startswith("gate_up"):
+        part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+    return part.mT if part.ndim == 3 else part
 
 
 def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
@@ -121,7 +134,8 @@ def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK:
     place: _Place | None = getattr(module, "place", None)
     if place is None:
         raise InputError(
-            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first"
+            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; a model "
+            "that is loaded with ep_size keeps another one: see plan_expert_parallel"
         )
     runtime, micro_batch, tokens_TD = place.runtime, place.runtime.current, hidden_TD
     where, rows = runtime.where(place.layer), None
