@@ -208,4 +208,8 @@ def refusals(model, plain, balancer, rank):
     balancer.begin(mine)
     losses = loss_of(model, tokens[0]) + loss_of(model, tokens[1])
     found["two at once"] = said(losses.backward)
+    balancer.begin(mine)
+    loss = loss_of(model, tokens[0])
+    balancer.end()
+    found["ended"] = said(loss.backward)
     return found

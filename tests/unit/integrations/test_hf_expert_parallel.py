@@ -13,7 +13,10 @@ if importlib.util.find_spec("accelerate") is None:
 
 from tests.distributed.hf_parallel import check, reference
 from transformers import AutoModelForCausalLM
+from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
+from equilibra.core.errors import InputError
+from equilibra.integrations.hf.expert_parallel import register_expert_parallel
 from equilibra.integrations.hf.expert_parallel.place import known_or_live, to_slots
 from equilibra.integrations.megatron.slots import ALL, Visit
 
@@ -49,6 +52,7 @@ def test_two_ranks_train_as_without_a_plan(tmp_path):
         assert "got 24 tokens, 5 were given" in refused["tokens"]
         assert "forward 2 of MoE layer 0 has no plan" in refused["too many"]
         assert "run backward of each micro-batch, once, before" in refused["two at once"]
+        assert "call end() when backward is through" in refused["ended"]
 
 
 def test_four_ranks_in_two_groups_train_and_save_as_one_process(tmp_path):
@@ -70,6 +74,17 @@ def test_experts_with_biases(tmp_path):
         assert found["planned"]["copies"] > 0
         assert found["static"]["copies"] == 0
         assert found["static"]["experts"] == found["static"]["loss"] == 0.0
+
+
+def test_another_transformers_is_refused(monkeypatch):
+    def renamed(self, hidden_states, routing): ...
+
+    monkeypatch.setattr(EpDispatchExpertsParallel, "_dispatch_tokens", renamed)
+    with pytest.raises(InputError, match="its _dispatch_tokens takes"):
+        register_expert_parallel()
+    monkeypatch.delattr(EpDispatchExpertsParallel, "_dispatch_tokens")
+    with pytest.raises(InputError, match="takes None"):
+        register_expert_parallel()
 
 
 def test_pairs_go_to_the_slots_of_their_experts():

@@ -112,7 +112,7 @@ def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN4
 def _plain(name: str, part: Tensor) -> Tensor:
     """A part of gpt-oss, whose matrices are transposed, with gate and up in turn: [E, D, 2F], [E, 2F], [E, F, D]."""
     if name.startswith("gate_up"):
-        part = part.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        part = part.reshape(*part.shape[:-1], -1, 2).mT.flatten(-2)
     return part.mT if part.ndim == 3 else part
 
 

@@ -61,10 +61,16 @@ class Place:
 
     def take(self) -> Armed | None:
         """The micro-batch of the forward that begins."""
-        if self._armed is None:
-            return None
         direction, begun = direction_now(), self._done[Direction.FORWARD]
         number = self._done[direction]
+        if self._armed is None:
+            if direction is Direction.FORWARD_AGAIN and not begun:
+                raise ExecuteError(
+                    f"activations of MoE layer {self.layer} are computed anew for a planned pass after its end(): "
+                    "call end() when backward is through"
+                )
+            self._done[direction] += 1
+            return None
         if direction is Direction.FORWARD and number >= len(self._armed):
             raise ExecuteError(
                 f"forward {number + 1} of MoE layer {self.layer} has no plan: the step has {len(self._armed)} "

@@ -9,19 +9,28 @@ The style must be registered under transformers' own name, for which its FSDP lo
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import transformers
 from torch import Tensor, nn
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
+from equilibra.core.errors import InputError
 from equilibra.integrations.hf.expert_parallel.place import Place, to_slots
 
 __all__ = ["NAME", "PlannedExpertsParallel", "register_expert_parallel", "style_of"]
 
 NAME = "ep_dispatch_experts"
+OVERRIDDEN = {
+    "install_forward": ("self", "module", "ep_mesh", "tp_mesh"),
+    "_dispatch_tokens": ("self", "hidden_states", "top_k_index", "num_local_experts", "ep_group", "ep_size"),
+    "_run_local_experts": ("self", "experts_forward", "tokens", "expert_ids"),
+}
+"""what transformers must have for this style to be asked: a method of another name would be left out without a word"""
 
 
 class PlannedExpertsParallel(EpDispatchExpertsParallel):
@@ -57,6 +66,14 @@ class PlannedExpertsParallel(EpDispatchExpertsParallel):
 
 def register_expert_parallel() -> None:
     """Models that are loaded from now on with `DistributedConfig(ep_size=...)` can be planned."""
+    for name, expected in OVERRIDDEN.items():
+        method = getattr(EpDispatchExpertsParallel, name, None)
+        found = None if method is None else tuple(inspect.signature(method).parameters)
+        if found != expected:
+            raise InputError(
+                f"cannot plan expert parallelism of transformers {transformers.__version__}: its {name} takes {found}, "
+                f"{expected} are known; use 5.22.2"
+            )
     ALL_PARALLEL_STYLES.register(NAME, PlannedExpertsParallel())  # type: ignore[arg-type]  # annotated for functions
 
 
