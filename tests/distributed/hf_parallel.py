@@ -76,6 +76,11 @@ def loss_of(model, tokens):
     return model(input_ids=tokens, labels=tokens, use_cache=False).loss
 
 
+@torch.no_grad()
+def live_loss(model, rank):
+    return float(loss_of(model, tokens_of(rank)[0]))
+
+
 def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
@@ -155,7 +160,7 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
     os.environ.update(WORLD_SIZE=str(world), RANK=str(rank), LOCAL_RANK=str(rank))
     one_process = wanted[0][rank], wanted[1]
     plain = load(folder, world, ep, planned=False)
-    mine = routing_of(rank, plain)
+    mine, live = routing_of(rank, plain), live_loss(plain, rank)
     now = replay(plain, mine)
     unplanned = train(plain, rank, lambda number: now.update(micro_batch=number))
     factor = 1.0 if world > ep else 1 / world  # FSDP of torch 2.13 divides twice where experts are on one rank each
@@ -168,6 +173,7 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
                 block.experts.set_force_sum_reduction_for_comms(False)
         planner = "static" if "static" in run else "equilibra"
         balancer = plan_expert_parallel(model, ParallelSetting(planner=planner, rates=Rates.free(), timeout_s=100))
+        before = live_loss(model, rank)
         step = balancer.begin(mine)
         if "dropped" in run:
             Exchange.send = partialmethod(without_gradients, send)
@@ -176,6 +182,7 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
         found[run] = gaps(result, one_process if "remedy" in run else unplanned)
         found[run]["copies"] = step.plan.stages[Stage.UPDATE].num_copies
         found[run]["imbalance"] = step.planned_imbalance
+        found[run]["live"] = before - live
         if "saved" in run:
             model.save_pretrained(folder / "saved")
         if "refusals" in run:
