@@ -140,8 +140,8 @@ def to_slots(experts_TK: Tensor, visit: Visit) -> Tensor:
     """[T, K] the slot, among those of all ranks, of every pair. No sizes are read from the device."""
     taken = np.flatnonzero(visit.end_of_slot > visit.first_of_slot)
     taken = taken[np.lexsort((visit.first_of_slot[taken], visit.expert_of_slot[taken]))]
-    num_experts, width = int(visit.expert_of_slot.max()) + 1, experts_TK.numel() + 1
-    """an expert's pairs are numbered below the width, so (expert, number) is one number"""
+    num_experts = int(visit.expert_of_slot.max()) + 1
+    width = experts_TK.numel() + 1  # of an expert's numbers: (expert, number of its pair) becomes one number
     first = np.minimum(visit.first_of_slot[taken], width - 1)
     key, slot = (
         torch.from_numpy(values).to(experts_TK.device)
