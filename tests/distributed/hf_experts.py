@@ -11,7 +11,8 @@ from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute import CopySetting, join_expert_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
-from equilibra.integrations.hf import build_model, open_model_folder, shard_experts
+from equilibra.integrations.hf import build_model, family_of, open_model_folder, shard_experts
+from equilibra.integrations.hf.digits import keep_digits
 from equilibra.rl.padded import padded
 from equilibra.trace.routing import RoutingTrace
 
@@ -23,6 +24,7 @@ CPU = torch.device("cpu")
 def plain(folder: Path, dtype: torch.dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     model.set_experts_implementation("eager")
+    keep_digits(model, dtype)
     return model
 
 
@@ -51,7 +53,8 @@ def recorded(model, parts, shift):
     """[T, L, K] experts of each sequence, as the model chooses them, all moved on by `shift`."""
     seen = []
     blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
-    hooks = [block.gate.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for block in blocks]
+    routers = [getattr(block, family_of(model.config.model_type).router) for block in blocks]
+    hooks = [router.register_forward_hook(lambda _m, _i, out: seen.append(out[2])) for router in routers]
     found = []
     with torch.no_grad():
         for tokens in parts:
@@ -113,9 +116,21 @@ def gaps(model, runtime, reference):
     blocks = [layer.mlp.experts for layer in reference.model.layers if hasattr(layer.mlp, "experts")]
     for weights, whole in zip(runtime.weights, blocks, strict=True):
         homes = torch.from_numpy(weights.experts.astype(np.int64))
-        worst = max(worst, gap(weights.gate_up.grad, whole.gate_up_proj.grad[homes]))
-        worst = max(worst, gap(weights.down.grad, whole.down_proj.grad[homes]))
+        for name in weights.names:
+            worst = max(worst, gap(weights.get_parameter(name).grad, gradient_of(whole, name)[homes]))
     return worst
+
+
+def gradient_of(experts, name):
+    """[E, ...] in our shapes; those of gpt-oss are transposed, with gate and up in turn."""
+    gradient = getattr(
+        experts, {"gate_up": "gate_up_proj", "down": "down_proj"}.get(name, name.replace("_bias", "_proj_bias"))
+    ).grad
+    if not hasattr(experts, "down_proj_bias"):
+        return gradient
+    if name.startswith("gate_up"):
+        gradient = torch.cat([gradient[..., ::2], gradient[..., 1::2]], dim=-1)
+    return gradient if name.endswith("_bias") else gradient.transpose(1, 2)
 
 
 def check(folder: Path, ranks: int, dtype: torch.dtype, checkpointing: bool) -> dict[str, float]:

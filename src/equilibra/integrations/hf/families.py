@@ -83,6 +83,9 @@ def _deepseek_v3(config: Any) -> MoESpec:  # noqa: ANN401
 
 
 def _gpt_oss(config: Any) -> MoESpec:  # noqa: ANN401
+    activation = getattr(config, "swiglu_alpha", 1.702), getattr(config, "swiglu_limit", 7.0)
+    if activation != (1.702, 7.0):
+        raise InputError(f"swiglu_alpha and swiglu_limit are {activation}: experts are known with 1.702 and 7.0 only")
     return MoESpec(
         hidden=config.hidden_size, expert_ffn=config.intermediate_size, num_experts=config.num_local_experts,
         top_k=config.num_experts_per_tok, router=RouterSpec(bias=True), activation=Activation.CLAMPED_SWIGLU,

@@ -7,23 +7,22 @@ Every rank has loaded the whole model, and keeps the experts at home on it. tran
 under `with micro_batch:` its top-k answers with the recorded experts, so their weights are the live router's, which
 learns (R3). Without a micro-batch tokens are routed live to the homes of their experts. Dense parts stay on every rank.
 
-`build_model` of this package replaces whole blocks instead, never holds all experts, and knows every family. Here
-experts must be [2F, D] and [D, F] without biases: Qwen3-MoE, OLMoE, Mixtral, DeepSeek-V3; not gpt-oss.
+Symbols: E experts, D width, F inner width. Parameters at home are [2F, D], gate before up, and [D, F] in every family.
+`build_model` of this package replaces whole blocks instead, and never holds all experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from equilibra.core.errors import ExecuteError, InputError
+from equilibra.core.errors import InputError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.group import ExpertGroup
@@ -33,10 +32,15 @@ from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime, homes_of
 from equilibra.integrations.hf.families import family_of
+from equilibra.integrations.hf.replay import route_recorded
 
 __all__ = ["NAME", "register_experts", "shard_experts"]
 
 NAME = "equilibra"
+PUBLISHED = {
+    "gate_up": "gate_up_proj", "gate_up_bias": "gate_up_proj_bias", "down": "down_proj", "down_bias": "down_proj_bias",
+}  # fmt: skip
+"""our names of an expert's parts, and transformers'"""
 
 
 def register_experts() -> None:
@@ -52,8 +56,6 @@ def shard_experts(
     Parameters of the experts are new ones: make the optimizer afterwards. placement: homes; None: contiguous.
     """
     family = family_of(model.config.model_type)
-    if family.returns_scores:
-        raise InputError(f"experts of {family.model_type} are kept transposed and with biases: use build_model instead")
     blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
     if not blocks or any(hasattr(block.experts, "place") for block in blocks):
         raise InputError("there is nothing to shard: the model has no MoE layers, or they are sharded already")
@@ -85,22 +87,33 @@ class _Place:
 @torch.no_grad()
 def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN401 - a class of each family
     """Replace the stacked parameters by those of the experts at home."""
-    whole = {"gate_up": experts.gate_up_proj, "down": experts.down_proj}
     homes = homes_of(runtime.placement, len(runtime.weights), runtime.group.rank)
-    weights = ExpertWeights(spec, homes, device=whole["down"].device, dtype=whole["down"].dtype)
-    if {name: tuple(value.shape[1:]) for name, value in whole.items()} != spec.part_shapes():
-        shapes = {name: tuple(value.shape) for name, value in whole.items()}
-        raise InputError(
-            f"experts of shapes {shapes} came, {spec.part_shapes()} each are known; use build_model instead"
-        )
-    chosen = torch.from_numpy(homes.astype("int64")).to(whole["down"].device)
-    for name, value in whole.items():
-        part = weights.get_parameter(name)
-        part.copy_(value[chosen])
+    kept = {name: getattr(experts, published) for name, published in PUBLISHED.items() if name in spec.part_shapes()}
+    down = kept["down"]
+    weights = ExpertWeights(spec, homes, device=down.device, dtype=down.dtype)
+    chosen = torch.from_numpy(homes.astype("int64")).to(down.device)
+    for name, value in kept.items():
+        part, mine = weights.get_parameter(name), value[chosen]
+        if spec.expert_bias:
+            mine = _plain(name, mine)
+        if mine.shape != part.shape:
+            raise InputError(
+                f"experts of shape {list(value.shape)} came as {PUBLISHED[name]}, for {list(part.shape)} at home: use "
+                "build_model instead"
+            )
+        part.copy_(mine)
         part.requires_grad_(value.requires_grad)
-    del experts.gate_up_proj, experts.down_proj
+    for name in kept:
+        delattr(experts, PUBLISHED[name])
     experts.homes = weights
     experts.place = _Place(runtime, runtime.register(weights))
+
+
+def _plain(name: str, part: Tensor) -> Tensor:
+    """A part of gpt-oss, whose matrices are transposed, with gate and up in turn: [E, D, 2F], [E, 2F], [E, F, D]."""
+    if name.startswith("gate_up"):
+        part = part.reshape(*part.shape[:-1], -1, 2).mT.flatten(-2)
+    return part.mT if part.ndim == 3 else part
 
 
 def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
@@ -109,42 +122,10 @@ def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: An
     if micro_batch is None:
         return forward(hidden, *more, **options)
     recorded_TK = micro_batch.experts(place.layer, hidden.device)
-    with _Recorded(recorded_TK, micro_batch.rows, (spec.num_experts, spec.top_k)) as mode:
-        said = forward(hidden, *more, **options)
-    if mode.times != 1:
-        raise ExecuteError(
-            f"the router of MoE layer {place.layer} chose experts {mode.times} times, not once: no replay"
-        )
-    return said
-
-
-class _Recorded(TorchFunctionMode):
-    """Answers the top-k over all experts with the recorded ones, and with the live ones where there are none."""
-
-    def __init__(self, recorded_TK: Tensor, rows: Tensor | None, shape: tuple[int, int]) -> None:
-        super().__init__()
-        self.recorded_TK, self.rows, self.shape, self.times = recorded_TK, rows, shape, 0
-
-    def __torch_function__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401  # fmt: skip
-        """One call of torch."""
-        kwargs = kwargs or {}
-        said = func(*args, **kwargs)
-        if func not in (torch.topk, Tensor.topk):
-            return said
-        scores, wanted = args[0], args[1] if len(args) > 1 else kwargs["k"]
-        if scores.ndim != 2 or (scores.shape[1], wanted) != self.shape:
-            return said
-        self.times += 1
-        chosen = self._chosen(said.indices)
-        return torch.return_types.topk((scores.gather(1, chosen), chosen))
-
-    def _chosen(self, live_TK: Tensor) -> Tensor:
-        rows = slice(None) if self.rows is None else self.rows
-        chosen = live_TK.clone()
-        chosen[rows] = torch.where(self.recorded_TK < 0, live_TK[rows], self.recorded_TK)
-        return chosen
+    return route_recorded(
+        lambda: forward(hidden, *more, **options), recorded_TK, rows=micro_batch.rows, num_experts=spec.num_experts,
+        layer=place.layer,
+    )  # fmt: skip
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
@@ -153,7 +134,8 @@ def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK:
     place: _Place | None = getattr(module, "place", None)
     if place is None:
         raise InputError(
-            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first"
+            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; a model "
+            "that is loaded with ep_size keeps another one: see plan_expert_parallel"
         )
     runtime, micro_batch, tokens_TD = place.runtime, place.runtime.current, hidden_TD
     where, rows = runtime.where(place.layer), None

@@ -1,0 +1,211 @@
+"""`plan_expert_parallel`: a model under transformers' own expert parallelism, and the steps that plan it.
+
+    register_expert_parallel()                                          # before the model is loaded
+    model = AutoModelForCausalLM.from_pretrained(path, distributed_config=DistributedConfig(fsdp_size=8, ep_size=4))
+    balancer = plan_expert_parallel(model, ParallelSetting(spare_slots=2))      # on all ranks, once
+
+    step = balancer.begin(routing)      # collective: counts and plan; routing is [M][L] ids [T, K] of this rank
+    ...                                 # forward and backward of the micro-batches in their order, as before
+    balancer.end()                      # passes that are not planned (evaluation) may follow
+
+Homes do not move: FSDP owns the parameters, as DTensors that are cut over the ranks where transformers put them. So
+checkpoints, optimizers and `save_pretrained` see what they saw before.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from hashlib import sha256
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from torch.distributed.tensor import DTensor
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.load import StepLoad
+from equilibra.core.model import MoEModel
+from equilibra.core.plan import Stage, StepPlan
+from equilibra.cost.rates import Rates, rates_for
+from equilibra.execute.group import ExpertGroup
+from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.visits.tables import instances_of
+from equilibra.integrations.hf.expert_parallel.place import Armed, Place, known_or_live
+from equilibra.integrations.hf.expert_parallel.style import style_of
+from equilibra.integrations.hf.families import family_of
+from equilibra.integrations.megatron.balancer import Step
+from equilibra.integrations.megatron.groups import stage_group
+from equilibra.integrations.megatron.routing import Routing, count_routing
+from equilibra.integrations.megatron.slots import contiguous_slots, visit_of
+from equilibra.plan.planner import Planner, StepProblem, planner_named
+
+__all__ = ["ParallelBalancer", "ParallelSetting", "plan_expert_parallel"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class ParallelSetting:
+    """How steps are planned. The same on every rank."""
+
+    planner: str | Planner = "equilibra"
+    """"static" switches balancing off: recorded experts are replayed, nothing is copied"""
+    spare_slots: int = 2
+    """copies a rank can hold at a time, in a layer"""
+    ranks_per_node: int | None = None
+    """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
+    rates: Rates | None = None
+    """what rows and copies cost; None: the model's experts on an H200"""
+    timeout_s: float = 300.0
+    """after which a silent rank is lost, in exchanges of counts and hashes"""
+    seed: int = 0
+    """of every random choice of the planner"""
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.spare_slots, int) or not 0 <= self.spare_slots < 2**16:
+            raise InputError(f"spare_slots must be a whole number from 0 to 65535, not {self.spare_slots!r}")
+
+
+def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> ParallelBalancer:  # noqa: ANN401
+    """Switch the MoE layers of a loaded model to planned execution; on all processes of the world.
+
+    No parameter changes: before or after the optimizer is made.
+    """
+    setting, family = setting or ParallelSetting(), family_of(model.config.model_type)
+    spec, blocks = family.spec(model.config), [one.mlp for one in model.model.layers if hasattr(one.mlp, "experts")]
+    weight = _check(model, blocks)
+    expert_parallel, expert_data = (weight.device_mesh[name].get_group() for name in ("ep", "efsdp"))
+    ranks = expert_parallel.size()
+    per_node = setting.ranks_per_node or min(8, ranks)
+    if ranks % per_node:
+        raise InputError(f"{ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
+    cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
+    group = stage_group(expert_parallel, expert_data, cluster, setting.timeout_s)
+    places = []
+    for layer, block in enumerate(blocks):
+        place = Place(layer, group, block.experts, spec.num_experts, setting.spare_slots)
+        style, router = style_of(block.experts), getattr(block, family.router)
+        assert style is not None
+        style.place = place
+        object.__setattr__(router, "forward", partial(place.route, router.forward))
+        places.append(place)
+    return ParallelBalancer(group, setting, places, spec, weight.dtype.itemsize)
+
+
+def _check(model: Any, blocks: list[Any]) -> DTensor:  # noqa: ANN401
+    """A parameter of the experts; an error if the model cannot be planned."""
+    styles = [style_of(block.experts) for block in blocks]
+    if not blocks or None in styles:
+        raise InputError(
+            "there is nothing to plan: the model has no MoE layers, or was not loaded with our style; call "
+            "register_expert_parallel() first, then from_pretrained(..., distributed_config=DistributedConfig("
+            "fsdp_size=..., ep_size=...)) with ep_size of 2 or more"
+        )
+    if any(style is not None and style.place is not None for style in styles):
+        raise InputError("the model is planned already: call plan_expert_parallel() once")
+    config = model.config.distributed_config
+    if config.tp_size > 1:
+        raise InputError(
+            f"cannot plan with tp_size={config.tp_size}: ranks that share a batch would each dispatch a part of it, "
+            "and routing is given by batch; use tp_size=1"
+        )
+    weight = next(blocks[0].experts.parameters())
+    assert isinstance(weight, DTensor)
+    return weight
+
+
+class ParallelBalancer:
+    """Plans and arms; one per rank."""
+
+    def __init__(
+        self, group: ExpertGroup, setting: ParallelSetting, places: list[Place], spec: MoESpec, weight_bytes: int
+    ) -> None:
+        self.group, self.setting, self.places, self.spec = group, setting, places, spec
+        self.planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
+        group.agree(
+            f"{self.planner.name}, {setting.spare_slots} spare slots, nodes of {group.cluster.ranks_per_node}, "
+            f"seed {setting.seed}, {sha256(repr(setting.rates).encode()).hexdigest()}",
+            what="how steps are planned",
+        )
+        self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=spec.num_experts)
+        model = MoEModel(
+            name="transformers", num_layers=len(places), hidden=spec.hidden, expert_ffn=spec.expert_ffn,
+            num_experts=spec.num_experts, top_k=spec.top_k, weight_bytes=weight_bytes,
+        )  # fmt: skip
+        self._rates = setting.rates or rates_for(model, num_nodes=group.cluster.num_nodes)
+        self._routing: tuple[Step, Routing] | None = None
+
+    def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
+        """Collective: plan the micro-batches of an optimizer step, and arm.
+
+        routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer; T are the tokens of
+        its batch with padding. Rows with a negative id, or with an expert twice, are routed live and not counted.
+        """
+        self.end()
+        load = self._gather(routing)
+        plan = self._plan(load)
+        self.group.agree(f"plan {plan.digest}", what="the plan of the step")
+        step = Step(plan=plan, load=load)
+        self._routing = step, [[known_or_live(ids) for ids in layers] for layers in routing]
+        self.arm(step, stage)
+        return step
+
+    def arm(self, step: Step, stage: Stage = Stage.UPDATE) -> None:
+        """Begin another pass over the step's micro-batches: the first forward that comes is of the first of them.
+
+        RECOMPUTE is a pass without backward (old log-probabilities), UPDATE one with it.
+        """
+        if self._routing is None or self._routing[0] is not step:
+            raise InputError("cannot arm a step that is over: arm the one that begin() returned last")
+        first = self.group.index * len(self._routing[1])
+        for place in self.places:
+            expert_of_slot = self.slots.expert_of_slot[place.layer]
+            place.arm([
+                Armed(
+                    visit=visit_of(
+                        expert_of_slot, self.setting.spare_slots,
+                        instances_of(step.plan, stage, place.layer, first + m), self.group.rank,
+                    ),
+                    recorded_TK=layers[place.layer],
+                )
+                for m, layers in enumerate(self._routing[1])
+            ])  # fmt: skip
+
+    def end(self) -> None:
+        """Passes from now on run as transformers runs them."""
+        self._routing = None
+        for place in self.places:
+            place.arm(None)
+
+    def _gather(self, routing: Routing) -> StepLoad:
+        """Counts of all ranks; ids stay where they are."""
+        counts: list[NDArray[np.int32]] = []
+
+        def count() -> None:
+            layers, spec = len(self.places), self.spec
+            counts.append(count_routing(routing, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k))
+            if not len(routing):
+                raise InputError("there is nothing to plan: no micro-batches")
+
+        self.group.all_succeed(count, what="comparing routing with the model")
+        self.group.agree(f"{len(routing)}", what="the number of micro-batches")
+        every = np.stack(self.group.gather(counts[0], what="gathering counts of routing"))
+        tokens_GRMLE = every.reshape(self.group.num_groups, self.group.num_ranks, *counts[0].shape)
+        tokens_GMLER = tokens_GRMLE.transpose(0, 2, 3, 4, 1)
+        return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
+
+    def _plan(self, load: StepLoad) -> StepPlan:
+        """The same on every rank: flash copies, and homes that stay."""
+        setting = self.setting
+        problem = StepProblem(
+            cluster=self.group.cluster, given_load=load, previous=self.slots.placement, spare_slots=setting.spare_slots,
+            standing_slots=0, max_moves_per_layer=0, rates=self._rates, seed=setting.seed,
+        )  # fmt: skip
+        plan = self.planner.plan(problem)
+        plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
+        if plan.placement != self.slots.placement:
+            raise InputError(
+                f"planner {self.planner.name!r} moved homes, which cannot move here: FSDP owns the experts' "
+                "parameters; use one that obeys max_moves_per_layer=0"
+            )
+        return plan
