@@ -1,0 +1,136 @@
+"""Rollouts: when slime's passes over a rollout are planned, and from which routes.
+
+slime keeps the routes of a whole rollout, layer by layer, one entry for each micro-batch of this rank:
+
+    router.routing_replay.top_indices_list   [M] ids [T, K]: optimizer step 0's micro-batches, then step 1's, ...
+    router.routing_replay.forward_index      entries that forward passes have taken
+
+No hook is told how many micro-batches its optimizer step has. So the rollout is planned at once, and the layers take
+its micro-batches in order, over all optimizer steps; that `forward_index` stands where the plan does is checked at
+every step. The pass for old log-probabilities goes over the same micro-batches, and shares the plan.
+
+Homes stay: slime switches between actor, reference and teacher by copying weights into the parameters of a rank, and
+numbers experts by rank when it gives weights to the rollout engines. Both need every expert where Megatron puts it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from equilibra.core.errors import ExecuteError, InputError
+from equilibra.core.plan import Stage
+from equilibra.integrations.megatron import MegatronSetting, Step, balance, by_micro_batch
+
+__all__ = ["PlannedRollout", "Rollouts"]
+
+REPLAYED = "replay_forward"
+"""the stage of slime's replay in which routers take recorded experts"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class PlannedRollout:
+    """A rollout's plan."""
+
+    step: Step
+    """all optimizer steps of the rollout as one"""
+    seconds: float
+    """what counting, gathering and planning took"""
+
+
+class Rollouts:
+    """Plans the rollouts of one actor's model. On all its processes, at the same passes."""
+
+    def __init__(self, model: Sequence[nn.Module], setting: MegatronSetting) -> None:
+        self.balancer = balance(model, setting)
+        layers = [module for chunk in model for module in chunk.modules() if getattr(module, "place", None) is not None]
+        config = layers[0].config
+        if getattr(config, "moe_router_fusion", False):
+            raise InputError(
+                "cannot replay routing with --moe-router-fusion: the fused router does not ask slime's replay for its "
+                "experts; leave it out"
+            )
+        self.replays = [_replay_of(layer.router) for layer in layers]
+        self._waiting: PlannedRollout | None = None
+
+    def before_log_probs(self, stage: str) -> None:
+        """Before a pass without backward: of the actor with recorded experts, or of any other model without."""
+        self.balancer.end()
+        if stage == REPLAYED:
+            self._waiting = self._begin(Stage.RECOMPUTE)
+
+    def before_train_step(self, step_id: int) -> PlannedRollout | None:
+        """Before an optimizer step. Returns the rollout's plan with the first."""
+        taken = self._taken()
+        if step_id > 0:
+            planned = self.balancer.places[0].num_done
+            if taken != planned:
+                raise ExecuteError(
+                    f"optimizer step {step_id} replays from micro-batch {taken} on, the plan stands at {planned}: "
+                    "passes came between that no hook was told of, or one of the two hooks is not set"
+                )
+            return None
+        if taken:
+            raise ExecuteError(f"a rollout must be replayed from its first micro-batch on, not from micro-batch {taken}")
+        planned_rollout, self._waiting = self._waiting, None
+        if planned_rollout is not None and self._is_of_now(planned_rollout):
+            self.balancer.arm(planned_rollout.step, Stage.UPDATE)
+        else:
+            planned_rollout = self._begin(Stage.UPDATE)
+        return planned_rollout
+
+    def routing(self) -> list[list[Tensor]]:
+        """[M][L] recorded ids [T, K] of the rollout."""
+        lists = [replay.top_indices_list for replay in self.replays]
+        counts = {len(of_layer) for of_layer in lists}
+        if len(counts) > 1:
+            raise InputError(
+                f"routers have recorded {min(counts)} to {max(counts)} micro-batches, all must have the same: the list "
+                "of a router was filled twice, or not at all"
+            )
+        if counts == {0}:
+            raise InputError(
+                "no routes are recorded: without --use-rollout-routing-replay slime records them in the pass for old "
+                "log-probabilities, which --use-rollout-logprobs leaves out"
+            )
+        if odd := next((entry for of_layer in lists for entry in of_layer if not torch.is_tensor(entry)), None):
+            raise InputError(
+                f"routes must be tensors when a rollout is planned, not {type(odd).__name__}: routes that are loaded "
+                "when a router asks for them cannot be planned"
+            )
+        return by_micro_batch(lists)
+
+    def _begin(self, stage: Stage) -> PlannedRollout:
+        start = perf_counter()
+        step = self.balancer.begin(self.routing(), stage)
+        return PlannedRollout(step=step, seconds=perf_counter() - start)
+
+    def _is_of_now(self, planned: PlannedRollout) -> bool:
+        """Whether the rollout has as many micro-batches; if it is another nevertheless, only balance suffers."""
+        num = planned.step.plan.num_micro_batches // self.balancer.group.num_groups
+        return num == len(self.replays[0].top_indices_list)
+
+    def _taken(self) -> int:
+        """Micro-batches that forward passes have replayed."""
+        taken = {replay.forward_index for replay in self.replays}
+        if len(taken) > 1:
+            raise ExecuteError(
+                f"routers have replayed {min(taken)} to {max(taken)} micro-batches, all must have the same: a pass was "
+                "cut off"
+            )
+        return int(taken.pop())
+
+
+def _replay_of(router: Any) -> Any:  # noqa: ANN401 - Megatron's router
+    replay = getattr(router, "routing_replay", None)
+    if replay is None:
+        raise InputError(
+            "a router has no routing_replay: slime gives them one when the model is built with --use-routing-replay or "
+            "--use-rollout-routing-replay, and its patch of Megatron, or its bridge, is in place"
+        )
+    return replay

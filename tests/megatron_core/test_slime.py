@@ -1,0 +1,114 @@
+"""slime's rollouts learn the same with Equilibra's hooks. slime itself is not on PyPI: a stand-in keeps its order."""
+
+import numpy as np
+import pytest
+from tests.distributed.ranks import run_ranks
+from tests.megatron_core import slime_runs
+from tests.megatron_core.slime_runs import Case, slowest_over_mean
+
+
+def losses(found: dict) -> np.ndarray:
+    return np.array([value for name in ("reference", "old", "update") for value in found[name]])
+
+
+def same(found: list[dict], *, old: bool = True) -> None:
+    for one in found:
+        assert not one["error"]
+        assert len(one["plain"]["reference"]) == 10
+        assert len(one["plain"]["old"]) == 10 * old
+        assert len(one["plain"]["update"]) == 4
+        np.testing.assert_allclose(losses(one["hooked"]), losses(one["plain"]), rtol=2e-6)
+        assert one["weights"] < 2e-5
+
+
+def rows(found: list[dict], stage: str) -> list[list[int]]:
+    return [one["rows"][stage] for one in found]
+
+
+def test_routes_of_the_rollout_are_replayed_under_one_plan() -> None:
+    """Reference, old log-probabilities, two optimizer steps of three and two micro-batches; two rollouts; recompute."""
+    found = run_ranks(2, slime_runs.against_plain, Case())
+    same(found)
+    # each of 2 layers: 2 rollouts of 5 micro-batches, before the update and in it
+    assert len(found[0]["rows"]["replay_forward"]) == 2 * 2 * 5 * 2
+    assert len(found[0]["rows"]["replay_backward"]) == 2 * 2 * 5
+    assert slowest_over_mean(rows(found, "replay_forward")) < 1.05
+    assert slowest_over_mean(rows(found, "replay_backward")) < 1.05
+    assert slowest_over_mean(rows(found, "fallthrough")) > 1.05
+    logged = found[0]["logged"]
+    assert not found[1]["logged"]
+    assert [list(one) for one in logged[::2]] == [["equilibra_plan"]] * 2
+    for number, one in enumerate(logged[1::2]):
+        assert one["perf/equilibra_planned_imbalance"] < 1.05 < one["perf/equilibra_static_imbalance"]
+        assert (one["rollout/step"], one["key"]) == (number, "rollout/step")
+
+
+def test_routes_of_the_pass_before_are_replayed() -> None:
+    found = run_ranks(2, slime_runs.against_plain, Case(rollout_routes=False, options={}))
+    same(found)
+    assert slowest_over_mean(rows(found, "replay_forward")) < 1.05
+
+
+def test_no_pass_for_old_log_probabilities() -> None:
+    same(run_ranks(2, slime_runs.against_plain, Case(log_probs=False)), old=False)
+
+
+def test_options_of_slime_and_the_switch() -> None:
+    found = run_ranks(2, slime_runs.against_plain, Case(arguments={"equilibra_planner": "static"}))
+    same(found)
+    assert slowest_over_mean(rows(found, "replay_forward")) > 1.2
+    for one in found[0]["logged"][1::2]:
+        assert one["perf/equilibra_planned_imbalance"] == one["perf/equilibra_static_imbalance"]
+
+
+def test_controls_are_noticed() -> None:
+    dropped = run_ranks(2, slime_runs.against_plain, Case(sabotage="drop gradients of copies"))
+    assert max(one["weights"] for one in dropped) > 1e-3
+    assert not np.allclose(losses(dropped[0]["hooked"]), losses(dropped[0]["plain"]), rtol=1e-4)
+
+
+def test_routes_of_other_micro_batches_would_be_noticed() -> None:
+    """Pairs find their experts whatever was planned, so losses are the same; ranks are not even."""
+    found = run_ranks(2, slime_runs.against_plain, Case(sabotage="plan of the micro-batches in another order"))
+    same(found)
+    assert slowest_over_mean(rows(found, "replay_forward")) > 1.05
+
+
+def test_a_hook_that_is_not_set_is_noticed() -> None:
+    for one in run_ranks(2, slime_runs.against_plain, Case(sabotage="no hook before a step")):
+        assert "forward 6 of MoE layer 0 has no plan: the step has 5 micro-batches" in one["error"]
+
+
+SAID = {
+    "replay off": "add --use-rollout-routing-replay",
+    "router without replay": "a router has no routing_replay",
+    "fused router": "--moe-router-fusion",
+    "unknown option": "equilibra_slots is no option: there are equilibra_planner",
+    "nothing recorded": "which --use-rollout-logprobs leaves out",
+    "lists of other lengths": "routers have recorded 2 to 3 micro-batches",
+    "routes that come later": "must be tensors when a rollout is planned, not str",
+    "routers apart": "routers have replayed 0 to 1 micro-batches",
+    "plan and replay apart": "optimizer step 1 replays from micro-batch 1 on, the plan stands at 0",
+    "not from the start": "not from micro-batch 1",
+}
+
+
+def test_what_cannot_be_planned_is_refused() -> None:
+    for said in run_ranks(2, slime_runs.refusals):
+        assert set(said) == set(SAID), "a critic is left alone"
+        for name, words in SAID.items():
+            assert words in said[name]
+
+
+def test_layers_from_a_specification() -> None:
+    for found in run_ranks(2, slime_runs.from_spec):
+        assert found["block"] == ["BalancedMoELayer"] * 2
+        assert found["other"] == "BalancedMoELayer"
+        assert "moe_token_dispatcher_type='allgather'" in found["said"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rollout_routes", [True, False])
+@pytest.mark.parametrize("options", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}])
+def test_every_way(options: dict, rollout_routes: bool) -> None:
+    same(run_ranks(2, slime_runs.against_plain, Case(options=options, rollout_routes=rollout_routes)))
