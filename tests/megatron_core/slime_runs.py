@@ -23,6 +23,7 @@ from equilibra.integrations.megatron import MegatronSetting, place
 from equilibra.integrations.slime import hooks, rollouts
 
 NUM_MICROBATCHES = [3, 2]
+RUN = place.Place.run
 ROLLOUTS = 2
 
 
@@ -54,12 +55,23 @@ def run(one: Actor, case: Case) -> None:
         one.train_actor(rollout_id, known, log_probs=case.log_probs)
 
 
-def against_plain(case: Case) -> dict[str, Any]:
+def against_plain(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
     """Losses of all passes and weights afterwards, with hooks and without; what was logged, and what ranks computed."""
     models.join(2)
     os.environ["ENABLE_ROUTING_REPLAY"] = "1"
-    plain = actor(case)
-    run(plain, case)
+    plain: dict[str, Actor] = {}
+    for case in cases.values():
+        if _way(case) not in plain:
+            run(plain.setdefault(_way(case), actor(case)), case)
+    return {name: _against_plain(case, plain[_way(case)]) for name, case in cases.items()}
+
+
+def _way(case: Case) -> str:
+    """What of a case there is without hooks."""
+    return f"{case.options} {case.rollout_routes} {case.log_probs}"
+
+
+def _against_plain(case: Case, plain: Actor) -> dict[str, Any]:
     logged, rows = _listen_to_slime(), _count_rows()
     hooked = actor(case)
     hooked.train_hook, hooked.log_prob_hook = hooks.before_train_step, hooks.before_log_prob
@@ -98,11 +110,10 @@ def _break(one: Actor, how: str | None) -> None:
 def _count_rows() -> dict[str, list[int]]:
     """Rows that this rank computes, layer by layer, forward by forward, by the stage that slime is in."""
     found: dict[str, list[int]] = {}
-    original = place.Place.run
 
     def counted(self: Any, homes: Any, rows: Tensor, count: Tensor, probs: Tensor) -> Any:
         found.setdefault(os.environ["ROUTING_REPLAY_STAGE"], []).append(int(count.sum()))
-        return original(self, homes, rows, count, probs)
+        return RUN(self, homes, rows, count, probs)
 
     place.Place.run = counted  # type: ignore[method-assign]
     return found

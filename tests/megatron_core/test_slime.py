@@ -25,9 +25,27 @@ def rows(found: list[dict], stage: str) -> list[list[int]]:
     return [one["rows"][stage] for one in found]
 
 
-def test_routes_of_the_rollout_are_replayed_under_one_plan() -> None:
+CASES = {
+    "rollout": Case(),
+    "recorded": Case(rollout_routes=False, options={}),
+    "no old": Case(log_probs=False),
+    "switch": Case(arguments={"equilibra_planner": "static"}),
+    "other order": Case(sabotage="plan of the micro-batches in another order"),
+    "no hook": Case(sabotage="no hook before a step"),
+    "dropped": Case(sabotage="drop gradients of copies"),  # the last: it breaks the processes that it runs in
+}
+
+
+@pytest.fixture(scope="module")
+def runs() -> dict[str, list[dict]]:
+    """What each of two ranks found, case by case."""
+    found = run_ranks(2, slime_runs.against_plain, CASES)
+    return {name: [of_rank[name] for of_rank in found] for name in CASES}
+
+
+def test_routes_of_the_rollout_are_replayed_under_one_plan(runs: dict) -> None:
     """Reference, old log-probabilities, two optimizer steps of three and two micro-batches; two rollouts; recompute."""
-    found = run_ranks(2, slime_runs.against_plain, Case())
+    found = runs["rollout"]
     same(found)
     # each of 2 layers: 2 rollouts of 5 micro-batches, before the update and in it
     assert len(found[0]["rows"]["replay_forward"]) == 2 * 2 * 5 * 2
@@ -35,47 +53,51 @@ def test_routes_of_the_rollout_are_replayed_under_one_plan() -> None:
     assert slowest_over_mean(rows(found, "replay_forward")) < 1.05
     assert slowest_over_mean(rows(found, "replay_backward")) < 1.05
     assert slowest_over_mean(rows(found, "fallthrough")) > 1.05
-    logged = found[0]["logged"]
-    assert not found[1]["logged"]
+
+
+def test_one_process_logs_where_slime_does(runs: dict) -> None:
+    logged = runs["rollout"][0]["logged"]
+    assert not runs["rollout"][1]["logged"]
     assert [list(one) for one in logged[::2]] == [["equilibra_plan"]] * 2
     for number, one in enumerate(logged[1::2]):
         assert one["perf/equilibra_planned_imbalance"] < 1.05 < one["perf/equilibra_static_imbalance"]
         assert (one["rollout/step"], one["key"]) == (number, "rollout/step")
 
 
-def test_routes_of_the_pass_before_are_replayed() -> None:
-    found = run_ranks(2, slime_runs.against_plain, Case(rollout_routes=False, options={}))
-    same(found)
-    assert slowest_over_mean(rows(found, "replay_forward")) < 1.05
+def test_routes_of_the_pass_before_are_replayed(runs: dict) -> None:
+    same(runs["recorded"])
+    assert slowest_over_mean(rows(runs["recorded"], "replay_forward")) < 1.05 < _static(runs["recorded"])
 
 
-def test_no_pass_for_old_log_probabilities() -> None:
-    same(run_ranks(2, slime_runs.against_plain, Case(log_probs=False)), old=False)
+def test_no_pass_for_old_log_probabilities(runs: dict) -> None:
+    same(runs["no old"], old=False)
+    assert slowest_over_mean(rows(runs["no old"], "replay_forward")) < 1.05
 
 
-def test_options_of_slime_and_the_switch() -> None:
-    found = run_ranks(2, slime_runs.against_plain, Case(arguments={"equilibra_planner": "static"}))
-    same(found)
-    assert slowest_over_mean(rows(found, "replay_forward")) > 1.2
-    for one in found[0]["logged"][1::2]:
-        assert one["perf/equilibra_planned_imbalance"] == one["perf/equilibra_static_imbalance"]
+def test_the_switch_in_slimes_options(runs: dict) -> None:
+    same(runs["switch"])
+    assert slowest_over_mean(rows(runs["switch"], "replay_forward")) == pytest.approx(_static(runs["switch"]))
 
 
-def test_controls_are_noticed() -> None:
-    dropped = run_ranks(2, slime_runs.against_plain, Case(sabotage="drop gradients of copies"))
-    assert max(one["weights"] for one in dropped) > 1e-3
-    assert not np.allclose(losses(dropped[0]["hooked"]), losses(dropped[0]["plain"]), rtol=1e-4)
+def _static(found: list[dict]) -> float:
+    """Slowest over mean rank as slime would have it, over all rollouts."""
+    return float(np.mean([one["perf/equilibra_static_imbalance"] for one in found[0]["logged"][1::2]]))
 
 
-def test_routes_of_other_micro_batches_would_be_noticed() -> None:
+def test_gradients_that_are_lost_are_noticed(runs: dict) -> None:
+    found = runs["dropped"]
+    assert max(one["weights"] for one in found) > 1e-3
+    assert not np.allclose(losses(found[0]["hooked"]), losses(found[0]["plain"]), rtol=1e-4)
+
+
+def test_a_plan_of_other_micro_batches_is_noticed(runs: dict) -> None:
     """Pairs find their experts whatever was planned, so losses are the same; ranks are not even."""
-    found = run_ranks(2, slime_runs.against_plain, Case(sabotage="plan of the micro-batches in another order"))
-    same(found)
-    assert slowest_over_mean(rows(found, "replay_forward")) > 1.05
+    same(runs["other order"])
+    assert slowest_over_mean(rows(runs["other order"], "replay_forward")) > 1.05
 
 
-def test_a_hook_that_is_not_set_is_noticed() -> None:
-    for one in run_ranks(2, slime_runs.against_plain, Case(sabotage="no hook before a step")):
+def test_a_hook_that_is_not_set_is_noticed(runs: dict) -> None:
+    for one in runs["no hook"]:
         assert "forward 6 of MoE layer 0 has no plan: the step has 5 micro-batches" in one["error"]
 
 
@@ -108,7 +130,13 @@ def test_layers_from_a_specification() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("rollout_routes", [True, False])
-@pytest.mark.parametrize("options", [{}, {"recompute_granularity": "selective", "recompute_modules": ["moe"]}])
-def test_every_way(options: dict, rollout_routes: bool) -> None:
-    same(run_ranks(2, slime_runs.against_plain, Case(options=options, rollout_routes=rollout_routes)))
+def test_every_way_of_recompute() -> None:
+    selective = {"recompute_granularity": "selective", "recompute_modules": ["moe"]}
+    cases = {
+        f"{options} {routes}": Case(options=options, rollout_routes=routes)
+        for options in ({}, selective)
+        for routes in (True, False)
+    }
+    found = run_ranks(2, slime_runs.against_plain, cases)
+    for name in cases:
+        same([of_rank[name] for of_rank in found])

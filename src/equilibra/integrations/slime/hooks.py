@@ -2,9 +2,9 @@
 
     --custom-megatron-before-log-prob-hook-path     equilibra.integrations.slime.hooks.before_log_prob
     --custom-megatron-before-train-step-hook-path   equilibra.integrations.slime.hooks.before_train_step
-    --spec                                          equilibra.integrations.slime.hooks layer_spec        (may be left out)
+    --spec                                          equilibra.integrations.slime.hooks layer_spec
 
-The first of them that comes switches the model's MoE layers to planned execution. What is planned when: `rollouts.py`.
+The first hook that comes switches the model's MoE layers to planned execution. What is planned when: `rollouts.py`.
 """
 
 from __future__ import annotations
@@ -77,12 +77,12 @@ def before_train_step(
 
 
 def _is_actor(model: Sequence[nn.Module]) -> bool:
-    """slime replays in the actor alone; a critic has processes of its own, with the same hooks."""
+    """Only the actor replays; a critic has processes of its own, with the same hooks."""
     return getattr(model[0], "role", ACTOR) == ACTOR
 
 
 def _rollouts(args: Any, model: Sequence[nn.Module]) -> Rollouts:  # noqa: ANN401
-    found = getattr(model[0], PLACE, None)
+    found: Rollouts | None = getattr(model[0], PLACE, None)
     if found is None:
         if os.environ.get("ENABLE_ROUTING_REPLAY", "0") != "1":
             raise InputError(
@@ -91,7 +91,7 @@ def _rollouts(args: Any, model: Sequence[nn.Module]) -> Rollouts:  # noqa: ANN40
             )
         found = Rollouts(model, setting_of(args))
         object.__setattr__(model[0], PLACE, found)
-    return found  # type: ignore[no-any-return]
+    return found
 
 
 def _log(args: Any, rollout_id: int, planned: PlannedRollout) -> None:  # noqa: ANN401

@@ -54,6 +54,7 @@ def _given(args: Any) -> dict[str, Any]:  # noqa: ANN401
         if isinstance(value, bool) or not isinstance(value, OPTIONS[name]):
             kinds = " or ".join(kind.__name__ for kind in OPTIONS[name])
             raise InputError(f"{PREFIX}{name} must be of type {kinds}, not {value!r}")
-        if name in {"ranks_per_node", "timeout_s"} and value <= 0:
-            raise InputError(f"{PREFIX}{name} must be above 0, not {value}")
+    for name in ("ranks_per_node", "timeout_s"):
+        if given.get(name, 1) <= 0:
+            raise InputError(f"{PREFIX}{name} must be above 0, not {given[name]}")
     return given

@@ -76,7 +76,7 @@ class Rollouts:
                 )
             return None
         if taken:
-            raise ExecuteError(f"a rollout must be replayed from its first micro-batch on, not from micro-batch {taken}")
+            raise ExecuteError(f"a rollout must be replayed from its first micro-batch, not from micro-batch {taken}")
         planned_rollout, self._waiting = self._waiting, None
         if planned_rollout is not None and self._is_of_now(planned_rollout):
             self.balancer.arm(planned_rollout.step, Stage.UPDATE)
