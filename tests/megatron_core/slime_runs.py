@@ -172,7 +172,11 @@ def refusals() -> dict[str, str]:
     first.top_indices_list = [torch.zeros(1, 2)] * 2
     second.top_indices_list = [torch.zeros(1, 2)] * 3
     ask("lists of other lengths", one)
+    if dist.get_rank():
+        second.top_indices_list = first.top_indices_list = routes(0, 1)[0]
+    ask("lists of other lengths on one rank", one)
     second.top_indices_list = ["later", "later"]
+    first.top_indices_list = [torch.zeros(1, 2)] * 2
     ask("routes that come later", one)
     first.forward_index = 1
     ask("routers apart", one, step_id=1)

@@ -108,6 +108,7 @@ SAID = {
     "unknown option": "equilibra_slots is no option: there are equilibra_planner",
     "nothing recorded": "which --use-rollout-logprobs leaves out",
     "lists of other lengths": "routers have recorded 2 to 3 micro-batches",
+    "lists of other lengths on one rank": "routers have recorded 2 to 3 micro-batches",
     "routes that come later": "must be tensors when a rollout is planned, not str",
     "routers apart": "routers have replayed 0 to 1 micro-batches",
     "plan and replay apart": "optimizer step 1 replays from micro-batch 1 on, the plan stands at 0",
@@ -120,6 +121,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         assert set(said) == set(SAID), "a critic is left alone"
         for name, words in SAID.items():
             assert words in said[name]
+    assert "reading the routes of a rollout failed on rank 0" in said["lists of other lengths on one rank"]
 
 
 def test_layers_from_a_specification() -> None:

@@ -49,13 +49,13 @@ class Rollouts:
     def __init__(self, model: Sequence[nn.Module], setting: MegatronSetting) -> None:
         self.balancer = balance(model, setting)
         layers = [module for chunk in model for module in chunk.modules() if getattr(module, "place", None) is not None]
-        config = layers[0].config
-        if getattr(config, "moe_router_fusion", False):
+        if any(getattr(layer.config, "moe_router_fusion", False) for layer in layers):
             raise InputError(
                 "cannot replay routing with --moe-router-fusion: the fused router does not ask slime's replay for its "
                 "experts; leave it out"
             )
         self.replays = [_replay_of(layer.router) for layer in layers]
+        """of the MoE layers, in their order; none on a pipeline stage that has no such layers"""
         self._waiting: PlannedRollout | None = None
 
     def before_log_probs(self, stage: str) -> None:
@@ -68,7 +68,7 @@ class Rollouts:
         """Before an optimizer step. Returns the rollout's plan with the first."""
         taken = self._taken()
         if step_id > 0:
-            planned = self.balancer.places[0].num_done
+            planned = self.balancer.places[0].num_done if self.balancer.places else 0
             if taken != planned:
                 raise ExecuteError(
                     f"optimizer step {step_id} replays from micro-batch {taken} on, the plan stands at {planned}: "
@@ -86,6 +86,8 @@ class Rollouts:
 
     def routing(self) -> list[list[Tensor]]:
         """[M][L] recorded ids [T, K] of the rollout."""
+        if not self.replays:
+            return []
         lists = [replay.top_indices_list for replay in self.replays]
         counts = {len(of_layer) for of_layer in lists}
         if len(counts) > 1:
@@ -106,14 +108,15 @@ class Rollouts:
         return by_micro_batch(lists)
 
     def _begin(self, stage: Stage) -> PlannedRollout:
-        start = perf_counter()
-        step = self.balancer.begin(self.routing(), stage)
+        start, routing = perf_counter(), list[list[list[Tensor]]]()
+        self.balancer.group.all_succeed(lambda: routing.append(self.routing()), what="reading the routes of a rollout")
+        step = self.balancer.begin(routing[0], stage)
         return PlannedRollout(step=step, seconds=perf_counter() - start)
 
     def _is_of_now(self, planned: PlannedRollout) -> bool:
         """Whether the rollout has as many micro-batches; if it is another nevertheless, only balance suffers."""
         num = planned.step.plan.num_micro_batches // self.balancer.group.num_groups
-        return num == len(self.replays[0].top_indices_list)
+        return not self.replays or num == len(self.replays[0].top_indices_list)
 
     def _taken(self) -> int:
         """Micro-batches that forward passes have replayed."""
@@ -123,7 +126,7 @@ class Rollouts:
                 f"routers have replayed {min(taken)} to {max(taken)} micro-batches, all must have the same: a pass was "
                 "cut off"
             )
-        return int(taken.pop())
+        return int(taken.pop()) if taken else 0
 
 
 def _replay_of(router: Any) -> Any:  # noqa: ANN401 - Megatron's router
