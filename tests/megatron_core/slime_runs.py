@@ -23,8 +23,9 @@ from equilibra.integrations.megatron import MegatronSetting, place
 from equilibra.integrations.slime import hooks, rollouts
 
 NUM_MICROBATCHES = [3, 2]
+LAYERS = 2
+"""of a pipeline stage"""
 RUN = place.Place.run
-ROLLOUTS = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -37,27 +38,41 @@ class Case:
     """without --use-rollout-logprobs"""
     arguments: dict[str, Any] | None = None
     """of slime's `args`; None: a setting under which copies are free"""
+    pipeline: int = 1
+    rollouts: int = 1
     sabotage: str | None = None
 
 
-def routes(rollout_id: int, rank: int) -> list[list[Tensor]]:
-    return models.routing(rollout_id, rank, sum(NUM_MICROBATCHES), 2, models.SEQUENCE, models.SKEW)
+def routes(rollout_id: int, rank: int, num_stages: int = 1, stage: int = 0) -> list[list[Tensor]]:
+    """[M][L] of the two layers of a pipeline stage."""
+    num_layers = LAYERS * num_stages
+    whole = models.routing(rollout_id, rank, sum(NUM_MICROBATCHES), num_layers, models.SEQUENCE, models.SKEW)
+    return [layers[LAYERS * stage :][:LAYERS] for layers in whole]
 
 
 def actor(case: Case) -> Actor:
     args = Namespace(num_experts=models.NUM_EXPERTS, **(case.arguments or {}))
-    return Actor(Training({**case.options, "gradient_accumulation_fusion": False}), args, NUM_MICROBATCHES)
+    options = {**case.options, "gradient_accumulation_fusion": False}
+    return Actor(Training(options, num_layers=LAYERS * case.pipeline), args, NUM_MICROBATCHES)
 
 
 def run(one: Actor, case: Case) -> None:
-    for rollout_id in range(ROLLOUTS):
-        known = routes(rollout_id, dist.get_rank()) if case.rollout_routes else None
+    for rollout_id in range(case.rollouts):
+        rank, stage = _place()
+        known = routes(rollout_id, rank, case.pipeline, stage) if case.rollout_routes else None
         one.train_actor(rollout_id, known, log_probs=case.log_probs)
 
 
-def against_plain(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
+def _place() -> tuple[int, int]:
+    """This rank among those with other data, and its pipeline stage."""
+    from megatron.core import parallel_state as groups
+
+    return groups.get_data_parallel_rank(), groups.get_pipeline_model_parallel_rank()
+
+
+def against_plain(cases: dict[str, Case], pipeline: int = 1) -> dict[str, dict[str, Any]]:
     """Losses of all passes and weights afterwards, with hooks and without; what was logged, and what ranks computed."""
-    models.join(2)
+    models.join(2, pipeline)
     os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     plain: dict[str, Actor] = {}
     for case in cases.values():
@@ -68,7 +83,7 @@ def against_plain(cases: dict[str, Case]) -> dict[str, dict[str, Any]]:
 
 def _way(case: Case) -> str:
     """What of a case there is without hooks."""
-    return f"{case.options} {case.rollout_routes} {case.log_probs}"
+    return f"{case.options} {case.rollout_routes} {case.log_probs} {case.rollouts}"
 
 
 def _against_plain(case: Case, plain: Actor) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from contextlib import contextmanager
 from typing import Any, ClassVar
 
 import torch
+from tests.megatron_core import models
 from tests.megatron_core.gpt_runs import Training, inputs
 from torch import Tensor
 
@@ -112,12 +113,13 @@ class Actor:
         os.environ[STAGE] = stage
         if self.log_prob_hook is not None:
             self.log_prob_hook(self.args, self.model, store_prefix)
-        found = [self.model[0](*inputs(rollout_id, number)) for number in range(sum(self.num_microbatches))]
-        return [float(loss.mean()) for loss in found]
+        numbers = iter(range(sum(self.num_microbatches)))
+        found = []
+        for num in self.num_microbatches:
+            found += self.passes(lambda _data, model: (model(*inputs(rollout_id, next(numbers))), _loss), num)
+        return [float(one["loss"]) for one in found]
 
     def train_one_step(self, rollout_id: int, step_id: int, first: int, num: int) -> float:
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         self.model[0].zero_grad_buffer()
         self.optimizer.zero_grad()
         if self.train_hook is not None:
@@ -128,11 +130,21 @@ class Actor:
             before, os.environ[STAGE] = os.environ[STAGE], "replay_forward"
             out = model(*inputs(rollout_id, next(numbers)))
             os.environ[STAGE] = before
-            return out, lambda tensor: (tensor.mean(), {"loss": tensor.detach().mean()})
+            return out, _loss
 
-        losses = get_forward_backward_func()(
-            forward_step_func=forward_step, data_iterator=iter(()), model=self.model, num_microbatches=num,
-            seq_length=self.training.config.hidden_size, micro_batch_size=1, forward_only=False,
-        )  # fmt: skip
+        losses = self.passes(forward_step, num, backward=True)
         self.optimizer.step()
         return float(sum(one["loss"] for one in losses))
+
+    def passes(self, forward_step: Callable[..., Any], num: int, *, backward: bool = False) -> list[dict[str, Tensor]]:
+        """By Megatron's own schedules; only the last pipeline stage has losses."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
+        return get_forward_backward_func()(
+            forward_step_func=forward_step, data_iterator=iter(()), model=self.model, num_microbatches=num,
+            seq_length=models.SEQUENCE, micro_batch_size=1, forward_only=not backward,
+        )  # fmt: skip
+
+
+def _loss(tensor: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+    return tensor.mean(), {"loss": tensor.detach().mean()}

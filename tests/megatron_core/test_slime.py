@@ -11,12 +11,12 @@ def losses(found: dict) -> np.ndarray:
     return np.array([value for name in ("reference", "old", "update") for value in found[name]])
 
 
-def same(found: list[dict], *, old: bool = True) -> None:
+def same(found: list[dict], *, old: bool = True, rollouts: int = 1) -> None:
     for one in found:
         assert not one["error"]
-        assert len(one["plain"]["reference"]) == 10
-        assert len(one["plain"]["old"]) == 10 * old
-        assert len(one["plain"]["update"]) == 4
+        assert len(one["plain"]["reference"]) == 5 * rollouts
+        assert len(one["plain"]["old"]) == 5 * rollouts * old
+        assert len(one["plain"]["update"]) == 2 * rollouts
         np.testing.assert_allclose(losses(one["hooked"]), losses(one["plain"]), rtol=2e-6)
         assert one["weights"] < 2e-5
 
@@ -26,8 +26,8 @@ def rows(found: list[dict], stage: str) -> list[list[int]]:
 
 
 CASES = {
-    "rollout": Case(),
-    "recorded": Case(rollout_routes=False, options={}),
+    "rollout": Case(rollouts=2),
+    "recorded": Case(rollout_routes=False, options={}, rollouts=2),
     "no old": Case(log_probs=False),
     "switch": Case(arguments={"equilibra_planner": "static"}),
     "other order": Case(sabotage="plan of the micro-batches in another order"),
@@ -46,7 +46,7 @@ def runs() -> dict[str, list[dict]]:
 def test_routes_of_the_rollout_are_replayed_under_one_plan(runs: dict) -> None:
     """Reference, old log-probabilities, two optimizer steps of three and two micro-batches; two rollouts; recompute."""
     found = runs["rollout"]
-    same(found)
+    same(found, rollouts=2)
     # each of 2 layers: 2 rollouts of 5 micro-batches, before the update and in it
     assert len(found[0]["rows"]["replay_forward"]) == 2 * 2 * 5 * 2
     assert len(found[0]["rows"]["replay_backward"]) == 2 * 2 * 5
@@ -65,7 +65,7 @@ def test_one_process_logs_where_slime_does(runs: dict) -> None:
 
 
 def test_routes_of_the_pass_before_are_replayed(runs: dict) -> None:
-    same(runs["recorded"])
+    same(runs["recorded"], rollouts=2)
     assert slowest_over_mean(rows(runs["recorded"], "replay_forward")) < 1.05 < _static(runs["recorded"])
 
 
@@ -99,6 +99,21 @@ def test_a_plan_of_other_micro_batches_is_noticed(runs: dict) -> None:
 def test_a_hook_that_is_not_set_is_noticed(runs: dict) -> None:
     for one in runs["no hook"]:
         assert "forward 6 of MoE layer 0 has no plan: the step has 5 micro-batches" in one["error"]
+
+
+def test_two_pipeline_stages() -> None:
+    """Micro-batches are in flight; only the last stage has losses, and logs."""
+    found = run_ranks(4, slime_runs.against_plain, {"stages": Case(pipeline=2)}, 2)
+    first, last = ([of_rank["stages"] for of_rank in found[at : at + 2]] for at in (0, 2))
+    same(last)
+    for one in first:
+        assert not one["error"]
+        assert one["weights"] < 2e-5
+        assert not one["hooked"]["old"]
+    for stage in (first, last):
+        assert slowest_over_mean(rows(stage, "replay_forward")) < 1.05
+        assert slowest_over_mean(rows(stage, "replay_backward")) < 1.05
+    assert [bool(of_rank["stages"]["logged"]) for of_rank in found] == [False, False, True, False]
 
 
 SAID = {
