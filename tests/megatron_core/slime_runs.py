@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.megatron_core import layer_runs, models
+from tests.megatron_core import layer_runs, models, slime_groups
 from tests.megatron_core.gpt_runs import FULL, Training
 from tests.megatron_core.slime_stand_in import Actor
 from torch import Tensor
@@ -40,6 +40,8 @@ class Case:
     """of slime's `args`; None: a setting under which copies are free"""
     pipeline: int = 1
     rollouts: int = 1
+    offload: bool = False
+    """--offload-train: process groups are made again between rollouts"""
     sabotage: str | None = None
 
 
@@ -58,6 +60,8 @@ def actor(case: Case) -> Actor:
 
 def run(one: Actor, case: Case) -> None:
     for rollout_id in range(case.rollouts):
+        if case.offload and rollout_id:
+            assert slime_groups.sleep_and_wake_up()
         rank, stage = _place()
         known = routes(rollout_id, rank, case.pipeline, stage) if case.rollout_routes else None
         one.train_actor(rollout_id, known, log_probs=case.log_probs)
@@ -72,6 +76,8 @@ def _place() -> tuple[int, int]:
 
 def against_plain(cases: dict[str, Case], pipeline: int = 1) -> dict[str, dict[str, Any]]:
     """Losses of all passes and weights afterwards, with hooks and without; what was logged, and what ranks computed."""
+    if any(case.offload for case in cases.values()):
+        slime_groups.install()
     models.join(2, pipeline)
     os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     plain: dict[str, Actor] = {}
@@ -83,7 +89,7 @@ def against_plain(cases: dict[str, Case], pipeline: int = 1) -> dict[str, dict[s
 
 def _way(case: Case) -> str:
     """What of a case there is without hooks."""
-    return f"{case.options} {case.rollout_routes} {case.log_probs} {case.rollouts}"
+    return f"{case.options} {case.rollout_routes} {case.log_probs} {case.rollouts} {case.offload}"
 
 
 def _against_plain(case: Case, plain: Actor) -> dict[str, Any]:
