@@ -5,9 +5,9 @@ slime keeps the routes of a whole rollout, layer by layer, one entry for each mi
     router.routing_replay.top_indices_list   [M] ids [T, K]: optimizer step 0's micro-batches, then step 1's, ...
     router.routing_replay.forward_index      entries that forward passes have taken
 
-No hook is told how many micro-batches its optimizer step has. So the rollout is planned at once, and the layers take
-its micro-batches in order, over all optimizer steps; that `forward_index` stands where the plan does is checked at
-every step. The pass for old log-probabilities goes over the same micro-batches, and shares the plan.
+No hook is told how many micro-batches its optimizer step has. So the rollout is planned at once. Every optimizer step
+arms what is left of it, for copies must be of the weights after the step before, and compares where the plan stands
+with `forward_index`. The pass for old log-probabilities goes over the same micro-batches, and shares the plan.
 
 Homes stay: slime switches between actor, reference and teacher by copying weights into the parameters of a rank, and
 numbers experts by rank when it gives weights to the rollout engines. Both need every expert where Megatron puts it.
@@ -57,9 +57,15 @@ class Rollouts:
         self.replays = [_replay_of(layer.router) for layer in layers]
         """of the MoE layers, in their order; none on a pipeline stage that has no such layers"""
         self._waiting: PlannedRollout | None = None
+        """planned for old log-probabilities, not yet updated from"""
+        self._rollout: PlannedRollout | None = None
+        """updated from now"""
+        self._start = 0
+        """micro-batches of it before this optimizer step"""
 
     def before_log_probs(self, stage: str) -> None:
         """Before a pass without backward: of the actor with recorded experts, or of any other model without."""
+        self._rollout = None
         self.balancer.end()
         if stage == REPLAYED:
             self._waiting = self._begin(Stage.RECOMPUTE)
@@ -67,22 +73,28 @@ class Rollouts:
     def before_train_step(self, step_id: int) -> PlannedRollout | None:
         """Before an optimizer step. Returns the rollout's plan with the first."""
         taken = self._taken()
-        if step_id > 0:
-            planned = self.balancer.places[0].num_done if self.balancer.places else 0
-            if taken != planned:
-                raise ExecuteError(
-                    f"optimizer step {step_id} replays from micro-batch {taken} on, the plan stands at {planned}: "
-                    "passes came between that no hook was told of, or one of the two hooks is not set"
-                )
-            return None
+        if step_id == 0:
+            return self._first_step(taken)
+        planned = self._start + self._done() if self._rollout else 0
+        if self._rollout is None or taken != planned:
+            raise ExecuteError(
+                f"optimizer step {step_id} replays from micro-batch {taken} on, the plan stands at {planned}: "
+                "passes came between that no hook was told of, or one of the two hooks is not set"
+            )
+        self._start = taken
+        self.balancer.arm(self._rollout.step, Stage.UPDATE, start=taken)
+        return None
+
+    def _first_step(self, taken: int) -> PlannedRollout:
         if taken:
             raise ExecuteError(f"a rollout must be replayed from its first micro-batch, not from micro-batch {taken}")
-        planned_rollout, self._waiting = self._waiting, None
-        if planned_rollout is not None and self._is_of_now(planned_rollout):
-            self.balancer.arm(planned_rollout.step, Stage.UPDATE)
+        waiting, self._waiting, self._start = self._waiting, None, 0
+        if waiting is not None and self._is_of_now(waiting):
+            self._rollout = waiting
+            self.balancer.arm(waiting.step, Stage.UPDATE)
         else:
-            planned_rollout = self._begin(Stage.UPDATE)
-        return planned_rollout
+            self._rollout = self._begin(Stage.UPDATE)
+        return self._rollout
 
     def routing(self) -> list[list[Tensor]]:
         """[M][L] recorded ids [T, K] of the rollout."""
@@ -100,7 +112,8 @@ class Rollouts:
                 "no routes are recorded: without --use-rollout-routing-replay slime records them in the pass for old "
                 "log-probabilities, which --use-rollout-logprobs leaves out"
             )
-        if odd := next((entry for of_layer in lists for entry in of_layer if not torch.is_tensor(entry)), None):
+        odd = next((entry for of_layer in lists for entry in of_layer if not torch.is_tensor(entry)), None)
+        if odd is not None:
             raise InputError(
                 f"routes must be tensors when a rollout is planned, not {type(odd).__name__}: routes that are loaded "
                 "when a router asks for them cannot be planned"
@@ -117,6 +130,10 @@ class Rollouts:
         """Whether the rollout has as many micro-batches; if it is another nevertheless, only balance suffers."""
         num = planned.step.plan.num_micro_batches // self.balancer.group.num_groups
         return not self.replays or num == len(self.replays[0].top_indices_list)
+
+    def _done(self) -> int:
+        """Forward passes since the plan was armed."""
+        return self.balancer.places[0].num_done if self.balancer.places else 0
 
     def _taken(self) -> int:
         """Micro-batches that forward passes have replayed."""
