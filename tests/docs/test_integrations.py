@@ -124,7 +124,8 @@ def diffs(page: str) -> list[list[str]]:
 def test_pages_say_what_must_be_said(row):
     text = (PAGES / row.page).read_text()
     for section in SECTIONS:
-        assert re.search(rf"^(#+ |\*\*|.*\. \*\*)({section})", text, re.MULTILINE), f"{row.page} does not say: {section}"
+        said = re.search(rf"^(#+ |\*\*|.*\. \*\*)({section})", text, re.MULTILINE)
+        assert said, f"{row.page} does not say: {section}"
     if row.cells["planned training"] == "yes":
         assert re.search("checkpoint", text, re.IGNORECASE), f"{row.page} trains, and says nothing of checkpoints"
 
