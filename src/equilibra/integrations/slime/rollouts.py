@@ -115,8 +115,8 @@ class Rollouts:
         odd = next((entry for of_layer in lists for entry in of_layer if not torch.is_tensor(entry)), None)
         if odd is not None:
             raise InputError(
-                f"routes must be tensors when a rollout is planned, not {type(odd).__name__}: routes that are loaded "
-                "when a router asks for them cannot be planned"
+                f"routes must be tensors when a rollout is planned, not {type(odd).__name__}: keep them in memory, "
+                "without the hook that spills them to --rollout-routed-experts-store-dir"
             )
         return by_micro_batch(lists)
 
