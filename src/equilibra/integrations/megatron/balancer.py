@@ -165,10 +165,11 @@ class Balancer:
         self.arm(step, stage)
         return step
 
-    def arm(self, step: Step, stage: Stage = Stage.UPDATE) -> None:
+    def arm(self, step: Step, stage: Stage = Stage.UPDATE, *, start: int = 0) -> None:
         """Begin another pass over the step's micro-batches: the first forward that comes is of the first of them.
 
-        RECOMPUTE is a pass without backward (old log-probabilities), UPDATE one with it.
+        RECOMPUTE is a pass without backward (old log-probabilities), UPDATE one with it. start: the first micro-batch,
+        where weights have changed since the ones before it: one plan for several optimizer steps.
         """
         if step.plan.placement != self.placement:
             raise InputError("cannot arm a step of another placement: homes have moved since it began")
@@ -178,7 +179,7 @@ class Balancer:
         if self.ahead is not None:
             self.ahead.arm(stage)
         for place in self.places:
-            place.arm([partial(self._visit, step.plan, stage, place.layer, first + m) for m in range(num)])
+            place.arm([partial(self._visit, step.plan, stage, place.layer, first + m) for m in range(start, num)])
 
     def end(self) -> None:
         """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""

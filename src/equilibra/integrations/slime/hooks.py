@@ -1,0 +1,124 @@
+"""The functions that slime's flags name. slime is not forked, and is imported only to log.
+
+    --custom-megatron-before-log-prob-hook-path     equilibra.integrations.slime.hooks.before_log_prob
+    --custom-megatron-before-train-step-hook-path   equilibra.integrations.slime.hooks.before_train_step
+    --spec                                          equilibra.integrations.slime.hooks layer_spec
+
+The first hook that comes switches the model's MoE layers to planned execution. What is planned when: `rollouts.py`.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any
+
+from torch import nn
+
+from equilibra.core.errors import InputError
+from equilibra.integrations.megatron import balanced_layer_spec
+from equilibra.integrations.megatron.layer import check_config
+from equilibra.integrations.slime.options import base_spec, setting_of
+from equilibra.integrations.slime.rollouts import PlannedRollout, Rollouts
+
+__all__ = ["before_log_prob", "before_train_step", "layer_spec"]
+
+logger = logging.getLogger(__name__)
+
+ACTOR = "actor"
+PLACE = "equilibra_rollouts"
+"""the attribute of the model's first chunk that keeps its `Rollouts`, beside the role that slime keeps there"""
+
+
+def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:  # noqa: ANN401 - of slime and Megatron
+    """The layers that slime would build without `--spec`, or those of `equilibra_spec`, with balanced MoE layers.
+
+    Without it they are switched after they are built, which comes to the same; with it options that cannot be
+    together with plans are refused before a checkpoint is loaded.
+    """
+    check_config(config)
+    named = base_spec(args)
+    if named is not None:
+        found = getattr(import_module(named[0]), named[1])
+        return balanced_layer_spec(found(args, config, vp_stage) if callable(found) else found)
+    if not args.num_experts:
+        raise InputError("there is nothing to balance: the model has no experts; leave --spec out")
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: PLC0415
+
+    stage = {} if vp_stage is None else {"vp_stage": vp_stage}
+    whole = args.transformer_impl == "transformer_engine"
+    return balanced_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=whole, **stage))
+
+
+def before_log_prob(args: Any, model: Sequence[nn.Module], store_prefix: str) -> None:  # noqa: ANN401, ARG001
+    """Plan the actor's pass for old log-probabilities, if it replays; others (reference, teacher) run on homes alone.
+
+    Which pass it is, slime's stage says, not the prefix: the first pass of `--use-routing-replay` records.
+    """
+    if _is_actor(model):
+        _rollouts(args, model).before_log_probs(os.environ.get("ROUTING_REPLAY_STAGE", ""))
+
+
+def before_train_step(
+    args: Any,  # noqa: ANN401
+    rollout_id: int,
+    step_id: int,
+    model: Sequence[nn.Module],
+    optimizer: Any,  # noqa: ANN401, ARG001 - homes stay
+    opt_param_scheduler: Any,  # noqa: ANN401, ARG001
+) -> None:
+    """Plan the rollout before its first optimizer step, unless the pass before it did; arm it for the update."""
+    if _is_actor(model):
+        planned = _rollouts(args, model).before_train_step(step_id)
+        if planned is not None:
+            _log(args, rollout_id, planned)
+
+
+def _is_actor(model: Sequence[nn.Module]) -> bool:
+    """Only the actor replays; a critic has processes of its own, with the same hooks."""
+    return getattr(model[0], "role", ACTOR) == ACTOR
+
+
+def _rollouts(args: Any, model: Sequence[nn.Module]) -> Rollouts:  # noqa: ANN401
+    found: Rollouts | None = getattr(model[0], PLACE, None)
+    if found is None:
+        if os.environ.get("ENABLE_ROUTING_REPLAY", "0") != "1":
+            raise InputError(
+                "cannot plan a rollout whose routes are not replayed: add --use-rollout-routing-replay (routes of the "
+                "rollout) or --use-routing-replay (routes of the pass for old log-probabilities)"
+            )
+        found = Rollouts(model, setting_of(args))
+        object.__setattr__(model[0], PLACE, found)
+    return found
+
+
+def _log(args: Any, rollout_id: int, planned: PlannedRollout) -> None:  # noqa: ANN401
+    """Where slime's own times and metrics of a rollout are; one process logs, that of the last pipeline stage."""
+    from megatron.core import parallel_state as groups  # noqa: PLC0415
+
+    if (
+        groups.get_data_parallel_rank(with_context_parallel=True)
+        or groups.get_tensor_model_parallel_rank()
+        or not groups.is_pipeline_last_stage(ignore_virtual=True)
+    ):
+        return
+    static, balanced = planned.step.static_imbalance, planned.step.planned_imbalance
+    logger.info(
+        "rollout %d: %d micro-batches planned in %.3f s; slowest over mean rank %.3f, without Equilibra %.3f",
+        rollout_id, planned.step.plan.num_micro_batches, planned.seconds, balanced, static,
+    )  # fmt: skip
+    try:
+        tracking, metrics, timer = (
+            import_module(f"slime.utils.{name}") for name in ("logging_utils", "metric_utils", "timer")
+        )
+    except ImportError:
+        return
+    timer.Timer().add("equilibra_plan", planned.seconds)  # slime logs it as perf/equilibra_plan_time
+    values = {
+        "perf/equilibra_static_imbalance": static,
+        "perf/equilibra_planned_imbalance": balanced,
+        "rollout/step": metrics.compute_rollout_step(args, rollout_id),
+    }
+    tracking.log(args, values, step_key="rollout/step")

@@ -1,0 +1,155 @@
+"""slime's schedule of a rollout, packed again: `build_dp_schedule` with the arguments and the answer of slime's own.
+
+Symbols: S samples, M micro-batches of an optimizer step, R data-parallel ranks, L MoE layers, E experts.
+
+slime fills micro-batches first-fit and evens out what ranks compute over a whole step. But ranks exchange tokens in
+every MoE layer, so they wait for each other in every micro-batch. Here slime's own function runs first: which samples
+are in which optimizer step, and how many are left out, stays as it says. Then the samples of each step are given to
+micro-batches and ranks anew by `equilibra.plan.pack`, with the experts spread where routes are known. slime's packing
+of a step is kept where it makes ranks wait less, where it has fewer micro-batches, and where a sample is longer than
+the budget.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib import import_module
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad
+from equilibra.core.placement import Placement
+from equilibra.core.schedule import Schedule
+from equilibra.plan.pack import cell_cost, pack
+
+__all__ = ["DpSchedule", "Routes", "build_dp_schedule", "repacked"]
+
+
+class DpSchedule(NamedTuple):
+    """What slime's `build_dp_schedule` returns."""
+
+    partitions: list[list[int]]
+    """[R] numbers of the samples of every rank, micro-batch after micro-batch"""
+    micro_batch_indices: list[list[list[int]]]
+    """[R] for every micro-batch of all steps, places in the rank's partition"""
+    num_microbatches: list[int]
+    """of every optimizer step, the same on all ranks"""
+    global_batch_sizes: list[int]
+    """of every optimizer step"""
+
+
+class Routes(NamedTuple):
+    """Which experts the samples of a rollout go to."""
+
+    tokens_SLE: NDArray[np.int32]
+    home: Placement
+
+
+def build_dp_schedule(
+    args: Any,  # noqa: ANN401 - slime's arguments
+    train_parallel_config: dict[str, int],
+    total_lengths: list[int],
+    *,
+    routed_experts: Sequence[NDArray[Any] | None] | None = None,
+    **options: Any,  # noqa: ANN401 - differ between versions
+) -> tuple[Any, ...]:
+    """In place of slime's function of this name. routed_experts: `rollout_routed_experts` of the samples."""
+    own = import_module("slime.utils.dp_schedule").build_dp_schedule(
+        args, train_parallel_config, total_lengths, **options
+    )
+    if not args.use_dynamic_batch_size or options.get("sample_is_multimodal") is not None:
+        return own  # type: ignore[no-any-return]
+    group = train_parallel_config["microbatch_group_size_per_vp_stage"] if train_parallel_config["vpp_size"] > 1 else 1
+    return repacked(
+        DpSchedule(*own), total_lengths, tokens_per_rank=args.max_tokens_per_gpu * train_parallel_config["cp_size"],
+        multiple=group, routes=_routes(args, routed_experts),
+    )  # fmt: skip
+
+
+def repacked(
+    own: DpSchedule, total_lengths: Sequence[int], *, tokens_per_rank: int, multiple: int = 1,
+    routes: Routes | None = None,
+) -> DpSchedule:  # fmt: skip
+    """The steps of a schedule packed again. multiple: what a step's number of micro-batches must be a multiple of."""
+    num_ranks, lengths = len(own.partitions), np.asarray(total_lengths, np.int64)
+    result = DpSchedule([[] for _ in own.partitions], [[] for _ in own.partitions], [], list(own.global_batch_sizes))
+    first = 0
+    for num in own.num_microbatches:
+        cells = [
+            [[own.partitions[rank][at] for at in own.micro_batch_indices[rank][first + m]] for rank in range(num_ranks)]
+            for m in range(num)
+        ]
+        first += num
+        _add(result, _better(cells, lengths, tokens_per_rank, multiple, routes))
+    return result
+
+
+def _better(
+    own: list[list[list[int]]], lengths: NDArray[np.int64], budget: int, multiple: int, routes: Routes | None
+) -> list[list[list[int]]]:
+    """[M][R] samples of a step: packed again, or as they were."""
+    num_ranks, samples = len(own[0]), np.array(sorted(s for cells in own for cell in cells for s in cell))
+    of_step = lengths[samples]
+    if of_step.max() > budget:
+        return own
+    nothing = np.zeros((samples.size, 1, 1), np.int32)
+    loads = SequenceLoad(
+        tokens_SLE=nothing if routes is None else routes.tokens_SLE[samples], length_of_sequence=of_step
+    )
+    schedule, least = None, multiple
+    while schedule is None or schedule.num_micro_batches % multiple:
+        schedule = pack(
+            loads, Cluster(num_nodes=1, ranks_per_node=num_ranks), tokens_per_rank=budget,
+            home=None if routes is None else routes.home, least_micro_batches=least,
+        )  # fmt: skip
+        least = -(-schedule.num_micro_batches // multiple) * multiple
+    found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(schedule.num_micro_batches)]
+    for sample, m, rank in zip(samples, schedule.micro_batch_of_sequence, schedule.rank_of_sequence, strict=True):
+        found[m][rank].append(int(sample))
+    if len(found) > len(own) or not all(cell for cells in found for cell in cells):
+        return own
+    waiting = cell_cost(schedule, of_step, num_ranks).max(axis=1).sum()
+    return found if waiting < _waiting(own, lengths) else own
+
+
+def _waiting(cells: list[list[list[int]]], lengths: NDArray[np.int64]) -> int:
+    """The slowest rank of every micro-batch, summed."""
+    places = [(s, m, rank) for m, of_ranks in enumerate(cells) for rank, cell in enumerate(of_ranks) for s in cell]
+    sample, micro_batch, rank = (np.array(column, np.int32) for column in zip(*places, strict=True))
+    schedule = Schedule(micro_batch_of_sequence=micro_batch, rank_of_sequence=rank, num_micro_batches=len(cells))
+    return int(cell_cost(schedule, lengths[sample], len(cells[0])).max(axis=1).sum())
+
+
+def _add(result: DpSchedule, cells: list[list[list[int]]]) -> None:
+    result.num_microbatches.append(len(cells))
+    for of_ranks in cells:
+        for partition, indices, cell in zip(result.partitions, result.micro_batch_indices, of_ranks, strict=True):
+            indices.append(list(range(len(partition), len(partition) + len(cell))))
+            partition.extend(cell)
+
+
+def _routes(args: Any, routed_experts: Sequence[NDArray[Any] | None] | None) -> Routes | None:  # noqa: ANN401
+    """Counts of the MoE layers, if all samples have routes, and homes as Megatron places them."""
+    if not routed_experts or any(routed is None for routed in routed_experts):
+        return None
+    ranks, experts = args.expert_model_parallel_size, args.num_experts
+    every = [np.asarray(routed) for routed in routed_experts]
+    frequency = args.moe_layer_freq
+    columns = [
+        layer for layer in range(every[0].shape[1])
+        if (layer % frequency == 0 if isinstance(frequency, int) else frequency[layer])
+    ]  # fmt: skip
+    if min(int(routed.min(initial=0)) for routed in every) < 0 or max(int(r.max(initial=0)) for r in every) >= experts:
+        raise InputError(f"routes of samples must name experts 0 to {experts - 1} of --num-experts {experts}")
+    tokens_SLE = np.zeros((len(every), len(columns), experts), np.int32)
+    for tokens_LE, routed in zip(tokens_SLE, every, strict=True):
+        for tokens_E, column in zip(tokens_LE, columns, strict=True):
+            tokens_E[:] = np.bincount(routed[:, column].ravel(), minlength=experts)
+    per_node = getattr(args, "equilibra_ranks_per_node", None) or min(8, ranks)
+    home_LE = np.tile(np.repeat(np.arange(ranks, dtype=np.int32), experts // ranks), (len(columns), 1))
+    cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
+    return Routes(tokens_SLE, Placement(home_of_expert=home_LE, cluster=cluster))
