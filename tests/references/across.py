@@ -41,6 +41,8 @@ class Case:
     row_slack: float = NO_EXCHANGE
     standing_expert: Sequence[int] = ()
     standing_rank: Sequence[int] = ()
+    hold: int = 0
+    serve: int = 0
 
     @property
     def home(self) -> NDArray[np.int32]:
@@ -78,6 +80,14 @@ class Split:
         """[R] pairs that each rank computes."""
         return traffic(self.instances(), self.case.cluster)[0]
 
+    def effective(self) -> Ints:
+        """[R] the same with what copies cost: those a rank holds and those it serves."""
+        rows, num_standing = self.rows().copy(), len(self.case.standing_expert)
+        for c, (rank, origin, quota) in enumerate(zip(self.rank_C, self.origin_C, self.quota_C, strict=True)):
+            rows[rank] += self.case.hold * (quota > 0)
+            rows[origin] += self.case.serve * (c >= num_standing)
+        return rows
+
     def received(self) -> Ints:
         """[R] of them, from other nodes."""
         return traffic(self.instances(), self.case.cluster)[1]
@@ -97,8 +107,8 @@ def split_of(case: Case) -> Split:
     standing = np.zeros((num_standing, num_ranks), np.int32)
     out = np.zeros((num_ranks * case.slots + 1, num_ranks), np.int32)
     n = balance_micro_batch(
-        case.tokens_ER, bench, cluster.num_nodes, cluster.ranks_per_node, case.slots, case.tolerance, case.min_tokens,
-        6, case.row_slack, copies, standing, out,
+        case.tokens_ER, bench, cluster.num_nodes, cluster.ranks_per_node, case.slots, case.tolerance,
+        case.hold, case.serve, case.min_tokens, 6, case.row_slack, copies, standing, out,
     )  # fmt: skip
     return Split(
         case=case,
@@ -121,8 +131,8 @@ def exchanged(split: Split, row_slack: float) -> Split:
     out = np.zeros((num_ranks * case.slots + 1, num_ranks), np.int32)
     count = serve_across(
         case.tokens_ER, case.tokens_ER.sum(axis=1, dtype=np.int64), case.home.astype(np.int64),
-        case.cluster.ranks_per_node, case.slots, case.tolerance, case.min_tokens, row_slack, num_standing, count,
-        *copies, standing, out,
+        case.cluster.ranks_per_node, case.slots, case.tolerance, case.hold, case.serve, case.min_tokens, row_slack,
+        num_standing, count, *copies, standing, out,
     )  # fmt: skip
     expert, rank, quota, origin = copies[:, :count]
     n = count - num_standing

@@ -34,6 +34,22 @@ def rank_rows(plan: StepPlan, load: StepLoad, stage: Stage) -> dict[tuple[int, i
     return rows
 
 
+def prices_us(plan: StepPlan, load: StepLoad, stage: Stage, rates: Rates) -> dict[tuple[int, int], list[float]]:
+    """What copies cost every rank besides rows, by (layer, micro-batch): those it holds and those it serves."""
+    part, num_micro_batches = plan.stages[stage], load.num_micro_batches
+    cells = [(layer, m) for layer in range(load.num_layers) for m in range(num_micro_batches)]
+    prices = {cell: [0.0] * plan.cluster.num_ranks for cell in cells}
+    for problem, cell in enumerate(cells):
+        for f in range(part.first_of_problem[problem], part.first_of_problem[problem + 1]):
+            prices[cell][part.rank[f]] += rates.hold_us[stage]
+            prices[cell][part.origin[f]] += rates.serve_us[stage]
+    for c in range(plan.standing.num_copies):
+        for m in range(num_micro_batches):
+            if part.standing_tokens_CMR[c, m].sum() > 0:
+                prices[int(plan.standing.layer[c]), m][plan.standing.rank[c]] += rates.hold_us[stage]
+    return prices
+
+
 def busiest_link(plan: StepPlan, stage: Stage, problem: int) -> int:
     """Flash copies that the busiest rank receives, or sends, for one layer and micro-batch."""
     part = plan.stages[stage]
@@ -77,8 +93,9 @@ def step_cost_us(plan: StepPlan, load: StepLoad, rates: Rates) -> float:
     num_ranks = plan.cluster.num_ranks
     total = 0.0
     for stage in Stage:
+        copies_us = prices_us(plan, load, stage, rates)
         for (layer, m), rows in rank_rows(plan, load, stage).items():
-            total += max(rows) * rates.row_us[stage]
+            total += max(r * rates.row_us[stage] + us for r, us in zip(rows, copies_us[layer, m], strict=True))
             copies = busiest_link(plan, stage, layer * num_micro_batches + m)
             total += copies * rates.exposed_share * rates.flash_copy_us[stage]
     if rates.cross_row_us:

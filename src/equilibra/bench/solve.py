@@ -72,7 +72,7 @@ def solve_problems(
 
     def solve(tokens_ER: NDArray[np.int32]) -> int:
         n: int = balance_micro_batch(
-            tokens_ER, bench, cluster.num_nodes, group, spare_slots, tolerance, 0, QUICK_TRIES,
+            tokens_ER, bench, cluster.num_nodes, group, spare_slots, tolerance, 0, 0, 0, QUICK_TRIES,
             NO_EXCHANGE, copies, standing, out,
         )  # fmt: skip
         return n

@@ -15,7 +15,10 @@ from equilibra.core.plan import Stage
 from equilibra.cost.hardware import Hardware
 from equilibra.cost.presets import hardware_named
 
-__all__ = ["Rates", "rates_for"]
+__all__ = ["MOST_ROWS", "Rates", "rates_for"]
+
+MOST_ROWS = 2**31
+"""that a copy may cost: no rank computes as many"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -43,22 +46,21 @@ class Rates:
     """what a layer and micro-batch takes besides its rows, by stage: copies are hidden in it too"""
     gap_row_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     """the same per row of the mean rank: dense parts, traffic across nodes, activations computed anew"""
+    hold_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """what one copy more costs the rank that holds it besides its rows, by stage: its weights are read, and in the
+    update its gradient is written"""
+    serve_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """what it costs the rank it comes from, by stage: in the update the returned gradient is added"""
     token_cost: int = 24_576
     """what a token costs besides attention, in units of s² of a sequence of s tokens (the default: what verl uses)"""
 
     def __post_init__(self) -> None:
-        for name in ("row_us", "flash_copy_us", "link_us", "gap_us", "gap_row_us"):
+        by_stage = ("row_us", "flash_copy_us", "link_us", "gap_us", "gap_row_us", "hold_us", "serve_us")
+        for name in by_stage:
             if set(getattr(self, name)) != set(Stage):
                 raise InputError(f"{name} needs the stages {', '.join(Stage)}, not {', '.join(getattr(self, name))}")
-        numbers = [
-            *self.row_us.values(),
-            *self.flash_copy_us.values(),
-            *self.link_us.values(),
-            *self.gap_us.values(),
-            *self.gap_row_us.values(),
-            self.cross_row_us,
-            self.standing_copy_us,
-        ]
+        numbers = [number for name in by_stage for number in getattr(self, name).values()]
+        numbers += [self.cross_row_us, self.standing_copy_us]
         numbers += [self.move_us, self.move_inside_us, self.exposed_share]
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise InputError(f"rates must be finite and not negative: {numbers}")
@@ -82,6 +84,14 @@ class Rates:
     def min_tokens_per_copy(self, stage: Stage) -> int:
         """Tokens a flash copy must take off the slowest rank to save more than it costs."""
         return int(min(ceil(self.exposed_share * self.flash_copy_us[stage] / self.row_us[stage]), 2**40))
+
+    def hold_rows(self, stage: Stage) -> int:
+        """What a copy costs the rank that holds it, in whole rows."""
+        return round(min(self.hold_us[stage] / self.row_us[stage], MOST_ROWS))
+
+    def serve_rows(self, stage: Stage) -> int:
+        """What a copy costs the rank it comes from, in whole rows."""
+        return round(min(self.serve_us[stage] / self.row_us[stage], MOST_ROWS))
 
     @classmethod
     def free(cls) -> Rates:

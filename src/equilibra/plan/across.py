@@ -12,7 +12,8 @@ though every rank computes the same number of rows. Quotas say how many rows an 
 2. Exchange, where traffic costs something. While a rank receives more than the mean rank of the node that receives
    most: it hands rows of other nodes to the rank of its node that receives least, and gets as many rows of the own node
    back, so that both compute what they did. Where the other has no instance of the expert, a flash copy is made; spare
-   slots limit that. Copies that hand on all their rows are dropped.
+   slots limit that. Copies that hand on all their rows are dropped. A copy costs rows, as in `replicate`: no rank's
+   rows and copies together rise above those of the fullest by more than one copy's price.
 3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
    ranks keep theirs that send most so far.
 """
@@ -242,7 +243,7 @@ def _hand_over(e, c, rows, others, at_home, quota, remote, remote_home):  # type
 
 @kernel
 def _exchange(  # type: ignore[no-untyped-def]
-    node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
+    node, home, at_home, group, slots, tolerance, hold, serve, min_tokens, num_standing, count,
     expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, goal, on,
 ):  # fmt: skip
     """Copies that bring what each rank of a node receives down to the goal; returns the number of all copies."""
@@ -263,33 +264,64 @@ def _exchange(  # type: ignore[no-untyped-def]
             a, b, OTHERS, used[b] < slots, home, at_home, expert, quota, remote, remote_home, on
         )
         f, f_from, f_to, back = _best(b, a, OWN, used[a] < slots, home, at_home, expert, quota, remote, remote_home, on)
-        room = max(most_rows - rows_of_rank[b], 0)
-        moved = min(rows, back + room, got[a] - goal, goal - got[b])
-        if f_to == -2 and min(back, moved) < max(min_tokens, 1):  # too few for a copy: nothing comes back
-            back = np.int64(0)
-            moved = min(moved, room)
-        least = max(min_tokens if e_to == -2 else 1, 1)
+        room, room_a = max(most_rows - rows_of_rank[b], 0), max(most_rows - rows_of_rank[a], 0)
+        a_pays, b_pays, b_back, a_back = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
+        fits = True
+        if hold + serve > 0:  # for new copies, first those of e, then those of f
+            if e_to == -2:
+                a_pays, b_pays, fits = _prices(
+                    e, a, b, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows
+                )
+            if f_to == -2:
+                b_back, a_back, back_fits = _prices(
+                    f, b, a, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows
+                )
+                if not back_fits or max(a_pays + a_back - room_a, 0) + b_pays + b_back > room:
+                    back, a_back, b_back = np.int64(0), np.int64(0), np.int64(0)
+        if not fits or max(a_pays - room_a, 0) + b_pays > room:
+            tried[b - first] = True
+            continue
+        moved = min(rows, back + room - b_pays - b_back, got[a] - goal, goal - got[b])
+        short = max(a_pays + a_back - room_a, 0)  # a must hand over so much more than it gets back
+        if f_to == -2 and min(back, moved - short) < max(min_tokens, 1):
+            back, a_back, b_back = np.int64(0), np.int64(0), np.int64(0)  # too few for a copy: nothing comes back
+            moved = min(moved, room - b_pays)
+            short = max(a_pays - room_a, 0)
+        least = max(min_tokens if e_to == -2 else 1, 1) + short
         if moved < least:
             tried[b - first] = True  # nothing to gain with this one
             continue
         tried[:] = False
         if e_to == -2:
             e_to = _new_copy(e, b, home, group, num_standing, count, expert, rank, quota, origin, remote, used, on)
+            rows_of_rank[b] += hold
+            rows_of_rank[origin[count]] += serve
             count += 1
         _hand_over(e, e_from, -moved, -moved, at_home, quota, remote, remote_home)
         _hand_over(e, e_to, moved, moved, at_home, quota, remote, remote_home)
         got[a] -= moved
         got[b] += moved
-        back = min(back, moved)
+        back = min(back, moved - short)
         if back > 0:
             if f_to == -2:
                 f_to = _new_copy(f, a, home, group, num_standing, count, expert, rank, quota, origin, remote, used, on)
+                rows_of_rank[a] += hold
+                rows_of_rank[origin[count]] += serve
                 count += 1
             _hand_over(f, f_from, -back, 0, at_home, quota, remote, remote_home)
             _hand_over(f, f_to, back, 0, at_home, quota, remote, remote_home)
         rows_of_rank[a] += back - moved
         rows_of_rank[b] += moved - back
     return count
+
+
+@kernel
+def _prices(e, giver, taker, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows):  # type: ignore[no-untyped-def]
+    """What a new copy costs the rank that gives rows and the one that takes it, and whether its origin can bear it."""
+    origin = _origin(e, taker, home, group, num_standing, expert, rank)
+    if origin == giver:
+        return serve, hold, True
+    return np.int64(0), hold, rows_of_rank[origin] + serve <= most_rows
 
 
 @kernel
@@ -319,13 +351,14 @@ def _without_empty(num_standing, count, expert, rank, quota, origin, remote):  #
 
 @kernel
 def serve_across(  # type: ignore[no-untyped-def]
-    tokens_ER, load, home, group, slots, tolerance, min_tokens, row_slack, num_standing, count,
+    tokens_ER, load, home, group, slots, tolerance, hold, serve, min_tokens, row_slack, num_standing, count,
     expert, rank, quota, origin, standing_CR, out,
 ):  # fmt: skip
     """Write whom every copy serves; returns the number of all copies, which grows where they are exchanged.
 
     expert, rank, quota, origin: the copies, with room for more. standing_CR and out (flash copies): zero before.
-    row_slack: by how much of the mean the exchange may raise the fullest rank; below 0: no exchange.
+    hold, serve: what a copy costs in rows, see `replicate`. row_slack: by how much of the mean the exchange may raise
+    the fullest rank; below 0: no exchange.
     """
     num_experts, num_ranks = tokens_ER.shape
     head, at_home, remote_home = np.zeros((3, num_experts), np.int64)
@@ -341,6 +374,10 @@ def serve_across(  # type: ignore[no-untyped-def]
         rows_of_rank[home[e]] += at_home[e]
     for c in range(count):
         rows_of_rank[rank[c]] += quota[c]
+        if quota[c] > 0:
+            rows_of_rank[rank[c]] += hold
+        if c >= num_standing:
+            rows_of_rank[origin[c]] += serve
     fullest = rows_of_rank.max()
     slack = np.int64(max(row_slack, 0.0) * rows_of_rank.mean())
     _lists(expert, count, head, after)
@@ -351,9 +388,9 @@ def serve_across(  # type: ignore[no-untyped-def]
         for first in range(0, num_ranks, group):
             goal = max(goal, got[first : first + group].sum() // group + 1)
         for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
-            node, most_rows = node_and_slack // 2, fullest + node_and_slack % 2 * slack
+            node, most_rows = node_and_slack // 2, fullest + max(hold + serve, node_and_slack % 2 * slack)
             count = _exchange(
-                node, home, at_home, group, slots, tolerance, min_tokens, num_standing, count,
+                node, home, at_home, group, slots, tolerance, hold, serve, min_tokens, num_standing, count,
                 expert, rank, quota, origin, remote, remote_home, got, used, rows_of_rank, most_rows, goal, on,
             )  # fmt: skip
         count = _without_empty(num_standing, count, expert, rank, quota, origin, remote)

@@ -6,14 +6,15 @@ of e that r computes, z the slowest rank.
 Model. Tokens of an expert stay on the node of its home, so nodes are independent. Per node: minimise z (or the number
 of copies) such that sum_r x[e, r] = load[e], x[e, r] <= load[e] * y[e, r] away from home, sum_e y[e, r] <= S and
 sum_e x[e, r] <= z. Tokens are whole, x is not: with y given the rest is a transport problem with whole capacities,
-which has a whole solution whenever it has one, so the best whole z is the fractional one rounded up.
+which has a whole solution whenever it has one, so the best whole z is the fractional one rounded up. Copies may cost
+tokens: a rank then also has hold * sum_e y[e, r], and serve * y[e, r'] for its own experts e on other ranks r'.
 
 Promise: `makespan` can be reached (it is computed again with the copies fixed), and no plan is below `bound`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -51,6 +52,8 @@ class _Node:
     home: NDArray[np.int64]
     ranks: int
     slots: int
+    hold: int = 0
+    serve: int = 0
 
     @property
     def num_x(self) -> int:
@@ -61,12 +64,31 @@ class _Node:
         away: NDArray[np.bool_] = (self.home[:, None] != np.arange(self.ranks)).ravel()
         return away
 
+    def prices(self) -> NDArray[np.float64]:
+        """[R, E * R] what every copy costs every rank."""
+        expert_of, rank_of = np.divmod(np.arange(self.num_x), self.ranks)
+        prices = np.zeros((self.ranks, self.num_x))
+        prices[rank_of, np.arange(self.num_x)] += self.hold
+        prices[self.home[expert_of], np.arange(self.num_x)] += self.serve
+        return prices * self.away()
+
 
 def exact_makespan(
-    load: NDArray[np.integer], home: NDArray[np.integer], cluster: Cluster, *, slots: int, time_limit_s: float = 60.0
+    load: NDArray[np.integer],
+    home: NDArray[np.integer],
+    cluster: Cluster,
+    *,
+    slots: int,
+    hold_rows: int = 0,
+    serve_rows: int = 0,
+    time_limit_s: float = 60.0,
 ) -> ExactMakespan:
-    """The smallest slowest rank with at most `slots` copies received per rank, inside every node."""
-    found = [_node_makespan(node, time_limit_s) for node in _nodes(load, home, cluster, slots)]
+    """The smallest slowest rank with at most `slots` copies received per rank, inside every node.
+
+    hold_rows, serve_rows: what a copy costs the rank that holds it and the home, in tokens.
+    """
+    nodes = [replace(node, hold=hold_rows, serve=serve_rows) for node in _nodes(load, home, cluster, slots)]
+    found = [_node_makespan(node, time_limit_s) for node in nodes]
     return ExactMakespan(makespan=max(f.makespan for f in found), bound=max(f.bound for f in found))
 
 
@@ -135,6 +157,7 @@ def _rows(node: _Node) -> tuple[NDArray[np.float64], ...]:
     received[rank_of, num_x + np.arange(num_x)] = node.away()
     loaded = np.zeros((ranks, 2 * num_x + 1))
     loaded[rank_of, np.arange(num_x)] = 1
+    loaded[:, num_x : 2 * num_x] = node.prices()
     return tokens, opened, received, loaded
 
 
@@ -180,7 +203,7 @@ def _node_makespan(node: _Node, time_limit_s: float) -> ExactMakespan:
     if solved.x is None:  # out of time before any plan was found
         return ExactMakespan(makespan=stay, bound=bound)
     opened = np.rint(solved.x[num_x : 2 * num_x]) > 0
-    return ExactMakespan(makespan=_with_copies(node, opened), bound=bound)
+    return ExactMakespan(makespan=min(stay, _with_copies(node, opened)), bound=bound)
 
 
 def _with_copies(node: _Node, opened: NDArray[np.bool_]) -> int:
@@ -194,10 +217,10 @@ def _with_copies(node: _Node, opened: NDArray[np.bool_]) -> int:
     solved = optimize.linprog(
         np.concatenate([np.zeros(num_x), [1]]),
         A_ub=loaded[:, keep],
-        b_ub=np.zeros(node.ranks),
+        b_ub=-(node.prices() @ opened),
         A_eq=tokens[:, keep],
         b_eq=node.load,
-        bounds=np.stack([np.zeros(num_x + 1), np.concatenate([most, [node.load.sum()]])], axis=1),
+        bounds=np.stack([np.zeros(num_x + 1), np.concatenate([most, [np.inf]])], axis=1),
         method="highs",
     )
     return _up(float(solved.fun))

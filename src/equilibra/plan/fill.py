@@ -53,9 +53,14 @@ def fill(
     standing_rank: NDArray[np.integer],
     *,
     min_tokens: int,
+    hold_rows: int = 0,
+    serve_rows: int = 0,
     row_slack: float = NO_EXCHANGE,
 ) -> LayerCopies:
-    """Balance every micro-batch; standing_rank [C] says where each standing copy is (row_slack: see `across`)."""
+    """Balance every micro-batch; standing_rank [C] says where each standing copy is.
+
+    hold_rows, serve_rows: what a copy costs, see `replicate`. row_slack: see `across`.
+    """
     load, cluster, means = problem.load, problem.cluster, problem.means
     num_micro_batches, num_ranks, slots = load.num_micro_batches, cluster.num_ranks, means.spare_slots
     num_standing = choice.standing_expert.size
@@ -67,7 +72,7 @@ def fill(
     pool = np.zeros((most + num_standing + 1, num_ranks), np.int32)
     n = _fill(
         load.tokens_MLER, problem.layer, bench, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
-        min_tokens, TRIES, row_slack, num, copies, standing_MCR, pool,
+        hold_rows, serve_rows, min_tokens, TRIES, row_slack, num, copies, standing_MCR, pool,
     )  # fmt: skip
     return LayerCopies(
         num_of_micro_batch=num,
@@ -81,7 +86,7 @@ def fill(
 
 @kernel
 def _fill(  # type: ignore[no-untyped-def]
-    tokens_MLER, layer, bench, num_nodes, group, slots, tolerance, min_tokens, tries, row_slack,
+    tokens_MLER, layer, bench, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
     num, copies, standing_MCR, pool,
 ):  # fmt: skip
     """Balance every micro-batch of a layer; returns the number of flash copies."""
@@ -89,8 +94,8 @@ def _fill(  # type: ignore[no-untyped-def]
     one = np.empty((5, group * num_nodes * slots + 1), np.int64)
     for m in range(tokens_MLER.shape[0]):
         n = balance_micro_batch(
-            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, min_tokens, tries, row_slack,
-            one, standing_MCR[m], pool[total:],
+            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries,
+            row_slack, one, standing_MCR[m], pool[total:],
         )  # fmt: skip
         copies[:, total : total + n] = one[:, :n]
         num[m] = n
@@ -103,8 +108,8 @@ def real_cost_us(
 ) -> float:
     """The choice's cost with what its ranks really take in place of what its nodes promised.
 
-    In each stage: the slowest rank, and the flash copies of the busiest link as far as they are exposed: a small share
-    always, and all that does not fit into the time of the layer.
+    In each stage: the slowest rank with the copies it holds and serves, and the flash copies of the busiest link as
+    far as they are exposed: a small share always, and all that does not fit into the time of the layer.
     """
     rates, num_ranks = problem.rates, problem.cluster.num_ranks
     cost_us = choice.traffic_us + choice.moving_us
@@ -115,12 +120,21 @@ def real_cost_us(
         received = np.bincount(first + part.rank, minlength=rows_MR.size)
         sent = np.bincount(first + part.origin, minlength=rows_MR.size)
         busiest = np.maximum(received, sent).reshape(-1, num_ranks).max(axis=1)
-        rows_us = rows_MR.max(axis=1) * rates.row_us[stage]
+        held_us = (received + _standing_held(part, standing_rank, num_ranks)) * rates.hold_us[stage]
+        copies_MR = (held_us + sent * rates.serve_us[stage]).reshape(-1, num_ranks)
+        rows_us = (rows_MR * rates.row_us[stage] + copies_MR).max(axis=1)
         gap_us = rows_us + rates.gap_us[stage] + rows_MR.mean(axis=1) * rates.gap_row_us[stage]
         too_long_us = busiest * rates.link_us[stage] - gap_us
         exposed_us = np.maximum(busiest * rates.exposed_share * rates.flash_copy_us[stage], too_long_us)
         cost_us += float(rows_us.sum() + exposed_us.sum())
     return cost_us
+
+
+def _standing_held(copies: LayerCopies, standing_rank: NDArray[np.integer], num_ranks: int) -> NDArray[np.int64]:
+    """[M * R] standing copies with rows that each rank holds."""
+    copy, micro_batch = np.nonzero(copies.standing_tokens_CMR.any(axis=2))
+    cells = micro_batch * num_ranks + standing_rank[copy]
+    return np.bincount(cells, minlength=copies.num_of_micro_batch.size * num_ranks)
 
 
 def _rank_rows(

@@ -139,8 +139,9 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
     num_bins = cluster.num_ranks if by_rank else cluster.num_nodes
     expert, node = np.zeros((2, num_bins * slots + 1), np.int64)
     mean = -(-load_EM.sum(axis=0) // num_bins)
+    held_us = load_EM.shape[1] * sum(rates.hold_us.values()) / cluster.num_ranks  # once levelled over all ranks
     n, slowest = choose_standing_copies(
-        load_EM, bins, num_bins, slots, int(copy_us * group / rates.step_row_us),
+        load_EM, bins, num_bins, slots, int((copy_us + held_us) * group / rates.step_row_us),
         int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
     )  # fmt: skip
     if slots and problem.near_NEM is not None:
@@ -152,7 +153,7 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
         home_of_expert=home,
         standing_expert=expert[:n].copy(),
         standing_node=node[:n].copy(),
-        rows_us=slowest * rates.step_row_us * num_bins / cluster.num_ranks,
+        rows_us=slowest * rates.step_row_us * num_bins / cluster.num_ranks + n * held_us,
         traffic_us=0.0,
         moving_us=n * copy_us + moves_us,
     )
@@ -171,7 +172,8 @@ def _add_for_traffic(
     assert problem.near_NEM is not None
     rates, group = problem.rates, problem.cluster.ranks_per_node
     near_NE = problem.near_NEM.sum(axis=2)
-    pays = WORTH * rates.standing_copy_us * group / rates.cross_row_us
+    held_us = problem.load_EM.shape[1] * sum(rates.hold_us.values())
+    pays = (WORTH * rates.standing_copy_us * group + held_us) / rates.cross_row_us
     held = {(int(e), int(k)) for e, k in zip(expert[:n], node[:n], strict=True)}
     for k in range(problem.cluster.num_nodes):
         free = slots - sum(of == k for _, of in held)

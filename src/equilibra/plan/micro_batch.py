@@ -18,10 +18,11 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.placement import contiguous
+from equilibra.cost.rates import MOST_ROWS
 from equilibra.plan import replicate
 from equilibra.plan.across import serve_across
 from equilibra.plan.level import level_nodes
-from equilibra.plan.replicate import ITEM, RANK, TOKENS, level_node
+from equilibra.plan.replicate import BASE, ITEM, RANK, TOKENS, level_node
 from equilibra.plan.split import split_expert
 
 __all__ = [
@@ -96,10 +97,11 @@ def bench_for(
 
 
 @kernel
-def _loads(tokens_ER, b, num_nodes, group, num_standing, near_first):  # type: ignore[no-untyped-def]
+def _loads(tokens_ER, b, num_nodes, group, hold, num_standing, near_first):  # type: ignore[no-untyped-def]
     """Load of each expert, then of each instance once standing copies have levelled the nodes.
 
-    near_first: standing copies start with the tokens of their own node, so that fewer cross nodes.
+    hold: what every standing copy with rows adds to its node. near_first: standing copies start with the tokens of
+    their own node, so that fewer cross nodes.
     """
     num_experts, num_ranks = tokens_ER.shape
     for e in range(num_experts):
@@ -115,6 +117,7 @@ def _loads(tokens_ER, b, num_nodes, group, num_standing, near_first):  # type: i
     if num_standing > 0:
         for c in range(num_standing):
             b[_SHARE, c] = 0
+            b[_NODE_LOAD, b[_ST_NODE, c]] += hold
             if near_first:
                 e, node = b[_ST_EXPERT, c], b[_ST_NODE, c]
                 for r in range(node * group, (node + 1) * group):
@@ -132,6 +135,8 @@ def _loads(tokens_ER, b, num_nodes, group, num_standing, near_first):  # type: i
         )
         for c in range(num_standing):
             b[_HEAD, b[_ST_EXPERT, c]] -= b[_SHARE, c]
+            if b[_SHARE, c] == 0:
+                b[_NODE_LOAD, b[_ST_NODE, c]] -= hold
     for i in range(num_experts + num_standing):
         copy = b[_COPY_OF, i]
         b[_INSTANCE_LOAD, i] = b[_SHARE, copy] if copy >= 0 else b[_HEAD, b[_EXPERT_OF, i]]
@@ -174,7 +179,7 @@ def _split(tokens_ER, b, group, n, copies, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def _split_across(  # type: ignore[no-untyped-def]
-    tokens_ER, b, group, slots, tolerance, min_tokens, row_slack, n, num_standing, copies, standing_CR, out
+    tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, n, num_standing, copies, standing_CR, out
 ):
     """Split every expert that has a copy on several nodes; returns the number of flash copies, which may grow."""
     num_experts = tokens_ER.shape[0]
@@ -190,8 +195,8 @@ def _split_across(  # type: ignore[no-untyped-def]
         origin[num_standing + c] = copies[ORIGIN, c]
     standing_CR[:] = 0
     total = serve_across(
-        tokens_ER, b[_LOAD, :num_experts], b[_HOME, :num_experts], group, slots, tolerance, min_tokens, row_slack,
-        num_standing, num_standing + n, expert, rank, quota, origin, standing_CR, out,
+        tokens_ER, b[_LOAD, :num_experts], b[_HOME, :num_experts], group, slots, tolerance, hold, serve, min_tokens,
+        row_slack, num_standing, num_standing + n, expert, rank, quota, origin, standing_CR, out,
     )  # fmt: skip
     for c in range(num_standing, total):
         to = c - num_standing
@@ -205,15 +210,17 @@ def _split_across(  # type: ignore[no-untyped-def]
 
 @kernel
 def balance_micro_batch(  # type: ignore[no-untyped-def]
-    tokens_ER, b, num_nodes, group, slots, tolerance, min_tokens, tries, row_slack, copies, standing_CR, out
-):
+    tokens_ER, b, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
+    copies, standing_CR, out,
+):  # fmt: skip
     """Flash copies into `copies` [5, ...], tokens by source into out [copies, R] and standing_CR; returns their number.
 
     tokens_ER: int32. b: from `bench_for`. out: int32 [R * slots + 1, R], zero before; copies: int64 [5, R * slots + 1].
-    row_slack: see `across`; copies are made also to even out traffic across nodes, unless it is below 0.
+    hold, serve: what a copy costs, see `replicate`. row_slack: see `across`; copies are made also to even out traffic
+    across nodes, unless it is below 0.
     """
     num_standing = standing_CR.shape[0]
-    _loads(tokens_ER, b, num_nodes, group, num_standing, row_slack >= 0)
+    _loads(tokens_ER, b, num_nodes, group, hold, num_standing, row_slack >= 0)
     target = np.int64(0)
     for n in range(num_nodes):
         target = max(target, (b[_NODE_LOAD, n] + group - 1) // group)
@@ -224,7 +231,12 @@ def balance_micro_batch(  # type: ignore[no-untyped-def]
             start = b[_FIRST_OF_NODE, node]
             load = b[_INSTANCE_LOAD, start : b[_FIRST_OF_NODE, node + 1]]
             first = b[_FIRST, node * (group + 1) : (node + 1) * (group + 1)]
-            found = level_node(load, first, slots, cap, min_tokens, tries, b)
+            for r in range(group):
+                b[BASE, r] = 0
+            for c in range(num_standing):
+                if b[_ST_NODE, c] == node and b[_SHARE, c] > 0:
+                    b[BASE, b[_ST_RANK, c] - node * group] += hold
+            found = level_node(load, first, slots, cap, cap - target, hold, serve, min_tokens, tries, b)
             for c in range(found):
                 i = start + b[ITEM, c]
                 e = b[_EXPERT_OF, i]
@@ -241,8 +253,9 @@ def balance_micro_batch(  # type: ignore[no-untyped-def]
         _split(tokens_ER, b, group, n, copies, out)
         return n
     return _split_across(
-        tokens_ER, b, group, slots, tolerance, min_tokens, row_slack, n, num_standing, copies, standing_CR, out
-    )
+        tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, n, num_standing,
+        copies, standing_CR, out,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -283,17 +296,23 @@ def balance(
     spare_slots: int = 2,
     tolerance: float = 0.005,
     min_tokens_per_copy: int = 0,
+    hold_rows: int = 0,
+    serve_rows: int = 0,
 ) -> Balanced:
     """Balance one layer of one micro-batch: tokens [experts, source ranks] in, copies and split out.
 
     Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean
-    rank of the fullest node.
+    rank of the fullest node. hold_rows, serve_rows: what a copy costs the rank that holds it and the one it comes from,
+    in rows; what is levelled is rows and these together.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
     if not (isinstance(spare_slots, int) and isinstance(min_tokens_per_copy, int)):
         raise InputError(
             f"spare_slots and min_tokens_per_copy must be whole, not {spare_slots!r}, {min_tokens_per_copy!r}"
         )
+    for name, price in (("hold_rows", hold_rows), ("serve_rows", serve_rows)):
+        if not isinstance(price, int) or not 0 <= price <= MOST_ROWS:
+            raise InputError(f"{name} must be a whole number from 0 to {MOST_ROWS}, not {price!r}")
     if spare_slots < 0 or not 0 <= tolerance < 1000 or not 0 <= min_tokens_per_copy < 2**62:
         raise InputError(
             f"spare_slots {spare_slots}, tolerance {tolerance} and min_tokens_per_copy {min_tokens_per_copy} must not "
@@ -316,8 +335,8 @@ def balance(
     copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
     out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
     n = balance_micro_batch(
-        tokens, bench, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, min_tokens_per_copy,
-        QUICK_TRIES, NO_EXCHANGE, copies, np.zeros((0, num_ranks), np.int32), out,
+        tokens, bench, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, hold_rows, serve_rows,
+        min_tokens_per_copy, QUICK_TRIES, NO_EXCHANGE, copies, np.zeros((0, num_ranks), np.int32), out,
     )  # fmt: skip
     rank_load = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
     rank_load = rank_load.astype(np.int64)

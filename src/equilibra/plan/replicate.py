@@ -1,7 +1,11 @@
 """Flash copies: which experts of a node are copied to which of its ranks, for one layer and micro-batch.
 
 Symbols: G ranks of the node, I instances (home experts and standing copies) with their loads, S spare slots per
-rank, cap the load that no rank should exceed.
+rank, cap the load that no rank should exceed, hold and serve the prices of a copy in rows.
+
+A copy is one more instance: the rank that holds it reads its weights and writes its gradient, the rank it comes from
+adds that gradient. Ranks wait for each other's time, not rows, so the load of a rank is what its time is worth in rows:
+its rows, hold for every copy it holds, serve for every copy that others hold of its instances.
 
 Method. A rank above the cap must export its excess; a rank below it has room. One copy joins an exporter to a
 receiver, and finishes at least one of the two. So the number of copies is small when excesses fit rooms well:
@@ -11,8 +15,14 @@ which exporters are served, so a few orders are tried and the one with the fewes
 fan-out, is kept. Where slots run out, exporters may also pass their excess through another exporter (a chain uses that
 rank's slots instead), and where even that fails, the smallest cap that works is searched for.
 
-Promises: no rank receives more than S copies; no rank ends above max(cap + min_tokens - 1, its load before)
-if the cap was reached; the same input gives the same copies on every machine.
+Copies that cost something raise the level: n of them cannot leave all ranks below mean + n * (hold + serve) / G. So
+the cap is raised by the fewest copies that may do at the cap which as many raise; no plan ends below that. Where rooms
+do not fit excesses there, it is raised further, and where that leaves more than a 500th, copies are also chosen as if
+they were free, and the better plan is kept.
+
+Promises: no rank receives more than S copies; no rank ends above max(cap + min_tokens - 1, its load before) if the cap
+was reached; with prices, the fullest rank ends no higher than if copies had been chosen as if they were free, up to
+min_tokens and a 500th or a copy's price over G; the same input gives the same copies on every machine.
 """
 
 from __future__ import annotations
@@ -23,7 +33,7 @@ from equilibra.core.kernel import inlined, kernel
 from equilibra.plan.level import level_nodes
 from equilibra.plan.stand import choose_standing_copies
 
-__all__ = ["ITEM", "NUM_ROWS", "RANK", "TOKENS", "level_node"]
+__all__ = ["BASE", "ITEM", "NUM_ROWS", "RANK", "TOKENS", "level_node"]
 
 # Rows of the int64 workspace, each at least max(I, G * (S + 1)) + 2 long: one array keeps the calls cheap.
 ITEM, RANK, TOKENS = 0, 1, 2  # the result
@@ -32,11 +42,14 @@ _LOAD, _TOP = 6, 7  # load of each rank, its largest instance
 _ORDER, _EXCESS0, _EXCESS = 8, 9, 10  # exporters
 _ROOM0, _ROOM = 11, 12  # receivers, in falling order of room
 _USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the exporter at hand
-NUM_ROWS = 15
+BASE = 15  # what each rank has to do besides its rows, before any flash copy, in rows
+NUM_ROWS = 16
 _SEARCHED = 32  # ranks up to which a search takes about a millisecond
 _RANK_BITS = 16
 _RANKS = 1 << _RANK_BITS
 _SEED = 0x2545F4914F6CDD1D
+_FINE = 500  # part of the cap to which one that prices raise is found
+_NEVER = 1 << 40  # copies where no number is enough
 
 
 @inlined
@@ -100,10 +113,13 @@ def _pair(w, n, piece, fine):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, chain, state):  # type: ignore[no-untyped-def]
+def _cover(  # type: ignore[no-untyped-def]
+    load, first, w, num_exporters, num_rooms, slots, hold, serve, min_tokens, most, chain, state
+):
     """Serve the exporters in the order at hand; returns (copies, largest fan-out), or -1 copies if it fails.
 
-    chain: how often, in percent, an exporter's excess goes through a later exporter instead of to a room.
+    Rooms are what a copy there may take: hold is off already. chain: how often, in percent, an exporter's excess goes
+    through a later exporter instead of to a room.
     """
     for r in range(first.size - 1):
         w[_USED, r] = 0
@@ -113,13 +129,14 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
     n = 0
     widest = 0
     fine = (w[_ROOM, 0] >> _RANK_BITS) >> 9
+    least = min_tokens + serve  # fewer rows would not bring the exporter down by min_tokens
     for k in range(num_exporters):
         exporter = w[_ORDER, k]
         x = w[_EXCESS, exporter]
         begin = n
         best = w[_TOP, exporter]
         left = load[best]
-        whole = left >= x  # one instance is enough: the usual case
+        whole = left >= x + serve * (first.size - 1)  # one instance is enough: the usual case
         if not whole:
             for i in range(first[exporter], first[exporter + 1]):
                 w[_LEFT, i] = load[i]
@@ -130,8 +147,8 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
                     if w[_LEFT, i] > w[_LEFT, best]:
                         best = i
                 left = w[_LEFT, best]
-            piece = min(x, left)
-            if piece < min_tokens or n >= most:
+            piece = min(x + serve, left)
+            if piece < least or n >= most:
                 return -1, 0
             w[_ITEM2, n] = best
             via = np.int64(-1)
@@ -143,7 +160,7 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
                 w[_RANK2, n] = via
                 w[_TOKENS2, n] = piece
                 w[_USED, via] += 1
-                w[_EXCESS, via] += piece
+                w[_EXCESS, via] += piece + hold
                 served = piece
             else:
                 if num_rooms == 0:
@@ -161,20 +178,23 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
                         size -= half
                     rest = (w[_ROOM, at] >> _RANK_BITS) - piece
                 elif (
-                    piece == x  # else another instance of the exporter must find a room too: fill this one first
+                    piece + serve <= left  # two copies are served: serve comes twice
+                    and piece == x + serve  # else another instance of it must find a room too: fill this one first
                     and num_rooms > 1
-                    and largest + (w[_ROOM, 1] >> _RANK_BITS) > piece
+                    and largest + (w[_ROOM, 1] >> _RANK_BITS) > piece + serve
                     and n + 1 < most
                     and (chain == 0 or _random_below(state, 2) == 0)  # else the rest may go through an exporter
                 ):
-                    at, second = _pair(w, num_rooms, piece, fine)
+                    at, second = _pair(w, num_rooms, piece + serve, fine)
                     room = w[_ROOM, at] >> _RANK_BITS
-                    if piece - room >= min_tokens:
+                    if piece + serve - room >= least:
                         receiver = w[_ROOM, at] & (_RANKS - 1)
                         w[_RANK2, n] = receiver
                         w[_TOKENS2, n] = room
                         w[_USED, receiver] += 1
                         served = room
+                        x += serve
+                        piece += serve
                         n += 1
                         w[_ITEM2, n] = best
                         num_rooms = _take(w, num_rooms, at)
@@ -186,10 +206,11 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
                 served += w[_TOKENS2, n]
                 w[_USED, receiver] += 1
                 num_rooms = _take(w, num_rooms, at)
-                if rest >= min_tokens and w[_USED, receiver] < slots:
+                rest -= hold  # of the next copy there
+                if rest >= least and w[_USED, receiver] < slots:
                     num_rooms = _put(w, _ROOM, num_rooms, rest * _RANKS + receiver)
             n += 1
-            x -= served
+            x += serve - served
             left -= served
             if not whole:
                 w[_LEFT, best] = left
@@ -198,12 +219,12 @@ def _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, ch
 
 
 @kernel
-def _attempt(load, first, w, slots, cap, min_tokens, tries, most, chain, state):  # type: ignore[no-untyped-def]
-    """Best of `tries` orders at this cap with at most `most` copies; returns their number or -1."""
+def _sides(w, num_ranks, cap, hold, serve, min_tokens):  # type: ignore[no-untyped-def]
+    """Exporters by falling excess, and rooms; returns how many there are and how few copies may do at this cap."""
     num_exporters = 0
     num_rooms = 0
     demand = np.int64(0)
-    for r in range(first.size - 1):
+    for r in range(num_ranks):
         gap = w[_LOAD, r] - cap
         if gap >= min_tokens:
             w[_EXCESS0, r] = gap
@@ -214,14 +235,23 @@ def _attempt(load, first, w, slots, cap, min_tokens, tries, most, chain, state):
                 k -= 1
             w[_ORDER, k] = r
             num_exporters += 1
-        elif -gap >= min_tokens:
-            num_rooms = _put(w, _ROOM0, num_rooms, -gap * _RANKS + r)
+        elif -gap - hold >= min_tokens + serve:
+            num_rooms = _put(w, _ROOM0, num_rooms, (-gap - hold) * _RANKS + r)
     # No plan has fewer copies than exporters, nor than the largest rooms that together hold all excess.
     fewest = 0
     while fewest < num_rooms and demand > 0:
-        demand -= w[_ROOM0, fewest] >> _RANK_BITS
+        demand -= (w[_ROOM0, fewest] >> _RANK_BITS) - serve
         fewest += 1
     fewest = max(fewest, num_exporters)
+    if hold + serve > 0 and demand > num_exporters * (min_tokens - 1):
+        fewest = _NEVER  # not even all rooms hold it, though exporters may keep a rest that is too small for a copy
+    return num_exporters, num_rooms, fewest
+
+
+@kernel
+def _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most, chain, state):  # type: ignore[no-untyped-def]
+    """Best of `tries` orders at this cap with at most `most` copies; returns their number or -1."""
+    num_exporters, num_rooms, fewest = _sides(w, first.size - 1, cap, hold, serve, min_tokens)
     if fewest > most:
         return -1
     best = -1
@@ -233,7 +263,7 @@ def _attempt(load, first, w, slots, cap, min_tokens, tries, most, chain, state):
                 swap = w[_ORDER, k]
                 w[_ORDER, k] = w[_ORDER, other]
                 w[_ORDER, other] = swap
-        n, widest = _cover(load, first, w, num_exporters, num_rooms, slots, min_tokens, most, chain, state)
+        n, widest = _cover(load, first, w, num_exporters, num_rooms, slots, hold, serve, min_tokens, most, chain, state)
         if n >= 0 and (best < 0 or n < best or widest < best_fan_out):
             best = n
             most = n
@@ -248,17 +278,18 @@ def _attempt(load, first, w, slots, cap, min_tokens, tries, most, chain, state):
 
 
 @kernel
-def _best_effort(load, first, w, slots, cap, highest, min_tokens, state):  # type: ignore[no-untyped-def]
+def _best_effort(load, first, w, slots, cap, highest, hold, serve, min_tokens, state):  # type: ignore[no-untyped-def]
     """Slots are scarce: chains at the cap, then the smallest cap that works, to a two-thousandth of the load."""
     most = (first.size - 1) * slots
     best = 0
     low = cap
     high = highest
-    probe = cap
+    price = hold + serve
+    probe = min(cap + ((price + 1) >> 1), highest)
     while True:
         found = -1
         for chain in (0, 20, 50, 85):
-            found = _attempt(load, first, w, slots, probe, min_tokens, 24, most, chain, state)
+            found = _attempt(load, first, w, slots, probe, hold, serve, min_tokens, 24, most, chain, state)
             if found >= 0:
                 break
         if found >= 0:
@@ -266,17 +297,20 @@ def _best_effort(load, first, w, slots, cap, highest, min_tokens, state):  # typ
             high = probe
         else:
             low = probe
-        if high - low <= 1 or (high - low) * 2000 <= cap:
+        if high - low <= 1 or (high - low) * (_FINE if price > 0 else 2000) <= cap:
             break
         probe = (low + high) >> 1
-    if high > cap and first.size - 1 <= _SEARCHED:
-        best = _search(load, first, w, slots, cap, high, min_tokens, best)
+    if high > cap + price and first.size - 1 <= _SEARCHED:
+        best = _search(load, first, w, slots, cap, high, hold, serve, min_tokens, best)
     return best
 
 
 @kernel
-def _search(load, first, w, slots, cap, reached, min_tokens, best):  # type: ignore[no-untyped-def]
-    """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`."""
+def _search(load, first, w, slots, cap, reached, hold, serve, min_tokens, best):  # type: ignore[no-untyped-def]
+    """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`.
+
+    It chooses by rows, a copy must gain what it costs; the split over its copies counts prices.
+    """
     num_ranks = first.size - 1
     rank_of_item = np.empty(load.size, np.int64)
     rank_load = np.zeros(num_ranks, np.int64)
@@ -286,12 +320,19 @@ def _search(load, first, w, slots, cap, reached, min_tokens, best):  # type: ign
     item = np.zeros(num_ranks * slots + 1, np.int64)
     rank = np.zeros(num_ranks * slots + 1, np.int64)
     share = np.zeros(num_ranks * slots + 1, np.int64)
-    n, _ = choose_standing_copies(load.reshape(-1, 1), rank_of_item, num_ranks, slots, 1, cap, 4, item, rank)
+    price = hold + serve
+    enough = cap if price == 0 else rank_load.sum() // num_ranks
+    n, _ = choose_standing_copies(
+        load.reshape(-1, 1), rank_of_item, num_ranks, slots, 1 + price // num_ranks, enough, 4, item, rank
+    )
+    for c in range(n):
+        rank_load[rank_of_item[item[c]]] += serve
+        rank_load[rank[c]] += hold
     level_nodes(rank_load, share, load, item, rank, rank_of_item, n)
     for c in range(n):
-        if share[c] < min_tokens:  # not worth a copy: back home
-            rank_load[rank_of_item[item[c]]] += share[c]
-            rank_load[rank[c]] -= share[c]
+        if share[c] < min_tokens + serve:  # not worth a copy: back home
+            rank_load[rank_of_item[item[c]]] += share[c] - serve
+            rank_load[rank[c]] -= share[c] + hold
             share[c] = 0
     if rank_load.max() >= reached:
         return best
@@ -305,18 +346,95 @@ def _search(load, first, w, slots, cap, reached, min_tokens, best):  # type: ign
     return best
 
 
+@inlined
+def _risen(cap, level, n, price, num_ranks):  # type: ignore[no-untyped-def]
+    """The cap for n copies: what they cost is on some rank too."""
+    return max(cap, level + (n * price + num_ranks - 1) // num_ranks)
+
+
 @kernel
-def level_node(load, first, slots, cap, min_tokens, tries, w):  # type: ignore[no-untyped-def]
+def _fewest(w, num_ranks, slots, cap, level, hold, serve, min_tokens):  # type: ignore[no-untyped-def]
+    """The fewest copies whose number may be enough at the cap that as many copies raise, by halving."""
+    low = np.int64(0)
+    high = np.int64(num_ranks * slots)
+    while low < high:
+        n = (low + high) >> 1
+        _, _, fewest = _sides(w, num_ranks, _risen(cap, level, n, hold + serve, num_ranks), hold, serve, min_tokens)
+        if fewest <= n:
+            high = n
+        else:
+            low = n + 1
+    return high
+
+
+@inlined
+def _fine(cap, price, num_ranks):  # type: ignore[no-untyped-def]
+    """How close to the smallest cap that works one is looked for where copies cost something."""
+    return max(price // num_ranks + 1, cap // _FINE)
+
+
+@kernel
+def _slowest(first, w, n, hold, serve):  # type: ignore[no-untyped-def]
+    """The fullest rank with the n copies of the result: rows and prices."""
+    num_ranks = first.size - 1
+    for r in range(num_ranks):
+        w[_EXCESS, r] = w[_LOAD, r]
+    for c in range(n):
+        origin = np.searchsorted(first, w[ITEM, c], side="right") - 1
+        w[_EXCESS, origin] += serve - w[TOKENS, c]
+        w[_EXCESS, w[RANK, c]] += hold + w[TOKENS, c]
+    return w[_EXCESS, :num_ranks].max()
+
+
+@kernel
+def _free(load, first, w, slots, cap, highest, min_tokens, tries, state):  # type: ignore[no-untyped-def]
+    """Copies that cost nothing; returns their number."""
+    n = _attempt(load, first, w, slots, cap, 0, 0, min_tokens, tries, (first.size - 1) * slots, 0, state)
+    if n < 0:
+        n = _best_effort(load, first, w, slots, cap, highest, 0, 0, min_tokens, state)
+    return n
+
+
+@kernel
+def _rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  # type: ignore[no-untyped-def]
+    """Rooms do not fit excesses at the cap: a small one above it that works, or -1.
+
+    It is raised by the price of one copy more, two, four and so on up to one for every second rank, then halved.
+    """
+    num_ranks = first.size - 1
+    low = cap
+    high = cap
+    price = hold + serve
+    fine = _fine(cap, price, num_ranks)
+    most = cap + ((price + 1) >> 1)
+    best = -1
+    probe = min(cap + price // num_ranks + 1, most)
+    while True:
+        found = _attempt(load, first, w, slots, probe, hold, serve, min_tokens, tries, num_ranks * slots, 0, state)
+        if found >= 0:
+            best = found
+            high = probe
+        else:
+            low = probe
+        if (best < 0 and probe >= most) or (best >= 0 and high - low <= fine):
+            return best
+        probe = (low + high) >> 1 if best >= 0 else min(cap + 2 * (probe - cap), most)
+
+
+@kernel
+def level_node(load, first, slots, cap, slack, hold, serve, min_tokens, tries, w):  # type: ignore[no-untyped-def]
     """Copies that bring every rank of one node to the cap; returns their number.
 
     load [I] of the instances in the order of their ranks: rank r has instances first[r] to first[r + 1] - 1.
-    The copies are in rows ITEM, RANK and TOKENS of the workspace w.
+    hold, serve: what a copy costs the rank that holds it and the one it comes from, in rows. slack: how far above the
+    level that copies of this price leave the cap may be. min_tokens: rows by which a copy must lower its exporter.
+    Row BASE of the workspace w is read. The copies are in its rows ITEM, RANK and TOKENS.
     """
     num_ranks = first.size - 1
     total = np.int64(0)
     highest = np.int64(0)
     for r in range(num_ranks):
-        rank_load = np.int64(0)
+        rank_load = w[BASE, r]
         top = first[r]
         for i in range(first[r], first[r + 1]):
             rank_load += load[i]
@@ -326,13 +444,29 @@ def level_node(load, first, slots, cap, min_tokens, tries, w):  # type: ignore[n
         w[_TOP, r] = top
         total += rank_load
         highest = max(highest, rank_load)
-    cap = max(cap, (total + num_ranks - 1) // num_ranks)
+    mean = (total + num_ranks - 1) // num_ranks
+    cap = max(cap, mean)
     min_tokens = max(min_tokens, 1)
     if highest < cap + min_tokens or slots == 0 or num_ranks == 1:
         return 0
     state = np.empty(1, np.uint64)
     state[0] = np.uint64(_SEED)
-    n = _attempt(load, first, w, slots, cap, min_tokens, tries, num_ranks * slots, 0, state)
+    if hold + serve == 0:
+        return _free(load, first, w, slots, cap, highest, min_tokens, tries, state)
+    level = mean + slack
+    copies = _fewest(w, num_ranks, slots, cap, level, hold, serve, min_tokens)
+    risen = _risen(cap, level, copies, hold + serve, num_ranks)
+    n = _attempt(load, first, w, slots, risen, hold, serve, min_tokens, tries, num_ranks * slots, 0, state)
+    if n >= 0:
+        return n
+    n = _rise(load, first, w, slots, risen, hold, serve, min_tokens, tries, state)
     if n < 0:
-        n = _best_effort(load, first, w, slots, cap, highest, min_tokens, state)
+        n = _best_effort(load, first, w, slots, risen, highest, hold, serve, min_tokens, state)
+    reached = _slowest(first, w, n, hold, serve)
+    if reached >= risen + min_tokens + _fine(risen, hold + serve, num_ranks):
+        kept = w[: TOKENS + 1, :n].copy()
+        free = _free(load, first, w, slots, cap, highest, min_tokens, tries, state)
+        if _slowest(first, w, free, hold, serve) < reached:
+            return free
+        w[: TOKENS + 1, :n] = kept
     return n

@@ -173,12 +173,19 @@ class Equilibra:
     def _copies(
         self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float, dearer: int
     ) -> dict[Stage, LayerCopies]:
-        """Copies of both stages; they are the same where the same number of tokens pays for one."""
-        minimum = {stage: dearer * self._min_tokens(layer.rates, stage) for stage in Stage}
-        by_minimum = {
-            least: fill(layer, choice, ranks, min_tokens=least, row_slack=row_slack) for least in set(minimum.values())
+        """Copies of both stages; they are the same where copies cost the same number of tokens."""
+        rates = layer.rates
+        prices = {
+            stage: (dearer * self._min_tokens(rates, stage), rates.hold_rows(stage), rates.serve_rows(stage))
+            for stage in Stage
         }
-        return {stage: by_minimum[minimum[stage]] for stage in Stage}
+        by_prices = {
+            (least, hold, serve): fill(
+                layer, choice, ranks, min_tokens=least, hold_rows=hold, serve_rows=serve, row_slack=row_slack
+            )
+            for least, hold, serve in set(prices.values())
+        }
+        return {stage: by_prices[prices[stage]] for stage in Stage}
 
     def _min_tokens(self, rates: Rates, stage: Stage) -> int:
         return rates.min_tokens_per_copy(stage) if self.min_tokens_per_copy is None else self.min_tokens_per_copy

@@ -25,6 +25,11 @@ RATES = {
     "free": Rates.free(),
     "H200": rates_for(model_named("qwen3-30b-a3b")),
     "slow links": rates_for(model_named("gpt-oss-20b"), SLOW),
+    "with prices": replace(
+        rates_for(model_named("qwen3-30b-a3b"), num_nodes=2),
+        hold_us={Stage.RECOMPUTE: 0.3, Stage.UPDATE: 2.0},
+        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: 1.0},
+    ),
 }
 KINDS = ["zero", "one-hot", "flat", "skewed", "correlated", "small", "huge", "mixed"]
 many = settings(max_examples=150, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])

@@ -75,7 +75,7 @@ def test_standing_and_flash_copies_of_one_expert_are_split_together(cluster):
         standing = np.zeros((ranks.size, cluster.num_ranks), np.int32)
         out = np.zeros((2 * cluster.num_ranks + ranks.size + 1, cluster.num_ranks), np.int32)
         n = balance_micro_batch(
-            tokens, bench, cluster.num_nodes, group, 2, 0.0, 0, 2, NO_EXCHANGE, copies, standing, out
+            tokens, bench, cluster.num_nodes, group, 2, 0.0, 0, 0, 0, 2, NO_EXCHANGE, copies, standing, out
         )
         assert not out[n:].any(), "rows that the next micro-batch will use must be left at zero"
         of_expert = np.flatnonzero(copies[EXPERT, :n] == 0)
