@@ -16,6 +16,7 @@ PREFIX = "equilibra_"
 OPTIONS: dict[str, tuple[type, ...]] = {
     "planner": (str,),
     "spare_slots": (int,),
+    "prefetch": (bool,),
     "ranks_per_node": (int,),
     "timeout_s": (int, float),
     "seed": (int,),
@@ -51,7 +52,7 @@ def _given(args: Any) -> dict[str, Any]:  # noqa: ANN401
         if name not in OPTIONS:
             known = ", ".join(f"{PREFIX}{one}" for one in OPTIONS)
             raise InputError(f"{PREFIX}{name} is no option: there are {known}")
-        if isinstance(value, bool) or not isinstance(value, OPTIONS[name]):
+        if not isinstance(value, OPTIONS[name]) or (isinstance(value, bool) and bool not in OPTIONS[name]):
             kinds = " or ".join(kind.__name__ for kind in OPTIONS[name])
             raise InputError(f"{PREFIX}{name} must be of type {kinds}, not {value!r}")
     for name in ("ranks_per_node", "timeout_s"):
