@@ -54,7 +54,8 @@ class Step:
         )  # fmt: skip
         self.cluster = Cluster(**dict(zip(("num_nodes", "ranks_per_node"), CLUSTERS[rng.integers(4)], strict=True)))
         law = ExpertLaw(fixed_us=1.0, weight_gb_per_s=float(rng.choice([0, 0.3, 3])),
-                        row_gb_per_s=float(rng.choice([0, 1])), tflops=float(rng.choice([0.1, 1, 10])))  # fmt: skip
+                        row_gb_per_s=float(rng.choice([0, 1])), tflops=float(rng.choice([0.1, 1, 10])),
+                        instance_gb_per_s=[0.0, 0.5, 5.0][seed % 3])  # fmt: skip
         self.machine = round_hardware(
             experts_forward=law, experts_backward=law, attention_tflops=float(rng.choice([0.01, 1])),
             nvlink_gb_per_s=float(rng.choice([0.1, 1, 10])), nic_gb_per_s=float(rng.choice([0.1, 1, 10])),

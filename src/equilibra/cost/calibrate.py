@@ -7,7 +7,8 @@ rows, direction), `dense` and `attention` (flop; attention has a direction), `me
 
 Method. Relative least squares with coefficients that are not negative, so that a small case counts as much as a large
 one. The law of the experts is a maximum of two linear parts: assign every case to the larger part, fit both, and again
-until the assignment stays; the best of these fits is taken. Rates are fitted as fixed + amount / rate.
+until the assignment stays, from two first guesses; the best of these fits is taken. Rates are fitted as fixed + amount
+/ rate.
 """
 
 from __future__ import annotations
@@ -85,7 +86,7 @@ def calibrate(measurements: Sequence[Measurement], base: Hardware, *, name: str,
 def fit_experts(cases: Sequence[Measurement], *, backward: bool) -> tuple[ExpertLaw, NDArray[np.float64]]:
     """The law of one direction, and its relative error on every case."""
     if len(cases) < 4:
-        raise InputError(f"{len(cases)} measurements of experts cannot fix four constants; measure at least 4 cases")
+        raise InputError(f"{len(cases)} measurements of experts cannot fix five constants; measure at least 4 cases")
     shapes = [_shape(m) for m in cases]
     us = np.array([m["us"] for m in cases], np.float64)
     rows, instances = (np.array([m[key] for m in cases], np.float64) for key in ("rows", "instances"))
@@ -93,33 +94,42 @@ def fit_experts(cases: Sequence[Measurement], *, backward: bool) -> tuple[Expert
     weight_kb = instances * [shape.expert_bytes for shape in shapes] * 1e-3
     row_kb = passes * rows * [(2 * s.hidden + 6 * s.expert_ffn) * s.weight_bytes for s in shapes] * 1e-3
     mflop = passes * rows * [2 * shape.expert_parameters for shape in shapes] * 1e-6
-    found, least = np.zeros(4), np.inf
-    waits_for_weights = weight_kb > row_kb + mflop / 200
-    for _ in range(40):
-        parts = (weight_kb * waits_for_weights, row_kb * ~waits_for_weights, mflop * ~waits_for_weights)
-        x = _not_negative(np.stack([np.ones_like(us), *parts], axis=1), us)
-        by_weights, by_rows = weight_kb * x[1], row_kb * x[2] + mflop * x[3]
-        error = float(np.square((x[0] + np.maximum(by_weights, by_rows)) / us - 1).mean())
-        if error < least and (x[2] > 0 or x[3] > 0):
-            found, least = x, error
-        if np.array_equal(by_weights > by_rows, waits_for_weights):
-            break
-        waits_for_weights = by_weights > by_rows
-    if not np.isfinite(least):
-        raise InputError("the measurements of experts hardly depend on rows: measure cases with more rows")
+    found = _larger_of_two(us, weight_kb, row_kb, mflop)
+    rates = [float(1 / x) if x > 0 else 0.0 for x in found[1:]]
     law = ExpertLaw(
-        fixed_us=float(found[0]),
-        weight_gb_per_s=float(1 / found[1]) if found[1] > 0 else 0.0,
-        row_gb_per_s=float(1 / found[2]) if found[2] > 0 else 0.0,
-        tflops=float(1 / found[3]) if found[3] > 0 else 0.0,
-    )
-    by_rows = row_kb * found[2] + mflop * found[3]
-    law = replace(law, factor_of_shape=_factors(cases, (us - found[0]) / by_rows, by_rows > weight_kb * found[1]))
+        fixed_us=float(found[0]), weight_gb_per_s=rates[0], row_gb_per_s=rates[1], tflops=rates[2],
+        instance_gb_per_s=rates[3],
+    )  # fmt: skip
+    by_weights, by_instances, by_rows = weight_kb * found[1], weight_kb * found[4], row_kb * found[2] + mflop * found[3]
+    ratio = (us - found[0] - by_instances) / by_rows
+    law = replace(law, factor_of_shape=_factors(cases, ratio, by_instances + by_rows > by_weights))
     predicted = [
         law.time_us(shape, rows=m["rows"], instances=m["instances"], backward=backward)
         for shape, m in zip(shapes, cases, strict=True)
     ]
     return law, np.array(predicted) / us - 1
+
+
+def _larger_of_two(
+    us: NDArray[np.float64], weight_kb: NDArray[np.float64], row_kb: NDArray[np.float64], mflop: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Fixed us, and us for what weights, rows, products and, beside these two, instances have of each."""
+    found, least = np.zeros(5), np.inf
+    for guess in (weight_kb > row_kb + mflop / 200, np.zeros_like(us, np.bool_)):
+        waits = guess  # for weights
+        for _ in range(40):
+            parts = (weight_kb * waits, row_kb * ~waits, mflop * ~waits, weight_kb * ~waits)
+            x = _not_negative(np.stack([np.ones_like(us), *parts], axis=1), us)
+            by_weights, by_rows = weight_kb * x[1], row_kb * x[2] + mflop * x[3] + weight_kb * x[4]
+            error = float(np.square((x[0] + np.maximum(by_weights, by_rows)) / us - 1).mean())
+            if error < least and (x[2] > 0 or x[3] > 0):
+                found, least = x, error
+            if np.array_equal(by_weights > by_rows, waits):
+                break
+            waits = by_weights > by_rows
+    if not np.isfinite(least):
+        raise InputError("the measurements of experts hardly depend on rows: measure cases with more rows")
+    return found
 
 
 def _factors(

@@ -2,10 +2,12 @@
 
 Experts, as measured: the grouped matrix products of a rank take
 
-    fixed + max(instances * expert bytes / weight rate, rows * (row bytes / row rate + FLOP / compute rate) * factor)
+    fixed + max(instances * expert bytes / weight rate,
+                instances * expert bytes / instance rate + rows * (row bytes / row rate + FLOP / compute rate) * factor)
 
-Few rows wait for the weights of all instances, many rows for the products. One set of four constants per direction
-serves all shapes, because bytes and FLOP follow from hidden and FFN width: a small expert is slower per FLOP since its
+Few rows wait for the weights of all instances, many rows for the products; there one instance more costs its gradient
+and a last tile that its rows fill only partly, and nothing hides that. One set of five constants per direction serves
+all shapes, because bytes and FLOP follow from hidden and FFN width: a small expert is slower per FLOP since its
 rows move as many bytes for less work. A shape that was measured has a factor of its own around 1. `calibrate` fits all
 of it. The curve is convex and rises with rows and instances, so even ranks are never slower than uneven ones.
 
@@ -34,16 +36,18 @@ class ExpertLaw:
     fixed_us: float
     """launches and waits, whatever the size"""
     weight_gb_per_s: float
-    """weights of instances"""
+    """weights of instances, where these are waited for"""
     row_gb_per_s: float
     """activations of rows"""
     tflops: float
     """matrix products"""
+    instance_gb_per_s: float = 0.0
+    """weights of instances once more, where rows are waited for: what an instance costs that has few rows"""
     factor_of_shape: dict[str, float] = field(default_factory=dict)
     """by "hidden x FFN" (as "2048x768"): how much longer its rows take than the law says, where it was measured"""
 
     def __post_init__(self) -> None:
-        for name in ("fixed_us", "weight_gb_per_s", "row_gb_per_s", "tflops"):
+        for name in ("fixed_us", "weight_gb_per_s", "row_gb_per_s", "tflops", "instance_gb_per_s"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not isfinite(value) or value < 0:
                 raise InputError(f"{name} must be a number from 0 on, not {value!r}")
@@ -55,9 +59,13 @@ class ExpertLaw:
         if self.row_gb_per_s == 0 and self.tflops == 0:
             raise InputError("rows must cost something: row_gb_per_s or tflops must be above 0")
 
-    def instance_us(self, model: MoEModel) -> float:
-        """One instance more on the rank."""
+    def weights_us(self, model: MoEModel) -> float:
+        """One instance more on a rank that waits for weights."""
         return model.expert_bytes * 1e-3 / self.weight_gb_per_s if self.weight_gb_per_s else 0.0
+
+    def instance_us(self, model: MoEModel) -> float:
+        """One instance more on a rank that waits for its rows."""
+        return model.expert_bytes * 1e-3 / self.instance_gb_per_s if self.instance_gb_per_s else 0.0
 
     def row_us(self, model: MoEModel, *, backward: bool) -> float:
         """One row more on the rank."""
@@ -69,7 +77,7 @@ class ExpertLaw:
     def time_us(self, model: MoEModel, *, rows: float, instances: float, backward: bool) -> float:
         """Time of a rank with so many rows and instances."""
         products = rows * self.row_us(model, backward=backward)
-        return self.fixed_us + max(instances * self.instance_us(model), products)
+        return self.fixed_us + max(instances * self.weights_us(model), instances * self.instance_us(model) + products)
 
 
 def row_bytes(model: MoEModel) -> int:

@@ -83,6 +83,7 @@ class Hardware:
                 weight_gb_per_s=of.weight_gb_per_s * memory,
                 row_gb_per_s=of.row_gb_per_s * memory,
                 tflops=of.tflops * compute,
+                instance_gb_per_s=of.instance_gb_per_s * memory,
             )
 
         faster: dict[str, object] = {

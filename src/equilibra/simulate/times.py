@@ -148,9 +148,10 @@ class Pricing:
         """[L, M, R] the experts, with putting their rows in order."""
         law = self.hardware.experts_backward if backward else self.hardware.experts_forward
         products = work.rows_LMR * law.row_us(self.model, backward=backward)
-        weights = work.instances_LMR * law.instance_us(self.model)
+        instances = work.instances_LMR * law.instance_us(self.model)
+        weights = work.instances_LMR * law.weights_us(self.model)
         permuted = work.rows_LMR * (self.row_bytes * PERMUTED * 1e-3 / self.hardware.hbm_gb_per_s)
-        return law.fixed_us + np.maximum(products, weights) + permuted
+        return law.fixed_us + np.maximum(instances + products, weights) + permuted
 
     def reduce_us(self) -> float:
         """Gradients of one layer summed over replicas, and weights back: what the slower link takes."""

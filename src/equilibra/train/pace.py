@@ -99,7 +99,7 @@ def _factor(took: _Took, expected: _Took, fixed_us: float) -> float:
 def _slowed(base: Hardware, slower: Mapping[str, float]) -> Hardware:
     def law(of: ExpertLaw, factor: float) -> ExpertLaw:
         return replace(of, weight_gb_per_s=of.weight_gb_per_s / factor, row_gb_per_s=of.row_gb_per_s / factor,
-                       tflops=of.tflops / factor)  # fmt: skip
+                       tflops=of.tflops / factor, instance_gb_per_s=of.instance_gb_per_s / factor)  # fmt: skip
 
     dense, exchange = slower[DENSE], slower[EXCHANGE]
     return replace(

@@ -109,7 +109,8 @@ def test_a_faster_machine_is_never_slower(seed):
         for law in ("experts_forward", "experts_backward"):
             of = getattr(step.machine, law)
             faster = ExpertLaw(fixed_us=of.fixed_us, weight_gb_per_s=of.weight_gb_per_s * 2,
-                               row_gb_per_s=of.row_gb_per_s * 2, tflops=of.tflops * 2)  # fmt: skip
+                               row_gb_per_s=of.row_gb_per_s * 2, tflops=of.tflops * 2,
+                               instance_gb_per_s=of.instance_gb_per_s * 2)  # fmt: skip
             assert step.seconds(planner, **{law: faster}) <= before * (1 + 1e-12), law
 
 

@@ -44,6 +44,19 @@ def test_the_law_of_the_experts_comes_back(direction, noise, within):
     assert np.abs(error).mean() <= 2 * noise + 1e-4
 
 
+@pytest.mark.parametrize("direction", ["forward", "backward"])
+@pytest.mark.parametrize(("noise", "within"), [(0.0, 1e-3), (0.02, 0.1)])
+def test_what_an_instance_costs_beside_its_rows_comes_back(direction, noise, within):
+    backward, model = direction == "backward", shape(2880, 2880)
+    true = ExpertLaw(fixed_us=50.0, weight_gb_per_s=600.0, row_gb_per_s=4000.0, tflops=600.0, instance_gb_per_s=1200.0)
+    law, error = fit_experts(cases(direction, noise, true), backward=backward)
+    assert law.instance_us(model) == pytest.approx(true.instance_us(model), rel=within)
+    assert law.weights_us(model) == pytest.approx(true.weights_us(model), rel=within)
+    assert np.abs(error).mean() <= 2 * noise + 1e-4
+    one, two = (law.time_us(model, rows=20_000, instances=count, backward=backward) for count in (4, 5))
+    assert two - one == pytest.approx(law.instance_us(model)), "nothing hides an instance on a rank with many rows"
+
+
 def test_rates_latencies_and_losses_come_back():
     measured = [
         *({"kind": "dense", "flop": flop, "us": 4 + flop * 1e-6 / 700} for flop in (1e9, 1e10, 1e12)),

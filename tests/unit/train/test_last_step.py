@@ -63,7 +63,7 @@ def slow_machine() -> Pricing:
 
     def law(of, factor):
         return replace(of, weight_gb_per_s=of.weight_gb_per_s / factor, row_gb_per_s=of.row_gb_per_s / factor,
-                       tflops=of.tflops / factor)  # fmt: skip
+                       tflops=of.tflops / factor, instance_gb_per_s=of.instance_gb_per_s / factor)  # fmt: skip
 
     hardware = replace(
         base, hbm_gb_per_s=FREE_GB_PER_S, experts_forward=law(base.experts_forward, 700.0),
