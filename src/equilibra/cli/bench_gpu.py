@@ -58,6 +58,9 @@ def add_gpu(benches: Any) -> None:  # noqa: ANN401
     bench.add_argument("--spare-slots", type=int, metavar="S", help="flash copies a rank can hold (2)")
     bench.add_argument("--standing-slots", type=int, metavar="S", help="standing copies per node and layer (2)")
     bench.add_argument(
+        "--network", action="store_true", help="plans count traffic across nodes, as on a cluster; nothing here runs it"
+    )
+    bench.add_argument(
         "--path", choices=("device", "host"),
         help="where copies come from: another place of the device's memory, or pinned memory of the host (both)",
     )  # fmt: skip
@@ -94,7 +97,7 @@ def run(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None
     }
     paths: dict[str, Any] = {"paths": (arguments.path,)} if arguments.path else {}
-    setting = GpuSetting(**asked, **paths)
+    setting = GpuSetting(**asked, **paths, network=arguments.network)
     routings, missing = _routings(arguments)
     if missing:
         print(f"left out, not in --traces: {', '.join(missing)}", file=sys.stderr)
@@ -190,4 +193,4 @@ def _command(arguments: argparse.Namespace, asked: dict[str, Any]) -> str:
     words += [f"--{name.replace('_', '-')} {value}" for name, value in asked.items()]
     for name in ("path", "device"):
         words += [f"--{name} {getattr(arguments, name)}"] if getattr(arguments, name) else []
-    return " ".join(words + ["--keep"] * arguments.keep)
+    return " ".join(words + ["--network"] * arguments.network + ["--keep"] * arguments.keep)

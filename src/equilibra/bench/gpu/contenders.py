@@ -16,7 +16,7 @@ balanced-again     the same once more: what it falls short of balanced is noise,
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
@@ -25,7 +25,7 @@ from equilibra.bench.gpu.case import Case
 from equilibra.bench.gpu.setting import GpuSetting
 from equilibra.bench.gpu.work import STILL, Moves, RankWork, Works, balanced_works, moves_of, works_of
 from equilibra.core.load import StepLoad
-from equilibra.core.plan import StepPlan
+from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.measure.imbalance import imbalance
@@ -40,6 +40,12 @@ STATIC, EPLB, ONLINE, EQUILIBRA, BALANCED = "static", "eplb-oracle", "online-exa
 OTHER_PATH, STILL_ONE, AGAIN = "equilibra-host", "equilibra-still", "balanced-again"
 NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN)
 """in the order of records"""
+PRODUCT_TFLOPS = 650.0
+"""of a rank's rows, forward and backward, in our kernels on an H200"""
+HOLD_US_PER_MB, SERVE_US_PER_MB = 1.9, 0.5
+"""what a flash copy costs besides its rows, by the size of its weights: the rank that holds it, which reads weights,
+writes a gradient and has both moved, and the rank it comes from, which adds the gradient. On one H200 that is both ends
+(benchmarks/probes/measure_prices.py)"""
 TRIES = 3
 """of the online planner: other programs must not be charged to it"""
 
@@ -90,7 +96,7 @@ class Contender:
 
 def contenders(case: Case, setting: GpuSetting) -> list[Contender]:
     """All contenders of a case. Plans are checked against the load."""
-    rates = rates_for(case.model, hardware_named("h200"), num_nodes=case.cluster.num_nodes)
+    rates = _rates(case, setting)
     problem = _problem(case, case.load, rates, setting)
     online = UltraEP()
     ours, ours_plan = _planned(Equilibra(), problem)
@@ -108,6 +114,19 @@ def contenders(case: Case, setting: GpuSetting) -> list[Contender]:
     ]
     ours_plan.check(case.load, spare_slots=setting.spare_slots, standing_slots=setting.standing_slots)
     return found
+
+
+def _rates(case: Case, setting: GpuSetting) -> Rates:
+    """Prices of what is run here: rows and copies on one device, and no network unless it is asked for."""
+    known = rates_for(case.model, hardware_named("h200"), num_nodes=case.cluster.num_nodes)
+    expert_mb = case.model.expert_bytes * 1e-6
+    return replace(
+        known,
+        row_us={**known.row_us, Stage.UPDATE: 6e-6 * case.model.expert_parameters / PRODUCT_TFLOPS},
+        hold_us={**known.hold_us, Stage.UPDATE: HOLD_US_PER_MB * expert_mb},
+        serve_us={**known.serve_us, Stage.UPDATE: SERVE_US_PER_MB * expert_mb},
+        cross_row_us=known.cross_row_us if setting.network else 0.0,
+    )
 
 
 def _problem(case: Case, load: StepLoad, rates: Rates, setting: GpuSetting) -> StepProblem:

@@ -39,6 +39,8 @@ class GpuSetting:
     """ranks that share fast links; fewer ranks are one node"""
     paths: tuple[str, ...] = PATHS
     """of flash copies; the first is the one that counts"""
+    network: bool = False
+    """whether plans count traffic across nodes, as on a cluster; nothing here runs it"""
     seconds: int | None = None
     """for all cases together: each stops after a layer and micro-batch when its part is used up"""
     seed: int = 0
@@ -48,7 +50,7 @@ class GpuSetting:
         for field in fields(self):
             value = getattr(self, field.name)
             least = 0 if field.name in ("seed", "spare_slots", "standing_slots") else 1
-            if field.name != "paths" and value is not None and not least <= value <= MOST:
+            if field.name not in ("paths", "network") and value is not None and not least <= value <= MOST:
                 raise InputError(f"{field.name} must be from {least} to {MOST}, not {value}")
         if not self.paths or set(self.paths) - set(PATHS):
             raise InputError(f"paths must be some of {', '.join(PATHS)}, not {', '.join(self.paths) or 'none'}")
