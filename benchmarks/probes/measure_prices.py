@@ -68,6 +68,7 @@ def measure(model: MoEModel, homes: int) -> dict[str, Any]:
 
 
 def main() -> None:
+    """Measure all shapes."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parsed = parser.parse_args()

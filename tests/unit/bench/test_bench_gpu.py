@@ -158,6 +158,18 @@ def test_copies_of_neighbour_layers_move_and_none_is_forgotten():
 # --- contenders ---
 
 
+@pytest.fixture
+def free_copies(monkeypatch):
+    for name in ("HOLD_US_PER_MB", "SERVE_US_PER_MB"):
+        monkeypatch.setattr(f"equilibra.bench.gpu.contenders.{name}", 0.0)
+
+
+def test_a_few_rows_are_not_worth_a_copy(case):
+    (ours,) = (one for one in contenders(case, SETTING) if one.name == EQUILIBRA)
+    assert ours.copies_per_layer() == 0
+
+
+@pytest.mark.usefixtures("free_copies")
 def test_contenders_compute_the_same_rows_and_only_some_move_copies(case):
     every = {one.name: one for one in contenders(case, SETTING)}
     assert set(every) == set(NAMES)
