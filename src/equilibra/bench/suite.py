@@ -57,7 +57,7 @@ def run_sections(
 
 
 def environment() -> Row:
-    """The machine and the versions that made the figures; $EQUILIBRA_COMMIT where the source is no git checkout."""
+    """The machine and the versions that made the figures; $EQUILIBRA_COMMIT where git does not know the commit."""
     import numba  # noqa: PLC0415
 
     cpu = platform.processor() or platform.machine()
@@ -69,7 +69,7 @@ def environment() -> Row:
     commit = subprocess.run(git, capture_output=True, text=True, check=False) if shutil.which("git") else None  # noqa: S603
     return {
         "date": datetime.now(UTC).date().isoformat(),
-        "commit": (commit.stdout.strip() if commit else "") or os.environ.get("EQUILIBRA_COMMIT", "unknown"),
+        "commit": os.environ.get("EQUILIBRA_COMMIT") or (commit.stdout.strip() if commit else "") or "unknown",
         "cpu": cpu,
         "cores": usable_cores(),
         "python": platform.python_version(),
