@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from hashlib import sha256
 from typing import Any
@@ -79,6 +79,8 @@ class Step:
     """its micro-batches are those of all expert-parallel groups, one group after another"""
     load: StepLoad
     """what it was planned for"""
+    reused: bool = False
+    """whether the plan is that of the step before, which had the same load"""
 
     @property
     def static_imbalance(self) -> float:
@@ -157,6 +159,7 @@ class Balancer:
         self.num_experts, self.top_k = int(config.num_moe_experts), int(config.moe_router_topk)
         self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=self.num_experts)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
+        self._last: Step | None = None
         self.broken: str | None = None
         """why experts are mixed, once a move was cut off"""
         self._rates = setting.rates or rates_for(_model_of(config, places), num_nodes=group.cluster.num_nodes)
@@ -172,6 +175,7 @@ class Balancer:
     def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
         """Collective: plan the micro-batches of an optimizer step, move homes, arm.
 
+        With the load of the step before, as when old log-probabilities had the same micro-batches, its plan is taken.
         routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline
         stage.
         """
@@ -180,11 +184,9 @@ class Balancer:
         self.end()
         if self.planner.name == STATIC:
             self.restore_homes()
-        load = self._gather(routing)
-        plan = self._plan(load)
-        self.group.agree(f"plan {plan.digest}", what="the plan of the step")
-        self.move_homes(plan.placement)
-        step = Step(plan=plan, load=load)
+        step = self._step(self._gather(routing))
+        self.group.agree(f"plan {step.plan.digest}", what="the plan of the step")
+        self.move_homes(step.plan.placement)
         self.arm(step, stage)
         return step
 
@@ -222,6 +224,18 @@ class Balancer:
         tokens_GMLER = every.reshape(shape).transpose(0, 2, 3, 4, 1)
         tokens = np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32)
         return StepLoad(tokens_MLER=tokens)
+
+    def _step(self, load: StepLoad) -> Step:
+        """Planned, or with the plan of the last step: all ranks see the same loads, so they do the same."""
+        last = self._last
+        if (
+            last is not None
+            and last.plan.previous == last.plan.placement == self.placement
+            and np.array_equal(last.load.tokens_MLER, load.tokens_MLER)
+        ):
+            return replace(last, reused=True)
+        self._last = Step(plan=self._plan(load), load=load)
+        return self._last
 
     def _plan(self, load: StepLoad) -> StepPlan:
         """The same on every rank of the stage."""

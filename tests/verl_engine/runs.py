@@ -1,0 +1,133 @@
+"""What two ranks do in verl's engine, plain and balanced, one after another in the same processes: verl takes long to load.
+
+verl is imported as a user has it: with the plugin in VERL_USE_EXTERNAL_MODULES. Plain engines have it switched off.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import torch
+from tests.megatron_core import layer_runs
+from tests.verl_engine import absent, engines
+
+PLUGIN = "equilibra.integrations.verl.plugin"
+OFF = {"equilibra": {"enabled": False}}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+STEPS = 3
+
+
+def options(**block: Any) -> dict[str, Any]:
+    return {"override_mcore_model_config": {"equilibra": block}}
+
+
+def on_two_ranks() -> dict[str, Any]:
+    """Every comparison on two expert-parallel ranks, which are two data-parallel ranks."""
+    verl = absent.import_verl(PLUGIN)
+    found: dict[str, Any] = {"version": __import__("verl").__version__}
+    plain = train(verl, override_mcore_model_config=OFF)
+    found["plain"] = plain
+    found["balanced"] = train(verl, **options(spare_slots=2), param_offload=True, optimizer_offload=True)
+    found["recompute"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
+    found["static"] = train(verl, **options(planner="static"))
+    found["spread"] = train(verl, **options(spread_sequences=True))
+    found["recorded"] = [
+        recorded(verl, override_mcore_model_config=OFF),
+        recorded(verl, **options(spare_slots=2)),
+    ]
+    found["replayed as planned"] = as_planned(verl)
+    found["refused"] = refused(verl)
+    layer_runs.break_something("drop gradients of copies")
+    found["sabotaged"] = train(verl, **options(spare_slots=2))
+    for name in ("balanced", "recompute", "static", "spread", "sabotaged"):
+        found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
+    del plain["weights"]
+    return found
+
+
+def train(verl: Any, **of_engine: Any) -> dict[str, Any]:
+    """Log-probabilities with replay, without, then optimizer steps; one of them over micro-batches of a fixed size."""
+    engine = engines.make(verl, **of_engine)
+    old = engines.log_prob(engine, 0)["model_output"]["log_probs"]
+    ours = engine.equilibra
+    planned = dict(ours.waiting) if ours is not None else {}
+    reference = engines.log_prob(engine, 0, replay=False)["model_output"]["log_probs"]
+    outputs = [engines.update(engine, number) for number in range(STEPS)]
+    outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2))
+    with engine.eval_mode():  # offloaded weights have no storage
+        weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
+    return {
+        "balanced": ours is not None,
+        "log_probs": np.concatenate([old.values().numpy(), reference.values().numpy()]),
+        "planned": planned,
+        "losses": [sum(output["loss"]) for output in outputs],
+        "metrics": [
+            {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
+            for output in outputs
+        ],
+        "lists": all(isinstance(value, list) for name, value in outputs[0]["metrics"].items() if name != "grad_norm"),
+        "weights": weights,
+    }
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+def recorded(verl: Any, **of_engine: Any) -> dict[str, Any]:
+    """R2: the pass for log-probabilities records routing, the update replays it."""
+    engine = engines.make(verl, mode="R2", **of_engine)
+    output = engines.log_prob(engine, 0, routed=False)
+    waiting = dict(engine.equilibra.waiting) if engine.equilibra else {}
+    routed = output["model_output"]["routed_experts"]
+    trained = engines.update(engine, 0, routed=routed)
+    return {
+        "recording": waiting,
+        "routed": routed.values().numpy(),
+        "loss": sum(trained["loss"]),
+        "metrics": {name: v for name, v in trained["metrics"].items() if name.startswith("equilibra/")},
+    }
+
+
+def as_planned(verl: Any) -> dict[str, Any]:
+    """Ids and masks that the routers were given while the pass was planned, and afterwards while it ran."""
+    engine = engines.make(verl, **options(spare_slots=1))
+    given: list[tuple[Any, Any, Any]] = []
+    original = verl.RouterReplay.set_target_indices
+
+    def note(self: Any, topk_indices: Any, replay_mask: Any = None) -> None:
+        given.append((id(self), topk_indices.clone(), replay_mask.clone()))
+        original(self, topk_indices, replay_mask)
+
+    verl.RouterReplay.set_target_indices = note
+    try:
+        engines.update(engine, 0)
+    finally:
+        verl.RouterReplay.set_target_indices = original
+    half = len(given) // 2
+    same = [
+        a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2])
+        for a, b in zip(given[:half], given[half:], strict=True)
+    ]
+    return {"calls": len(given), "same": same, "live": int((~given[0][2].bool()).sum())}
+
+
+def refused(verl: Any) -> dict[str, str]:
+    """What is said where plans cannot be."""
+    cases: dict[str, dict[str, Any]] = {
+        "replay is off": {"mode": "disabled"},
+        "router fusion": {"override_transformer_config": {"moe_router_fusion": True}},
+        "unknown option": options(spare_slot=2),
+        "overlap": {"override_ddp_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}},
+    }
+    said = {}
+    for name, of_engine in cases.items():
+        try:
+            engines.make(verl, **of_engine)
+            said[name] = "nothing"
+        except Exception as error:  # noqa: BLE001 - what was raised is what is tested
+            said[name] = f"{type(error).__name__}: {error}"
+    engine = engines.make(verl, forward_only=True)
+    said["reference model"] = repr(engine.equilibra)
+    return said
