@@ -60,13 +60,19 @@ def _no_gpu() -> None:
     _modes[0].__enter__()
 
 
+def install() -> None:
+    """Once in a process, before verl is imported."""
+    shims.install()
+    if _modes:
+        return
+    sys.meta_path.append(_Absent())
+    os.environ["VERL_LOGGING_LEVEL"] = "ERROR"
+    _no_gpu()
+
+
 def import_verl(plugin: str | None = None) -> Any:
     """The module of verl's Megatron engine. plugin: what VERL_USE_EXTERNAL_MODULES names."""
-    shims.install()
-    if not any(isinstance(finder, _Absent) for finder in sys.meta_path):
-        sys.meta_path.append(_Absent())
-        _no_gpu()
-    os.environ["VERL_LOGGING_LEVEL"] = "ERROR"
+    install()
     if plugin is not None:
         os.environ["VERL_USE_EXTERNAL_MODULES"] = plugin
     with warnings.catch_warnings():

@@ -1,8 +1,9 @@
 """A small actor in verl's own Megatron engine, on CPUs: verl's code but for how the model is made.
 
-verl makes models from Hugging Face checkpoints with Megatron-Bridge, which needs Transformer Engine. Here `_build_*` make
-the tests' GPTModel instead, with an attention that knows packed sequences (Megatron's own for that is Transformer
-Engine's). Micro-batches, replay, packing, schedules, losses, optimizer, offloading are verl's and Megatron's.
+verl makes models from Hugging Face checkpoints with Megatron-Bridge, which needs Transformer Engine. Here two of its
+methods make the tests' GPTModel instead, with an attention that knows packed sequences and a norm that knows sequence
+parallelism (Megatron's own are Transformer Engine's). Micro-batches, replay, packing, schedules, losses, optimizer and
+offloading are verl's and Megatron's.
 
 Symbols: S sequences of a rank, L layers, K experts per token.
 """
@@ -11,6 +12,7 @@ from __future__ import annotations
 
 import warnings
 from functools import partial
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -21,7 +23,7 @@ from torch import Tensor
 from torch.nn import functional
 
 PROMPT, RESPONSE, SEQUENCES, LAYERS = 4, 10, 8, 2
-TOKENS_PER_MICRO_BATCH = 34
+TOKENS_PER_MICRO_BATCH = 24
 
 
 def engine_class(verl: Any) -> type:
@@ -57,18 +59,27 @@ def engine_class(verl: Any) -> type:
 def gpt(settings: Any, *, pre: bool, post: bool) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 
-    experts = settings.num_moe_experts
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        spec = get_gpt_layer_local_spec(num_experts=experts, moe_grouped_gemm=False)
-        spec.submodules.self_attention.submodules.core_attention = packed_attention()
+        layer = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, moe_grouped_gemm=False)
+        layer.submodules.self_attention.submodules.core_attention = packed_attention()
+        layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
+        block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(settings), layer_norm=Norm)
         model = GPTModel(
-            settings, spec, vocab_size=models.VOCABULARY, max_sequence_length=PROMPT + RESPONSE, pre_process=pre,
+            settings, block, vocab_size=models.VOCABULARY, max_sequence_length=PROMPT + RESPONSE, pre_process=pre,
             post_process=post, share_embeddings_and_output_weights=False, position_embedding_type="none",
         )  # fmt: skip
     models.fill(model, 1)
     return model
+
+
+class Norm(torch.nn.RMSNorm):
+    """Without parameters: Megatron's own, where Transformer Engine is missing, refuses sequence parallelism."""
+
+    def __init__(self, config: Any, hidden_size: int, eps: float = 1e-5) -> None:
+        super().__init__(hidden_size, eps=eps, elementwise_affine=False)
 
 
 def packed_attention() -> type:
@@ -82,7 +93,7 @@ def packed_attention() -> type:
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Any:
             ends = packed_seq_params.cu_seqlens_q.tolist()
             parts = []
-            for start, end in zip(ends[:-1], ends[1:], strict=True):
+            for start, end in pairwise(ends):
                 q, k, v = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
                 out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
                 parts.append(out[0].transpose(0, 1).reshape(end - start, -1))
@@ -101,8 +112,11 @@ def make(verl: Any, *, expert_parallel: int = 2, **options: Any) -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         config = McoreEngineConfig(
-            expert_model_parallel_size=expert_parallel, expert_tensor_parallel_size=1, router_replay=replay,
-            use_dist_checkpointing=True, **options,
+            expert_model_parallel_size=expert_parallel,
+            expert_tensor_parallel_size=1,
+            router_replay=replay,
+            use_dist_checkpointing=True,
+            **options,
         )
     hf_config = SimpleNamespace(architectures=["Tiny"], model_type="tiny")
     model = SimpleNamespace(
@@ -112,7 +126,11 @@ def make(verl: Any, *, expert_parallel: int = 2, **options: Any) -> Any:
     )  # fmt: skip
     # a larger epsilon: Adam would make steps of equal size out of rounding
     optimizer = McoreOptimizerConfig(
-        lr=0.01, total_training_steps=10, lr_warmup_steps=0, weight_decay=0.0, override_optimizer_config={"adam_eps": 1e-5}
+        lr=0.01,
+        total_training_steps=10,
+        lr_warmup_steps=0,
+        weight_decay=0.0,
+        override_optimizer_config={"adam_eps": 1e-5},
     )
     engine = engine_class(verl)(model, config, optimizer, CheckpointConfig())
     engine.initialize()
@@ -186,3 +204,10 @@ def log_prob(engine: Any, number: int, **options: Any) -> dict[str, Any]:
     """Log-probabilities as verl's worker computes them."""
     with engine.eval_mode():
         return engine.infer_batch(batch(number, **options))
+
+
+def of_responses(number: int, output: dict[str, Any]) -> Any:
+    """As verl's trainer takes them: the last token's would be of the first token of the sequence packed after it."""
+    from verl.workers.utils.padding import no_padding_2_padding
+
+    return no_padding_2_padding(output["model_output"]["log_probs"], batch(number)).numpy()

@@ -1,10 +1,11 @@
-"""What two ranks do in verl's engine, plain and balanced, one after another in the same processes: verl takes long to load.
+"""What two ranks do in verl's engine, plain and balanced, one after another in the same processes: verl loads slowly.
 
 verl is imported as a user has it: with the plugin in VERL_USE_EXTERNAL_MODULES. Plain engines have it switched off.
 """
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -38,6 +39,7 @@ def on_two_ranks() -> dict[str, Any]:
     ]
     found["replayed as planned"] = as_planned(verl)
     found["refused"] = refused(verl)
+    found["tensor parallel"] = tensor_parallel(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
     for name in ("balanced", "recompute", "static", "spread", "sabotaged"):
@@ -49,26 +51,52 @@ def on_two_ranks() -> dict[str, Any]:
 def train(verl: Any, **of_engine: Any) -> dict[str, Any]:
     """Log-probabilities with replay, without, then optimizer steps; one of them over micro-batches of a fixed size."""
     engine = engines.make(verl, **of_engine)
-    old = engines.log_prob(engine, 0)["model_output"]["log_probs"]
+    old = engines.of_responses(0, engines.log_prob(engine, 0))
     ours = engine.equilibra
     planned = dict(ours.waiting) if ours is not None else {}
-    reference = engines.log_prob(engine, 0, replay=False)["model_output"]["log_probs"]
+    reference = engines.of_responses(0, engines.log_prob(engine, 0, replay=False))
     outputs = [engines.update(engine, number) for number in range(STEPS)]
     outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2))
     with engine.eval_mode():  # offloaded weights have no storage
         weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
     return {
         "balanced": ours is not None,
-        "log_probs": np.concatenate([old.values().numpy(), reference.values().numpy()]),
+        "log_probs": np.stack([old, reference]),
         "planned": planned,
         "losses": [sum(output["loss"]) for output in outputs],
         "metrics": [
             {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
             for output in outputs
         ],
-        "lists": all(isinstance(value, list) for name, value in outputs[0]["metrics"].items() if name != "grad_norm"),
+        "logged": logged(engine, outputs[0]),
         "weights": weights,
     }
+
+
+def logged(engine: Any, output: dict[str, Any]) -> dict[str, float]:
+    """What is left of an update's metrics after the steps that verl's worker and trainer take, with their functions."""
+    from verl.utils.metric import reduce_metrics
+    from verl.utils.py_functional import append_to_dict
+    from verl.utils.torch_functional import allgather_dict_into_dict
+
+    ours = {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
+    of_ranks = allgather_dict_into_dict(ours, group=engine.get_data_parallel_group())
+    metrics: dict[str, Any] = {}
+    append_to_dict(metrics, {name: list(chain.from_iterable(value)) for name, value in of_ranks.items()})
+    return {name: float(value) for name, value in reduce_metrics(metrics).items()}
+
+
+def tensor_parallel(verl: Any) -> dict[str, Any]:
+    """The same two ranks as halves of one data-parallel rank, with sequences cut between them."""
+    from megatron.core import parallel_state as groups
+
+    groups.destroy_model_parallel()
+    two = {"tensor_model_parallel_size": 2}
+    plain = train(verl, override_mcore_model_config=OFF, **two)
+    found = train(verl, **options(spare_slots=2), override_transformer_config=FULL, **two)
+    found["weights"] = apart(plain.pop("weights"), found["weights"])
+    groups.destroy_model_parallel()
+    return {"plain": plain, "balanced": found}
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

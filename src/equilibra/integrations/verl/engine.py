@@ -107,7 +107,7 @@ class BalancedEngine:
         self.waiting |= {f"equilibra/{part}{name}": value for name, value in found.items()}
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns
-        """Add the figures to the metrics of an update. The trainer does not log those of log-probabilities: they wait."""
+        """Add the figures to the metrics of an update; those of log-probabilities wait for it, as nobody logs them."""
         if self._stage is Stage.UPDATE and isinstance(output, dict) and "metrics" in output:
             output["metrics"].update({name: [value] for name, value in self.waiting.items()})
         if self._stage is Stage.UPDATE:

@@ -3,9 +3,10 @@
 Symbols: S sequences, L layers, E experts.
 
 verl makes the micro-batches: how many there are on all data-parallel ranks, the token limit, their order. Then
-sequences of like length are swapped between micro-batches of this rank (`plan/spread.py`), where that brings the load of
-every expert-parallel rank closer to its share, keeps the limit, and makes no micro-batch slower than the slowest one
-that verl had made. All processes that hold the same sequences (tensor, context and pipeline parallelism) find the same.
+sequences of like cost are swapped between micro-batches of this rank (`plan/spread.py`), where that brings the load of
+every expert-parallel rank closer to its share and keeps the limit. All processes that hold the same sequences (tensor,
+context and pipeline parallelism) find the same. With planned copies it brings nothing that could be measured
+(`benchmarks/verl_micro_batches.py`), so it is off unless asked for.
 """
 
 from __future__ import annotations
@@ -26,6 +27,9 @@ if TYPE_CHECKING:
     from equilibra.integrations.verl.engine import BalancedEngine
 
 __all__ = ["loads_of", "spread", "spread_partitions"]
+
+LIKE = 0.05
+"""sequences whose costs differ by less than this share of a mean sequence may be swapped"""
 
 
 def spread(
@@ -58,13 +62,13 @@ def loads_of(routed: Any, input_ids: Any, num_experts: int) -> SequenceLoad:  # 
 def spread_partitions(
     sequences: SequenceLoad, cluster: Cluster, partitions: list[list[int]], max_token_len: int
 ) -> list[list[int]]:
-    """Lists of sequences, one for each micro-batch, with as many in each as before."""
+    """Lists of sequences, one for each micro-batch, with as many in each as before, and never above the limit."""
     micro_batch_of_sequence: NDArray[np.int64] = np.empty(sequences.num_sequences, np.int64)
     for micro_batch, members in enumerate(partitions):
         micro_batch_of_sequence[members] = micro_batch
     lengths = sequences.length_of_sequence
+    cost = DENSE_COST * lengths + lengths**2
     homes = contiguous(cluster, num_layers=sequences.num_layers, num_experts=sequences.num_experts)
-    spread_experts(
-        sequences, homes, micro_batch_of_sequence, DENSE_COST * lengths + lengths**2, len(partitions), 1, max_token_len
-    )
+    in_steps = cost // max(int(LIKE * cost.mean()), 1)
+    spread_experts(sequences, homes, micro_batch_of_sequence, in_steps, len(partitions), 1, max_token_len)
     return [np.flatnonzero(micro_batch_of_sequence == m).tolist() for m in range(len(partitions))]
