@@ -125,7 +125,7 @@ def micro_batches() -> dict[str, Any]:
     balancer = SimpleNamespace(
         num_experts=models.NUM_EXPERTS, group=SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=4))
     )
-    balanced: Any = SimpleNamespace(balancer=balancer)
+    balanced: Any = SimpleNamespace(balancer=balancer, verl=SimpleNamespace(tu=tu))
     made = rearrange_micro_batches(batch, LIMIT)
     found, partitions = spread(balanced, batch, LIMIT, made)
     values = torch.nested.as_nested_tensor(

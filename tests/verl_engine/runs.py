@@ -51,24 +51,28 @@ def on_two_ranks() -> dict[str, Any]:
 def train(verl: Any, **of_engine: Any) -> dict[str, Any]:
     """Log-probabilities with replay, without, then optimizer steps; one of them over micro-batches of a fixed size."""
     engine = engines.make(verl, **of_engine)
-    old = engines.of_responses(0, engines.log_prob(engine, 0))
+    outputs = [engines.log_prob(engine, 0)]
     ours = engine.equilibra
     planned = dict(ours.waiting) if ours is not None else {}
-    reference = engines.of_responses(0, engines.log_prob(engine, 0, replay=False))
+    outputs.append(engines.log_prob(engine, 0, replay=False))
+    last = "metrics" in outputs[0]
+    log_probs = np.stack([engines.of_responses(0, output) for output in outputs]) if last else None
     outputs = [engines.update(engine, number) for number in range(STEPS)]
     outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2))
     with engine.eval_mode():  # offloaded weights have no storage
         weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
     return {
         "balanced": ours is not None,
-        "log_probs": np.stack([old, reference]),
+        "last": last,
+        "log_probs": log_probs,
         "planned": planned,
-        "losses": [sum(output["loss"]) for output in outputs],
+        "losses": [sum(output["loss"]) for output in outputs] if last else [],
         "metrics": [
             {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
             for output in outputs
+            if last
         ],
-        "logged": logged(engine, outputs[0]),
+        "logged": logged(engine, outputs[0]) if last else {},
         "weights": weights,
     }
 
@@ -159,3 +163,13 @@ def refused(verl: Any) -> dict[str, str]:
     engine = engines.make(verl, forward_only=True)
     said["reference model"] = repr(engine.equilibra)
     return said
+
+
+def on_two_stages() -> dict[str, Any]:
+    """Two pipeline stages of two expert-parallel ranks, with micro-batches in flight."""
+    verl = absent.import_verl(PLUGIN)
+    two = {"pipeline_model_parallel_size": 2}
+    plain = train(verl, override_mcore_model_config=OFF, **two)
+    found = train(verl, **options(spare_slots=2), override_transformer_config=FULL, **two)
+    found["weights"] = apart(plain.pop("weights"), found["weights"])
+    return {"plain": plain, "balanced": found}

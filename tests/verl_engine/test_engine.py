@@ -42,6 +42,19 @@ def test_two_ranks() -> None:
         assert np.abs(np.subtract(found["sabotaged"]["losses"], plain["losses"])).max() > 1e-3
 
 
+@pytest.mark.slow
+def test_two_pipeline_stages() -> None:
+    """Ranks of the first stage have no outputs: what is logged is of the last one's layers."""
+    every = run_ranks(4, runs.on_two_stages, timeout_s=300)
+    assert sum(found["plain"]["last"] for found in every) == 2
+    for found in every:
+        assert found["balanced"]["planned"]
+        if found["plain"]["last"]:
+            same(found["balanced"], found["plain"])
+        else:
+            assert found["balanced"]["weights"] < 2e-5
+
+
 def of_metrics(found: dict) -> None:
     """The trainer gets a number for each; the plan of log-probabilities is used again for the same micro-batches."""
     names = {"imbalance_before", "imbalance_after", "predicted_gain", "copies", "moves", "plan_reused", "planning_s"}

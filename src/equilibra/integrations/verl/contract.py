@@ -55,7 +55,7 @@ NEEDED = (
     Needed(ENGINE, "RouterReplay.clear_indices", ("self",)),
     Needed(ENGINE, "unwrap_model", ("model",)),
     Needed(ENGINE, "tu.get_non_tensor_data", ("data", "key", "default")),
-    Needed("verl.utils.tensordict_utils", "index_select_tensor_dict", ("batch", "indices")),
+    Needed(ENGINE, "tu.index_select_tensor_dict", ("batch", "indices")),
     Needed(
         MICRO_BATCHES, "rearrange_micro_batches",
         (

@@ -36,8 +36,6 @@ def spread(
     balanced: BalancedEngine, batch: Any, max_token_len: int, made: tuple[Any, Any], *, force_group_size: int = 1  # noqa: ANN401
 ) -> tuple[Any, Any]:  # fmt: skip
     """What `rearrange_micro_batches` returned, with sequences swapped; as it was where groups must stay together."""
-    from verl.utils import tensordict_utils  # noqa: PLC0415
-
     micro_batches, partitions = made
     if force_group_size > 1 or len(partitions) < 2:
         return made
@@ -45,7 +43,7 @@ def spread(
     cluster = balanced.balancer.group.cluster
     changed = spread_partitions(sequences, cluster, partitions, max_token_len)
     return [
-        micro_batch if new == old else tensordict_utils.index_select_tensor_dict(batch, new)
+        micro_batch if new == old else balanced.verl.tu.index_select_tensor_dict(batch, new)
         for micro_batch, old, new in zip(micro_batches, partitions, changed, strict=True)
     ], changed
 
