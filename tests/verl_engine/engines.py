@@ -24,6 +24,7 @@ from torch.nn import functional
 
 PROMPT, RESPONSE, SEQUENCES, LAYERS = 4, 10, 8, 2
 TOKENS_PER_MICRO_BATCH = 24
+CONTENTS = ["model", "optimizer"]
 
 
 def engine_class(verl: Any) -> type:
@@ -132,7 +133,9 @@ def make(verl: Any, *, expert_parallel: int = 2, **options: Any) -> Any:
         weight_decay=0.0,
         override_optimizer_config={"adam_eps": 1e-5},
     )
-    engine = engine_class(verl)(model, config, optimizer, CheckpointConfig())
+    engine = engine_class(verl)(
+        model, config, optimizer, CheckpointConfig(save_contents=CONTENTS, load_contents=CONTENTS)
+    )
     engine.initialize()
     return engine
 

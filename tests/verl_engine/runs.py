@@ -5,6 +5,11 @@ verl is imported as a user has it: with the plugin in VERL_USE_EXTERNAL_MODULES.
 
 from __future__ import annotations
 
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
@@ -38,6 +43,7 @@ def on_two_ranks() -> dict[str, Any]:
         recorded(verl, **options(spare_slots=2)),
     ]
     found["replayed as planned"] = as_planned(verl)
+    found["checkpoint"] = through_a_checkpoint(verl)
     found["refused"] = refused(verl)
     found["tensor parallel"] = tensor_parallel(verl)
     layer_runs.break_something("drop gradients of copies")
@@ -143,6 +149,37 @@ def as_planned(verl: Any) -> dict[str, Any]:
         for a, b in zip(given[:half], given[half:], strict=True)
     ]
     return {"calls": len(given), "same": same, "live": int((~given[0][2].bool()).sum())}
+
+
+def through_a_checkpoint(verl: Any) -> dict[str, Any]:
+    """Weights and optimizer of a balanced engine, saved by verl, loaded into a plain one; both go on."""
+    folder: list[Any] = [tempfile.mkdtemp(prefix="equilibra-test-")]
+    torch.distributed.broadcast_object_list(folder)
+    saved = engines.make(verl, **options(spare_slots=2), param_offload=True)
+    engines.update(saved, 0)
+    with own_processes():
+        saved.save_checkpoint(folder[0])
+    wanted = [sum(engines.update(saved, number)["loss"]) for number in (1, 2)]
+    loaded = engines.make(verl, override_mcore_model_config=OFF)
+    engines.update(loaded, 3)  # Adam's fallback has no state to load into before its first step
+    with torch.no_grad():  # in float32 the optimizer's masters are the weights
+        loaded.load_checkpoint(folder[0], del_local_after_load=False)
+    found = [sum(engines.update(loaded, number)["loss"]) for number in (1, 2)]
+    torch.distributed.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return {"saved": wanted, "loaded": found}
+
+
+@contextmanager
+def own_processes() -> Iterator[None]:
+    """Megatron writes checkpoints with processes of its own, one of which would outlive this one."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        yield
+        filesystem_async._results_queue = None
 
 
 def refused(verl: Any) -> dict[str, str]:

@@ -21,7 +21,7 @@ def same(found: dict, plain: dict, *, copies: bool = True) -> None:
 
 
 def test_two_ranks() -> None:
-    """Replay from rollouts and from recording, offloading, recompute, other micro-batches, tensor parallelism."""
+    """Replay of rollouts and of recordings; offloading, recompute, micro-batches, checkpoints, tensor parallelism."""
     for found in run_ranks(2, runs.on_two_ranks, timeout_s=300):
         plain = found["plain"]
         assert plain["metrics"] == [{}] * (runs.STEPS + 1)
@@ -36,6 +36,7 @@ def test_two_ranks() -> None:
         assert replayed["calls"] == 2 * len(replayed["same"]) > 8
         assert all(replayed["same"])
         assert replayed["live"] > 0
+        assert found["checkpoint"]["loaded"] == pytest.approx(found["checkpoint"]["saved"], rel=2e-5)
         of_refusals(found["refused"])
         # the control: without the gradients of copies, the same comparison fails
         assert found["sabotaged"]["weights"] > 1e-3
