@@ -22,6 +22,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
 from equilibra.integrations.verl.setting import BLOCK, VerlSetting, setting_of
+from equilibra.measure.imbalance import imbalance
 
 __all__ = ["BalancedEngine", "balance_engine", "figures"]
 
@@ -60,8 +61,8 @@ def check_engine(engine: Any) -> None:  # noqa: ANN401
         )
     if config.dynamic_context_parallel:
         raise InputError(
-            "cannot plan with dynamic_context_parallel=True: its scheduler gives ranks different numbers of "
-            f"micro-batches; set it to False, {off}"
+            "cannot plan with dynamic_context_parallel=True: its micro-batches are made by another scheduler, and "
+            f"sequences change ranks; set it to False, {off}"
         )
     if getattr(engine, "peft_cls", None) is not None:
         raise InputError(f"cannot copy experts with adapters (LoRA): their weights are in two places; {off}")
@@ -121,17 +122,17 @@ class BalancedEngine:
         if engine.engine_config.router_replay.mode == "R3":
             ids = verl.align_r3_router_replay_data(ids, input_ids)
             mask = verl.build_r3_replay_mask(input_ids, micro_batch["response_mask"])
-        for chunk in engine.module:
-            model = verl.unwrap_model(chunk)
-            verl.set_router_replay_data(
-                ids, micro_batch.get("attention_mask", None), engine.tf_config, getattr(model, "vp_stage", None) or 0,
-                replay_mask=mask, local_cp_size=None, model=model,
-            )  # fmt: skip
-        replays = [router.router_replay for router in self.routers]
-        found = [masked(replay.target_topk_idx, replay.target_replay_mask) for replay in replays]
-        for replay in replays:
-            replay.clear_indices()
-        return found
+        attention_mask, replays = micro_batch.get("attention_mask", None), [one.router_replay for one in self.routers]
+        try:
+            for model in map(verl.unwrap_model, engine.module):
+                verl.set_router_replay_data(
+                    ids, attention_mask, engine.tf_config, getattr(model, "vp_stage", None) or 0,
+                    replay_mask=mask, local_cp_size=None, model=model,
+                )  # fmt: skip
+            return [masked(replay.target_topk_idx, replay.target_replay_mask) for replay in replays]
+        finally:
+            for replay in replays:
+                replay.clear_indices()
 
 
 def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
@@ -170,7 +171,7 @@ def figures(step: Step, stage: Stage) -> dict[str, float]:
     slowest = int(planned_LMR.max(axis=2).sum())
     return {
         "imbalance_before": step.static_imbalance,
-        "imbalance_after": step.planned_imbalance,
+        "imbalance_after": float(imbalance(planned_LMR).mean()),
         "predicted_gain": int(static_MLR.max(axis=2).sum()) / slowest if slowest else 1.0,
         "copies": float(step.plan.stages[stage].num_copies),
         "moves": float(step.plan.migration.num_moves),

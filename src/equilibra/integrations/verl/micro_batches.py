@@ -37,7 +37,7 @@ def spread(
 ) -> tuple[Any, Any]:  # fmt: skip
     """What `rearrange_micro_batches` returned, with sequences swapped; as it was where groups must stay together."""
     micro_batches, partitions = made
-    if force_group_size > 1 or len(partitions) < 2:
+    if force_group_size > 1 or len(partitions) < 2 or not batch["routed_experts"].is_nested:
         return made
     sequences = loads_of(batch["routed_experts"], batch["input_ids"], balanced.balancer.num_experts)
     cluster = balanced.balancer.group.cluster
@@ -51,7 +51,7 @@ def spread(
 def loads_of(routed: Any, input_ids: Any, num_experts: int) -> SequenceLoad:  # noqa: ANN401 - jagged tensors
     """Counts of every sequence in all layers that were recorded; those of other pipeline stages too."""
     layers, top_k = routed.shape[2:]
-    by_sequence = [[part[:, layer] for layer in range(layers)] for part in routed.unbind()]
+    by_sequence = [[part[:, layer] for layer in range(layers)] for part in routed.cpu().unbind()]
     counts = count_routing(by_sequence, num_layers=layers, num_experts=num_experts, top_k=top_k)
     lengths = input_ids.offsets().diff().cpu().numpy().astype(np.int64)
     return SequenceLoad(tokens_SLE=counts, length_of_sequence=lengths)
