@@ -46,17 +46,19 @@ class _Absent(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module: ModuleType) -> None: ...
 
 
-class _NoPinning(TorchFunctionMode):
-    """Memory is pinned for copies to a GPU."""
+class _NoGpu(TorchFunctionMode):
+    """Memory is pinned for copies to a GPU, and freed when its streams are done."""
 
     def __torch_function__(self, func: Any, _types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.Tensor.record_stream:
+            return None
         return func(*args, **{name: value for name, value in (kwargs or {}).items() if name != "pin_memory"})
 
 
 def _no_gpu() -> None:
     """What verl asks of CUDA besides Megatron."""
     torch.cuda.mem_get_info = lambda *_args: (0, 0)
-    _modes.append(_NoPinning())
+    _modes.append(_NoGpu())
     _modes[0].__enter__()
 
 

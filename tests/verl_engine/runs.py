@@ -35,6 +35,9 @@ def on_two_ranks() -> dict[str, Any]:
     plain = train(verl, override_mcore_model_config=OFF)
     found["plain"] = plain
     found["balanced"] = train(verl, **options(spare_slots=2), param_offload=True, optimizer_offload=True)
+    from verl.models.mcore.patch import apply_patch_megatron_recomputation_backward
+
+    apply_patch_megatron_recomputation_backward()  # as on GPUs: inputs are freed once they were computed anew
     found["recompute"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
     found["static"] = train(verl, **options(planner="static"))
     found["spread"] = train(verl, **options(spread_sequences=True))

@@ -1,4 +1,4 @@
-"""Hooks in verl's Megatron engine: three of its names are replaced by functions that call them.
+"""Hooks in verl's Megatron engine: four names are replaced by functions that call them.
 
     MegatronEngine.initialize               then the model's MoE layers are balanced
     MegatronEngine.forward_backward_batch   a pass begins, ends, and says what its plan is worth
