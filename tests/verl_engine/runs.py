@@ -15,8 +15,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.megatron_core import layer_runs
+from tests.megatron_core import layer_runs, models
 from tests.verl_engine import absent, engines
+
+from equilibra.integrations.megatron.routing import count_routing
 
 PLUGIN = "equilibra.integrations.verl.plugin"
 OFF = {"equilibra": {"enabled": False}}
@@ -49,6 +51,7 @@ def on_two_ranks() -> dict[str, Any]:
     found["checkpoint"] = through_a_checkpoint(verl)
     found["refused"] = refused(verl)
     found["tensor parallel"] = tensor_parallel(verl)
+    found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
     for name in ("balanced", "recompute", "static", "spread", "sabotaged"):
@@ -110,6 +113,28 @@ def tensor_parallel(verl: Any) -> dict[str, Any]:
     found["weights"] = apart(plain.pop("weights"), found["weights"])
     groups.destroy_model_parallel()
     return {"plain": plain, "balanced": found}
+
+
+def counted(verl: Any) -> dict[str, Any]:
+    """Pairs of all ranks by layer and expert as they are planned, and as they are in the batch, under each layout."""
+    from megatron.core import parallel_state as groups
+
+    found = {}
+    for name in ("data", "context_parallel_size", "tensor_model_parallel_size"):
+        groups.destroy_model_parallel()
+        engine = engines.make(verl, **options(), **({} if name == "data" else {name: 2}))
+        data = engines.batch(0)
+        verl.tu.assign_non_tensor(data, sp_size=engine.engine_config.context_parallel_size)
+        parts, _ = verl.prepare_micro_batches(data=data, dp_group=engine.get_data_parallel_group())
+        size = {"num_layers": engines.LAYERS, "num_experts": models.NUM_EXPERTS, "top_k": models.TOP_K}
+        planned = count_routing([engine.equilibra.routing_of(part) for part in parts], **size).sum(axis=0)
+        recorded = [list(part[:-1].unbind(dim=1)) for part in data["routed_experts"].unbind()]
+        wanted = count_routing(recorded, **size).sum(axis=0) * engine.get_data_parallel_size()
+        both = torch.from_numpy(np.stack([planned * 2, wanted]))
+        torch.distributed.all_reduce(both)
+        found[name] = (both // 2).numpy()
+    groups.destroy_model_parallel()
+    return found
 
 
 def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:

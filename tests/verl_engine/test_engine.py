@@ -32,6 +32,9 @@ def test_two_ranks() -> None:
         same(found["tensor parallel"]["balanced"], found["tensor parallel"]["plain"])
         of_metrics(found["balanced"])
         of_recording(*found["recorded"])
+        for planned, recorded in found["counted"].values():  # every pair once, however sequences are cut
+            assert np.array_equal(planned, recorded)
+            assert planned.sum() > 100
         replayed = found["replayed as planned"]
         assert replayed["calls"] == 2 * len(replayed["same"]) > 8
         assert all(replayed["same"])
