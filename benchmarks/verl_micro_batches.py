@@ -3,8 +3,8 @@
 python -m benchmarks.verl_micro_batches [FOLDER]    # from the repository; EQUILIBRA_TRACES: recordings; prints, and
                                                     # writes FOLDER/verl_micro_batches.md
 
-verl's own partitions (Karmarkar-Karp on each data-parallel rank), and the same after `spread_partitions`. Eight ranks are
-eight expert-parallel ranks; each draws 32 sequences and makes 8 micro-batches. Nothing is run: loads are counted.
+verl's own partitions (Karmarkar-Karp on each data-parallel rank), and the same after `spread_partitions`. Eight ranks
+are eight expert-parallel ranks; each draws 32 sequences and makes 8 micro-batches. Nothing is run: loads are counted.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +29,7 @@ from equilibra.trace.open import load_trace
 
 RANKS, SEQUENCES, MICRO_BATCHES, DRAWS = 8, 32, 8, 5
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=RANKS)
-Partition = Callable[[list[int], int, bool], list[list[int]]]
+Partition = Callable[..., list[list[int]]]
 
 
 def load_of(recorded: SequenceLoad, draw: int, partition: Partition, *, spread: bool) -> StepLoad:
@@ -39,7 +40,7 @@ def load_of(recorded: SequenceLoad, draw: int, partition: Partition, *, spread: 
         drawn = rng.choice(recorded.num_sequences, SEQUENCES)
         lengths = recorded.length_of_sequence[drawn]
         own = SequenceLoad(tokens_SLE=np.ascontiguousarray(recorded.tokens_SLE[drawn]), length_of_sequence=lengths)
-        parts = partition((DENSE_COST * lengths + lengths**2).tolist(), MICRO_BATCHES, False)
+        parts = partition((DENSE_COST * lengths + lengths**2).tolist(), MICRO_BATCHES, equal_size=False)
         if spread:
             parts = spread_partitions(own, CLUSTER, parts, max(int(lengths[part].sum()) for part in parts))
         for micro_batch, part in enumerate(parts):
@@ -62,7 +63,8 @@ def main() -> None:
     lines = [
         "# Sequences spread over micro-batches, beside planned copies",
         "",
-        f"Slowest over mean rank, mean of {DRAWS} draws; counted, not run. Made by `python -m benchmarks.verl_micro_batches`.",
+        f"Slowest over mean rank, mean of {DRAWS} draws; counted, not run.",
+        f"{datetime.now(UTC):%Y-%m-%d}, made by `python -m benchmarks.verl_micro_batches`.",
         "",
         "| routing | micro-batches | no copies | 1 spare slot | 2 spare slots |",
         "|---|---|---|---|---|",
