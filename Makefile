@@ -18,6 +18,8 @@ $(READY): pyproject.toml constraints.txt
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: megatron-core psutil \
 	  || echo "megatron-core could not be installed: the tests that need it are skipped"
+	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: verl tensordict omegaconf codetiming \
+	  cloudpickle orjson pyvers || echo "verl could not be installed: the tests that need it are skipped"
 	@touch $@
 
 .PHONY: setup

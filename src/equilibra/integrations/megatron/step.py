@@ -51,6 +51,8 @@ class Prepared:
     previous: Placement
     """homes that the plan begins with"""
     plan: Future[StepPlan]
+    reused: bool = False
+    """whether it is that of the step before, which had the same load"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -61,6 +63,8 @@ class Step:
     """its micro-batches are those of all expert-parallel groups, one group after another"""
     load: StepLoad
     """what it was planned for"""
+    reused: bool = False
+    """whether the plan is that of the step before, which had the same load"""
 
     @property
     def static_imbalance(self) -> float:

@@ -1,4 +1,4 @@
-"""verl: the routing of its batches as sequences. verl itself is not needed."""
+"""verl: the routing of its batches as sequences, which needs no verl; and `plugin`, which verl imports."""
 
 from equilibra.integrations.verl.routing import sequences_of_batch
 

@@ -1,0 +1,103 @@
+"""What the hooks rely on in verl: names, their parameters, and who looks them up where.
+
+verl promises none of it. So it is compared when the hooks go in: a release that renamed something is refused with the
+name and the version, before a run, instead of training without a plan or failing in the middle.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from dataclasses import dataclass
+from functools import reduce
+from typing import Any
+
+from equilibra.core.errors import InputError
+
+__all__ = ["ENGINE", "MICRO_BATCHES", "NEEDED", "WRITTEN_FOR", "Needed", "check_contract", "differences"]
+
+WRITTEN_FOR = ("0.9.0", "0.9.1")
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+MICRO_BATCHES = "verl.workers.engine.utils"
+
+
+@dataclass(frozen=True)
+class Needed:
+    """One name."""
+
+    module: str
+    name: str
+    """dots lead into classes"""
+    parameters: tuple[str, ...]
+    """that it must have, with these names"""
+    looks_up: tuple[str, ...] = ()
+    """names of its module that it must look up when it runs, for these are replaced"""
+
+
+NEEDED = (
+    Needed(ENGINE, "MegatronEngine.initialize", ("self",)),
+    Needed(
+        ENGINE, "MegatronEngine.forward_backward_batch", ("self", "data", "loss_function", "forward_only"),
+        looks_up=("prepare_micro_batches",),
+    ),
+    Needed(ENGINE, "prepare_micro_batches", ("data",), looks_up=("rearrange_micro_batches",)),
+    Needed(
+        ENGINE, "MegatronEngineWithLMHead.forward_step", ("self", "batch_iter", "model"),
+        looks_up=("align_r3_router_replay_data", "build_r3_replay_mask", "set_router_replay_data"),
+    ),
+    Needed(ENGINE, "align_r3_router_replay_data", ("layers_topk_idx", "input_ids")),
+    Needed(ENGINE, "build_r3_replay_mask", ("input_ids", "response_mask")),
+    Needed(
+        ENGINE, "set_router_replay_data",
+        ("layers_topk_idx", "attention_mask", "tf_config", "vp_rank", "replay_mask", "local_cp_size", "model"),
+    ),
+    Needed(ENGINE, "RouterReplay.set_target_indices", ("self", "topk_indices", "replay_mask")),
+    Needed(ENGINE, "RouterReplay.clear_indices", ("self",)),
+    Needed(ENGINE, "unwrap_model", ("model",)),
+    Needed(ENGINE, "tu.get_non_tensor_data", ("data", "key", "default")),
+    Needed(ENGINE, "tu.index_select_tensor_dict", ("batch", "indices")),
+    Needed(
+        MICRO_BATCHES, "rearrange_micro_batches",
+        (
+            "batch", "max_token_len", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp",
+            "min_num_micro_batch", "use_dynamic_bsz_balance", "force_group_size",
+        ),
+    ),
+)  # fmt: skip
+FIELDS = (
+    "dynamic_context_parallel", "forward_only", "override_mcore_model_config", "router_replay",
+)  # fmt: skip
+"""of McoreEngineConfig"""
+
+
+def differences() -> list[str]:
+    """What the installed verl lacks, in words; empty if nothing."""
+    found = [said for one in NEEDED if (said := _difference(one))]
+    config = importlib.import_module("verl.workers.config").McoreEngineConfig
+    missing = [name for name in FIELDS if name not in config.__dataclass_fields__]
+    return [*found, *(f"McoreEngineConfig has no field {name}" for name in missing)]
+
+
+def _difference(needed: Needed) -> str | None:
+    where = f"{needed.module}.{needed.name}"
+    try:
+        found: Any = reduce(getattr, needed.name.split("."), importlib.import_module(needed.module))
+    except (ImportError, AttributeError) as error:
+        return f"{where} is not there ({error})"
+    found = inspect.unwrap(found)
+    parameters = list(inspect.signature(found).parameters)
+    missing = [name for name in needed.parameters if name not in parameters]
+    if missing:
+        return f"{where} has no parameter {', '.join(missing)}: it has {', '.join(parameters)}"
+    aside = [name for name in needed.looks_up if name not in found.__code__.co_names]
+    return f"{where} does not call {', '.join(aside)}" if aside else None
+
+
+def check_contract(version: str) -> None:
+    """An error that says what is different, and in which version."""
+    if found := differences():
+        raise InputError(
+            f"Equilibra cannot hook into verl {version}: {'; '.join(found)}. It was written for verl "
+            f"{' and '.join(WRITTEN_FOR)}: use one of them, or take equilibra.integrations.verl.plugin out of "
+            "VERL_USE_EXTERNAL_MODULES"
+        )

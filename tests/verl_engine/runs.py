@@ -1,0 +1,240 @@
+"""What two ranks do in verl's engine, plain and balanced, one after another in the same processes: verl loads slowly.
+
+verl is imported as a user has it: with the plugin in VERL_USE_EXTERNAL_MODULES. Plain engines have it switched off.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import shutil
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from itertools import chain
+from typing import Any
+
+import numpy as np
+import torch
+from tests.megatron_core import layer_runs, models
+from tests.verl_engine import absent, engines
+
+from equilibra.integrations.megatron.routing import count_routing
+
+PLUGIN = "equilibra.integrations.verl.plugin"
+OFF = {"equilibra": {"enabled": False}}
+FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
+STEPS = 3
+
+
+def options(**block: Any) -> dict[str, Any]:
+    return {"override_mcore_model_config": {"equilibra": block}}
+
+
+def on_two_ranks() -> dict[str, Any]:
+    """Every comparison on two expert-parallel ranks, which are two data-parallel ranks."""
+    verl = absent.import_verl(PLUGIN)
+    found: dict[str, Any] = {"version": __import__("verl").__version__}
+    plain = train(verl, override_mcore_model_config=OFF)
+    found["plain"] = plain
+    found["balanced"] = train(verl, **options(spare_slots=2), param_offload=True, optimizer_offload=True)
+    from verl.models.mcore.patch import apply_patch_megatron_recomputation_backward
+
+    apply_patch_megatron_recomputation_backward()  # as on GPUs: inputs are freed once they were computed anew
+    found["recompute"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
+    found["static"] = train(verl, **options(planner="static"))
+    found["spread"] = train(verl, **options(spread_sequences=True))
+    found["recorded"] = [
+        recorded(verl, override_mcore_model_config=OFF),
+        recorded(verl, **options(spare_slots=2)),
+    ]
+    found["replayed as planned"] = as_planned(verl)
+    found["checkpoint"] = through_a_checkpoint(verl)
+    found["refused"] = refused(verl)
+    found["tensor parallel"] = tensor_parallel(verl)
+    found["counted"] = counted(verl)
+    layer_runs.break_something("drop gradients of copies")
+    found["sabotaged"] = train(verl, **options(spare_slots=2))
+    for name in ("balanced", "recompute", "static", "spread", "sabotaged"):
+        found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
+    del plain["weights"]
+    return found
+
+
+def train(verl: Any, **of_engine: Any) -> dict[str, Any]:
+    """Log-probabilities with replay, without, then optimizer steps; one of them over micro-batches of a fixed size."""
+    engine = engines.make(verl, **of_engine)
+    outputs = [engines.log_prob(engine, 0)]
+    ours = engine.equilibra
+    planned = dict(ours.waiting) if ours is not None else {}
+    outputs.append(engines.log_prob(engine, 0, replay=False))
+    last = "metrics" in outputs[0]
+    log_probs = np.stack([engines.of_responses(0, output) for output in outputs]) if last else None
+    outputs = [engines.update(engine, number) for number in range(STEPS)]
+    outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2))
+    with engine.eval_mode():  # offloaded weights have no storage
+        weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
+    return {
+        "balanced": ours is not None,
+        "last": last,
+        "log_probs": log_probs,
+        "planned": planned,
+        "losses": [sum(output["loss"]) for output in outputs] if last else [],
+        "metrics": [
+            {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
+            for output in outputs
+            if last
+        ],
+        "logged": logged(engine, outputs[0]) if last else {},
+        "weights": weights,
+    }
+
+
+def logged(engine: Any, output: dict[str, Any]) -> dict[str, float]:
+    """What is left of an update's metrics after the steps that verl's worker and trainer take, with their functions."""
+    from verl.utils.metric import reduce_metrics
+    from verl.utils.py_functional import append_to_dict
+    from verl.utils.torch_functional import allgather_dict_into_dict
+
+    ours = {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
+    of_ranks = allgather_dict_into_dict(ours, group=engine.get_data_parallel_group())
+    metrics: dict[str, Any] = {}
+    append_to_dict(metrics, {name: list(chain.from_iterable(value)) for name, value in of_ranks.items()})
+    return {name: float(value) for name, value in reduce_metrics(metrics).items()}
+
+
+def tensor_parallel(verl: Any) -> dict[str, Any]:
+    """The same two ranks as halves of one data-parallel rank, with sequences cut between them."""
+    from megatron.core import parallel_state as groups
+
+    groups.destroy_model_parallel()
+    two = {"tensor_model_parallel_size": 2}
+    plain = train(verl, override_mcore_model_config=OFF, **two)
+    found = train(verl, **options(spare_slots=2), override_transformer_config=FULL, **two)
+    found["weights"] = apart(plain.pop("weights"), found["weights"])
+    groups.destroy_model_parallel()
+    return {"plain": plain, "balanced": found}
+
+
+def counted(verl: Any) -> dict[str, Any]:
+    """Pairs of all ranks by layer and expert as they are planned, and as they are in the batch, under each layout."""
+    from megatron.core import parallel_state as groups
+
+    found = {}
+    for name in ("data", "context_parallel_size", "tensor_model_parallel_size"):
+        groups.destroy_model_parallel()
+        engine = engines.make(verl, **options(), **({} if name == "data" else {name: 2}))
+        data = engines.batch(0)
+        verl.tu.assign_non_tensor(data, sp_size=engine.engine_config.context_parallel_size)
+        parts, _ = verl.prepare_micro_batches(data=data, dp_group=engine.get_data_parallel_group())
+        size = {"num_layers": engines.LAYERS, "num_experts": models.NUM_EXPERTS, "top_k": models.TOP_K}
+        planned = count_routing([engine.equilibra.routing_of(part) for part in parts], **size).sum(axis=0)
+        recorded = [list(part[:-1].unbind(dim=1)) for part in data["routed_experts"].unbind()]
+        wanted = count_routing(recorded, **size).sum(axis=0) * engine.get_data_parallel_size()
+        both = torch.from_numpy(np.stack([planned * 2, wanted]))
+        torch.distributed.all_reduce(both)
+        found[name] = (both // 2).numpy()
+    groups.destroy_model_parallel()
+    return found
+
+
+def apart(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> float:
+    return max(float((value - other[name]).abs().max()) for name, value in one.items())
+
+
+def recorded(verl: Any, **of_engine: Any) -> dict[str, Any]:
+    """R2: the pass for log-probabilities records routing, the update replays it."""
+    engine = engines.make(verl, mode="R2", **of_engine)
+    output = engines.log_prob(engine, 0, routed=False)
+    waiting = dict(engine.equilibra.waiting) if engine.equilibra else {}
+    routed = output["model_output"]["routed_experts"]
+    trained = engines.update(engine, 0, routed=routed)
+    return {
+        "recording": waiting,
+        "routed": routed.values().numpy(),
+        "loss": sum(trained["loss"]),
+        "metrics": {name: v for name, v in trained["metrics"].items() if name.startswith("equilibra/")},
+    }
+
+
+def as_planned(verl: Any) -> dict[str, Any]:
+    """Ids and masks that the routers were given while the pass was planned, and afterwards while it ran."""
+    engine = engines.make(verl, **options(spare_slots=1))
+    given: list[tuple[Any, Any, Any]] = []
+    original = verl.RouterReplay.set_target_indices
+
+    def note(self: Any, topk_indices: Any, replay_mask: Any = None) -> None:
+        given.append((id(self), topk_indices.clone(), replay_mask.clone()))
+        original(self, topk_indices, replay_mask)
+
+    verl.RouterReplay.set_target_indices = note
+    try:
+        engines.update(engine, 0)
+    finally:
+        verl.RouterReplay.set_target_indices = original
+    half = len(given) // 2
+    same = [
+        a[0] == b[0] and torch.equal(a[1], b[1]) and torch.equal(a[2], b[2])
+        for a, b in zip(given[:half], given[half:], strict=True)
+    ]
+    return {"calls": len(given), "same": same, "live": int((~given[0][2].bool()).sum())}
+
+
+def through_a_checkpoint(verl: Any) -> dict[str, Any]:
+    """Weights and optimizer of a balanced engine, saved by verl, loaded into a plain one; both go on."""
+    folder: list[Any] = [tempfile.mkdtemp(prefix="equilibra-test-")]
+    torch.distributed.broadcast_object_list(folder)
+    saved = engines.make(verl, **options(spare_slots=2), param_offload=True)
+    engines.update(saved, 0)
+    with own_processes():
+        saved.save_checkpoint(folder[0])
+    wanted = [sum(engines.update(saved, number)["loss"]) for number in (1, 2)]
+    loaded = engines.make(verl, override_mcore_model_config=OFF)
+    engines.update(loaded, 3)  # Adam's fallback has no state to load into before its first step
+    with torch.no_grad():  # in float32 the optimizer's masters are the weights
+        loaded.load_checkpoint(folder[0], del_local_after_load=False)
+    found = [sum(engines.update(loaded, number)["loss"]) for number in (1, 2)]
+    torch.distributed.barrier()
+    shutil.rmtree(folder[0], ignore_errors=True)
+    return {"saved": wanted, "loaded": found}
+
+
+@contextmanager
+def own_processes() -> Iterator[None]:
+    """Megatron writes checkpoints with processes of its own, one of which would outlive this one."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        yield
+        filesystem_async._results_queue = None
+
+
+def refused(verl: Any) -> dict[str, str]:
+    """What is said where plans cannot be."""
+    cases: dict[str, dict[str, Any]] = {
+        "replay is off": {"mode": "disabled"},
+        "router fusion": {"override_transformer_config": {"moe_router_fusion": True}},
+        "unknown option": options(spare_slot=2),
+        "overlap": {"override_ddp_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}},
+    }
+    said = {}
+    for name, of_engine in cases.items():
+        try:
+            engines.make(verl, **of_engine)
+            said[name] = "nothing"
+        except Exception as error:  # noqa: BLE001 - what was raised is what is tested
+            said[name] = f"{type(error).__name__}: {error}"
+    engine = engines.make(verl, forward_only=True)
+    said["reference model"] = repr(engine.equilibra)
+    return said
+
+
+def on_two_stages() -> dict[str, Any]:
+    """Two pipeline stages of two expert-parallel ranks, with micro-batches in flight."""
+    verl = absent.import_verl(PLUGIN)
+    two = {"pipeline_model_parallel_size": 2}
+    plain = train(verl, override_mcore_model_config=OFF, **two)
+    found = train(verl, **options(spare_slots=2), override_transformer_config=FULL, **two)
+    found["weights"] = apart(plain.pop("weights"), found["weights"])
+    return {"plain": plain, "balanced": found}

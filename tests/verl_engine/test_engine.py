@@ -1,0 +1,91 @@
+"""verl's own Megatron engine learns the same, planned or not. A test is one start of processes: verl loads slowly."""
+
+import numpy as np
+import pytest
+from tests.distributed.ranks import run_ranks
+from tests.verl_engine import runs
+
+
+def same(found: dict, plain: dict, *, copies: bool = True) -> None:
+    """Losses, log-probabilities and weights as verl has them alone; copies were made, and evened out the ranks."""
+    np.testing.assert_allclose(found["losses"], plain["losses"], rtol=2e-5, atol=1e-6)
+    np.testing.assert_allclose(found["log_probs"], plain["log_probs"], rtol=1e-5)
+    assert found["weights"] < 2e-5
+    assert found["balanced"]
+    assert not plain["balanced"]
+    for metrics in found["metrics"]:
+        (before,), (after,) = metrics["equilibra/imbalance_before"], metrics["equilibra/imbalance_after"]
+        assert (metrics["equilibra/copies"][0] > 0) == copies
+        assert after < before if copies else after == pytest.approx(before)
+        assert metrics["equilibra/moves"] == [0.0]
+
+
+def test_two_ranks() -> None:
+    """Replay of rollouts and of recordings; offloading, recompute, micro-batches, checkpoints, tensor parallelism."""
+    for found in run_ranks(2, runs.on_two_ranks, timeout_s=300):
+        plain = found["plain"]
+        assert plain["metrics"] == [{}] * (runs.STEPS + 1)
+        for name in ("balanced", "recompute", "spread"):
+            same(found[name], plain)
+        same(found["static"], plain, copies=False)
+        assert found["static"]["weights"] == 0
+        same(found["tensor parallel"]["balanced"], found["tensor parallel"]["plain"])
+        of_metrics(found["balanced"])
+        of_recording(*found["recorded"])
+        for planned, recorded in found["counted"].values():  # every pair once, however sequences are cut
+            assert np.array_equal(planned, recorded)
+            assert planned.sum() > 100
+        replayed = found["replayed as planned"]
+        assert replayed["calls"] == 2 * len(replayed["same"]) > 8
+        assert all(replayed["same"])
+        assert replayed["live"] > 0
+        assert found["checkpoint"]["loaded"] == pytest.approx(found["checkpoint"]["saved"], rel=2e-5)
+        of_refusals(found["refused"])
+        # the control: without the gradients of copies, the same comparison fails
+        assert found["sabotaged"]["weights"] > 1e-3
+        assert np.abs(np.subtract(found["sabotaged"]["losses"], plain["losses"])).max() > 1e-3
+
+
+@pytest.mark.slow
+def test_two_pipeline_stages() -> None:
+    """Ranks of the first stage have no outputs: what is logged is of the last one's layers."""
+    every = run_ranks(4, runs.on_two_stages, timeout_s=300)
+    assert sum(found["plain"]["last"] for found in every) == 2
+    for found in every:
+        assert found["balanced"]["planned"]
+        if found["plain"]["last"]:
+            same(found["balanced"], found["plain"])
+        else:
+            assert found["balanced"]["weights"] < 2e-5
+
+
+def of_metrics(found: dict) -> None:
+    """The trainer gets a number for each; the plan of log-probabilities is used again for the same micro-batches."""
+    names = {"imbalance_before", "imbalance_after", "predicted_gain", "copies", "moves", "plan_reused", "planning_s"}
+    logged = found["logged"]
+    assert set(logged) == {f"equilibra/{part}{name}" for part in ("", "log_prob_") for name in names}
+    assert logged["equilibra/plan_reused"] == 1
+    assert logged["equilibra/log_prob_plan_reused"] == 0
+    assert logged["equilibra/predicted_gain"] > 1
+    assert logged["equilibra/planning_s"] > 0
+    assert set(found["planned"]) == {f"equilibra/log_prob_{name}" for name in names}
+    for metrics in found["metrics"][1:]:
+        assert set(metrics) == {f"equilibra/{name}" for name in names}
+        assert metrics["equilibra/plan_reused"] == [0.0]
+
+
+def of_recording(plain: dict, found: dict) -> None:
+    """R2: what is recorded is recorded without a plan, and then replayed under one."""
+    assert np.array_equal(plain["routed"], found["routed"])
+    assert found["recording"] == {}
+    assert found["loss"] == pytest.approx(plain["loss"], rel=2e-5)
+    assert found["metrics"]["equilibra/copies"][0] > 0
+
+
+def of_refusals(said: dict) -> None:
+    assert "cannot plan without replay" in said["replay is off"]
+    assert "router_replay.mode=R3" in said["replay is off"]
+    assert "cannot replay routing with moe_router_fusion=True" in said["router fusion"]
+    assert "has no option spare_slot: it has enabled, planner, spare_slots" in said["unknown option"]
+    assert "overlap_param_gather=True" in said["overlap"]
+    assert said["reference model"] == "None"
