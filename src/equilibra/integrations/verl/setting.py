@@ -31,6 +31,8 @@ class VerlSetting:
     """"static": everything runs through Equilibra, but nothing is copied"""
     spare_slots: int = 2
     """copies a rank can hold at a time, in a layer"""
+    prefetch: bool = True
+    """copies come while the layer before computes"""
     ranks_per_node: int | None = None
     """ranks of the expert-parallel group that share fast links; null: 8, or all if there are fewer"""
     spread_sequences: bool = False
@@ -49,8 +51,8 @@ class VerlSetting:
     def for_megatron(self) -> MegatronSetting:
         """What `balance` takes. Homes stay where they are: verl's exporters number experts by rank."""
         return MegatronSetting(
-            planner=self.planner, spare_slots=self.spare_slots, ranks_per_node=self.ranks_per_node,
-            max_moves_per_layer=0, timeout_s=self.timeout_s, seed=self.seed,
+            planner=self.planner, spare_slots=self.spare_slots, prefetch=self.prefetch,
+            ranks_per_node=self.ranks_per_node, max_moves_per_layer=0, timeout_s=self.timeout_s, seed=self.seed,
         )  # fmt: skip
 
 
