@@ -18,7 +18,7 @@ import torch
 from tests.megatron_core import layer_runs, models
 from tests.verl_engine import absent, engines
 
-from equilibra.integrations.megatron.routing import count_routing
+from equilibra.integrations.planned.counts import count_routing
 
 PLUGIN = "equilibra.integrations.verl.plugin"
 OFF = {"equilibra": {"enabled": False}}

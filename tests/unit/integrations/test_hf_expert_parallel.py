@@ -18,7 +18,7 @@ from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 from equilibra.core.errors import InputError
 from equilibra.integrations.hf.expert_parallel import register_expert_parallel
 from equilibra.integrations.hf.expert_parallel.place import known_or_live, to_slots
-from equilibra.integrations.megatron.slots import ALL, Visit
+from equilibra.integrations.planned.slots import ALL, Visit
 
 CLOSE = 2e-5
 """float32, sums in another order"""

@@ -19,8 +19,8 @@ from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
 from equilibra.integrations.megatron.place import Place, to_slots
-from equilibra.integrations.megatron.routing import count_routing
-from equilibra.integrations.megatron.slots import contiguous_slots, visit_of
+from equilibra.integrations.planned.counts import count_routing
+from equilibra.integrations.planned.slots import contiguous_slots, visit_of
 from equilibra.measure.events import Direction
 from equilibra.plan.entry import plan_step
 

@@ -4,7 +4,8 @@ from equilibra.integrations.megatron.balancer import Balancer, balance
 from equilibra.integrations.megatron.export import ExpertParameter, expert_parameters
 from equilibra.integrations.megatron.layer import balanced_layer_spec
 from equilibra.integrations.megatron.routing import by_micro_batch, masked, set_replay
-from equilibra.integrations.megatron.step import MegatronSetting, Prepared, Step
+from equilibra.integrations.megatron.setting import MegatronSetting
+from equilibra.integrations.planned.step import Prepared, Step
 
 __all__ = [
     "Balancer",

@@ -21,7 +21,6 @@ from hashlib import sha256
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import nn
 
 from equilibra.core.cluster import Cluster
@@ -35,13 +34,14 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.visits.tables import instances_of, only_homes
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
-from equilibra.integrations.megatron.groups import counts_of_world, stage_group
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
 from equilibra.integrations.megatron.place import Place
-from equilibra.integrations.megatron.routing import Routing, count_routing
-from equilibra.integrations.megatron.slots import HomeSlots, Visit, contiguous_slots, visit_of
-from equilibra.integrations.megatron.step import MegatronSetting, Prepared, Step
+from equilibra.integrations.megatron.setting import MegatronSetting
+from equilibra.integrations.planned.counts import Routing, gather_load
+from equilibra.integrations.planned.groups import counts_of_world, stage_group
+from equilibra.integrations.planned.slots import HomeSlots, Visit, contiguous_slots, visit_of
+from equilibra.integrations.planned.step import Prepared, Step
 from equilibra.plan.planner import StepProblem, planner_named
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
@@ -142,7 +142,10 @@ class Balancer:
 
     def prepare(self, routing: Routing) -> Prepared:
         """Collective: gather the counts of a step that comes later, and plan it in the background, for `begin`."""
-        load, previous, last = self._gather(routing), self.placement, self._last
+        load = gather_load(
+            self.group, routing, num_layers=len(self.places), num_experts=self.num_experts, top_k=self.top_k
+        )
+        previous, last = self.placement, self._last
         if (  # all ranks see the same loads, so they do the same
             last is not None
             and last.plan.previous == last.plan.placement == previous
@@ -191,26 +194,6 @@ class Balancer:
         """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""
         for left in [left for place in self.places for left in place.arm(None)]:
             left.wait()
-
-    def _gather(self, routing: Routing) -> StepLoad:
-        """Counts of all ranks; ids stay where they are."""
-        counts: list[NDArray[np.int32]] = []
-
-        def count() -> None:
-            layers, experts = len(self.places), self.num_experts
-            counts.append(count_routing(routing, num_layers=layers, num_experts=experts, top_k=self.top_k))
-            if not layers:
-                counts[0] = np.zeros((max(1, len(routing)), self.num_layers, experts), np.int32)
-            elif not len(routing):
-                raise InputError("there is nothing to plan: no micro-batches")
-
-        self.group.all_succeed(count, what="comparing routing with the model")
-        self.group.agree(f"{len(routing)}", what="the number of micro-batches")
-        every = np.stack(self.group.gather(counts[0], what="gathering counts of routing"))
-        shape = (self.group.num_groups, self.group.num_ranks, *counts[0].shape)
-        tokens_GMLER = every.reshape(shape).transpose(0, 2, 3, 4, 1)
-        tokens = np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32)
-        return StepLoad(tokens_MLER=tokens)
 
     def _step(self, prepared: Prepared) -> Step:
         plan, reused = prepared.plan.result(), prepared.reused

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError
 from equilibra.execute.group import Channel, ExpertGroup, Pending
-from equilibra.integrations.megatron.slots import Visit
+from equilibra.integrations.planned.slots import Visit
 
 __all__ = ["Arriving", "Exchange", "carry", "fetch"]
 

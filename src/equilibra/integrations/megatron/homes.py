@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from equilibra.core.errors import InputError
 from equilibra.execute.group import Channel, ExpertGroup, lost_rank_is_an_error
 from equilibra.integrations.megatron.place import Place
-from equilibra.integrations.megatron.slots import HomeMove
+from equilibra.integrations.planned.slots import HomeMove
 
 __all__ = ["StateOfParameters", "move_layer"]
 

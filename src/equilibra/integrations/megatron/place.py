@@ -21,7 +21,7 @@ from equilibra.execute.moe.functions import direction_now
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.copies import Arriving, Exchange, carry, fetch
 from equilibra.integrations.megatron.parts import parts_of, run_copies
-from equilibra.integrations.megatron.slots import Visit
+from equilibra.integrations.planned.slots import Visit
 from equilibra.measure.events import Direction
 
 __all__ = ["Place", "to_slots"]

@@ -12,16 +12,12 @@ import inspect
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError
 
-__all__ = ["Routing", "by_micro_batch", "count_routing", "masked", "set_replay"]
-
-Routing = Sequence[Sequence[Tensor]]
+__all__ = ["by_micro_batch", "masked", "set_replay"]
 
 
 def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
@@ -46,34 +42,6 @@ def by_micro_batch(lists: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
             "from them"
         )
     return [list(layers) for layers in zip(*of_layers, strict=True)]
-
-
-def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> NDArray[np.int32]:
-    """[M, L, E] pairs of this rank; an error if the routing is of another model."""
-    counts = np.zeros((len(routing), num_layers, num_experts), np.int32)
-    for m, layers in enumerate(routing):
-        if len(layers) != num_layers:
-            raise InputError(
-                f"micro-batch {m} has routing of {len(layers)} layers, this pipeline stage has {num_layers} MoE layers"
-            )
-        for layer, ids in enumerate(layers):
-            if ids.ndim != 2 or ids.shape[1] != top_k or ids.is_floating_point():
-                raise InputError(
-                    f"routing of micro-batch {m}, layer {layer} must be whole numbers [tokens, {top_k}], not "
-                    f"{ids.dtype} "
-                    f"{list(ids.shape)}"
-                )
-            counts[m, layer] = _count(ids.detach().cpu().numpy(), num_experts)
-    return counts
-
-
-def _count(ids_TK: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
-    if ids_TK.max(initial=0) >= num_experts:
-        raise InputError(f"routing names expert {ids_TK.max()}, the model has {num_experts}")
-    ordered = np.sort(ids_TK, axis=1)
-    known = (ordered[:, 0] >= 0) & ~(ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-    counts: NDArray[np.int64] = np.bincount(ids_TK[known].ravel().astype(np.int64), minlength=num_experts)
-    return counts
 
 
 def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:

@@ -19,8 +19,6 @@ from functools import partial
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
 from torch.distributed.tensor import DTensor
 
 from equilibra.core.cluster import Cluster
@@ -35,10 +33,10 @@ from equilibra.execute.visits.tables import instances_of
 from equilibra.integrations.hf.expert_parallel.place import Armed, Place, known_or_live
 from equilibra.integrations.hf.expert_parallel.style import style_of
 from equilibra.integrations.hf.families import family_of
-from equilibra.integrations.megatron.balancer import Step
-from equilibra.integrations.megatron.groups import stage_group
-from equilibra.integrations.megatron.routing import Routing, count_routing
-from equilibra.integrations.megatron.slots import contiguous_slots, visit_of
+from equilibra.integrations.planned.counts import Routing, gather_load
+from equilibra.integrations.planned.groups import stage_group
+from equilibra.integrations.planned.slots import contiguous_slots, visit_of
+from equilibra.integrations.planned.step import Step
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 
 __all__ = ["ParallelBalancer", "ParallelSetting", "plan_expert_parallel"]
@@ -142,7 +140,10 @@ class ParallelBalancer:
         its batch with padding. Rows with a negative id, or with an expert twice, are routed live and not counted.
         """
         self.end()
-        load = self._gather(routing)
+        spec = self.spec
+        load = gather_load(
+            self.group, routing, num_layers=len(self.places), num_experts=spec.num_experts, top_k=spec.top_k
+        )
         plan = self._plan(load)
         self.group.agree(f"plan {plan.digest}", what="the plan of the step")
         step = Step(plan=plan, load=load)
@@ -176,23 +177,6 @@ class ParallelBalancer:
         self._routing = None
         for place in self.places:
             place.arm(None)
-
-    def _gather(self, routing: Routing) -> StepLoad:
-        """Counts of all ranks; ids stay where they are."""
-        counts: list[NDArray[np.int32]] = []
-
-        def count() -> None:
-            layers, spec = len(self.places), self.spec
-            counts.append(count_routing(routing, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k))
-            if not len(routing):
-                raise InputError("there is nothing to plan: no micro-batches")
-
-        self.group.all_succeed(count, what="comparing routing with the model")
-        self.group.agree(f"{len(routing)}", what="the number of micro-batches")
-        every = np.stack(self.group.gather(counts[0], what="gathering counts of routing"))
-        tokens_GRMLE = every.reshape(self.group.num_groups, self.group.num_ranks, *counts[0].shape)
-        tokens_GMLER = tokens_GRMLE.transpose(0, 2, 3, 4, 1)
-        return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
 
     def _plan(self, load: StepLoad) -> StepPlan:
         """The same on every rank: flash copies, and homes that stay."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.integrations.megatron.slots import Visit
+from equilibra.integrations.planned.slots import Visit
 
 __all__ = ["Exchange", "carry"]
 

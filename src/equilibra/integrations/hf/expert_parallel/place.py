@@ -23,7 +23,7 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import direction_now
 from equilibra.integrations.hf.expert_parallel.copies import Exchange, carry
 from equilibra.integrations.hf.replay import route_recorded
-from equilibra.integrations.megatron.slots import Visit
+from equilibra.integrations.planned.slots import Visit
 from equilibra.measure.events import Direction
 
 __all__ = ["Armed", "Place", "known_or_live", "to_slots"]
