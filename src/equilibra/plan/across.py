@@ -274,8 +274,9 @@ def _exchange(  # type: ignore[no-untyped-def]
                     e, a, b, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows
                 )
             if f_to == -2:
+                other = serve if e_to == -2 and a_pays == 0 else 0  # the same rank may be the origin of both
                 b_back, a_back, back_fits = _prices(
-                    f, b, a, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows
+                    f, b, a, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows - other
                 )
                 if not back_fits or max(a_pays + a_back - room_a, 0) + b_pays + b_back > room:
                     back, a_back, b_back = np.int64(0), np.int64(0), np.int64(0)
