@@ -15,10 +15,15 @@ from equilibra.core.plan import Stage
 from equilibra.cost.hardware import Hardware
 from equilibra.cost.presets import hardware_named
 
-__all__ = ["MOST_ROWS", "Rates", "rates_for"]
+__all__ = ["MOST_ROWS", "Rates", "gradient_us", "rates_for", "served_us"]
 
 MOST_ROWS = 2**31
 """that a copy may cost: no rank computes as many"""
+GRADIENT_SUM = 3
+"""times a returned gradient goes through device memory: it is read, and what it is added to is read and written"""
+SERVED_SHARE = 0.25
+"""part of that which its rank's own compute does not hide: an assumption, between 0 (all of it beside products that
+leave memory free) and 1 (nothing beside it)"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,6 +111,21 @@ class Rates:
         )
 
 
+def gradient_us(model: MoEModel, machine: Hardware) -> float:
+    """What one copy more costs the rank that holds it in the backward pass, besides its rows.
+
+    What the law says of an instance, and no less than it takes to write its float32 gradient: laws fitted to kernels
+    that write bf16 gradients do not know of it.
+    """
+    written_us = model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
+    return max(machine.experts_backward.instance_us(model), written_us)
+
+
+def served_us(model: MoEModel, machine: Hardware) -> float:
+    """What one copy costs the rank it comes from: its gradient is added there, partly beside other compute."""
+    return SERVED_SHARE * GRADIENT_SUM * model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
+
+
 def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: int = 1) -> Rates:
     """The prices of a model's experts on a kind of machine, an H200 node if none is named."""
     machine = hardware_named("h200") if hardware is None else hardware
@@ -118,6 +138,7 @@ def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: i
     dense_us = 2e-6 * model.dense_parameters / machine.dense_tflops
     token_us = dense_us + model.top_k * (forward_us + crossing)
     between_us = dense_us / model.top_k + crossing
+    held_us = machine.experts_forward.instance_us(model)
     passes = 3  # recompute forward, update forward, update backward: each dispatches and combines once
     return Rates(
         row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: forward_us + backward_us},
@@ -139,5 +160,7 @@ def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: i
             Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,
         },
         gap_row_us={Stage.RECOMPUTE: between_us, Stage.UPDATE: 3 * between_us + forward_us},
+        hold_us={Stage.RECOMPUTE: held_us, Stage.UPDATE: held_us + gradient_us(model, machine)},
+        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: served_us(model, machine)},
         token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )

@@ -13,7 +13,8 @@ though every rank computes the same number of rows. Quotas say how many rows an 
    most: it hands rows of other nodes to the rank of its node that receives least, and gets as many rows of the own node
    back, so that both compute what they did. Where the other has no instance of the expert, a flash copy is made; spare
    slots limit that. Copies that hand on all their rows are dropped. A copy costs rows, as in `replicate`: no rank's
-   rows and copies together rise above those of the fullest by more than one copy's price.
+   rows and copies together rise above those of the fullest by more than one copy's price. Where traffic is so dear that
+   slack is given for it, copies made here count as free.
 3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
    ranks keep theirs that send most so far.
 """
@@ -273,8 +274,9 @@ def _exchange(  # type: ignore[no-untyped-def]
                     e, a, b, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows
                 )
             if f_to == -2:
+                other = serve if e_to == -2 and a_pays == 0 else 0  # the same rank may be the origin of both
                 b_back, a_back, back_fits = _prices(
-                    f, b, a, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows
+                    f, b, a, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows - other
                 )
                 if not back_fits or max(a_pays + a_back - room_a, 0) + b_pays + b_back > room:
                     back, a_back, b_back = np.int64(0), np.int64(0), np.int64(0)
@@ -387,6 +389,8 @@ def serve_across(  # type: ignore[no-untyped-def]
         goal = np.int64(1)  # everybody waits for the node that receives most: its mean is good enough for all
         for first in range(0, num_ranks, group):
             goal = max(goal, got[first : first + group].sum() // group + 1)
+        if row_slack > 0:  # traffic is dear: copies that even it out are worth what they cost
+            hold, serve = 0, 0
         for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
             node, most_rows = node_and_slack // 2, fullest + max(hold + serve, node_and_slack % 2 * slack)
             count = _exchange(

@@ -49,11 +49,9 @@ def test_planning_with_prices_is_never_worse_than_without(data):
 
 @many
 @given(st.data())
-def test_an_exchange_raises_time_by_no_more_than_the_slack_or_a_price(data):
+def test_an_exchange_raises_time_by_no_more_than_a_price_where_traffic_is_cheap(data):
     cluster = Cluster(num_nodes=data.draw(st.integers(2, 3)), ranks_per_node=data.draw(st.integers(2, 6)))
     tokens, hold, serve = data.draw(tokens_and_prices(cluster))
     case = Case(tokens_ER=tokens, cluster=cluster, hold=hold, serve=serve, row_slack=NO_EXCHANGE)
-    row_slack = data.draw(st.sampled_from([0.0, 0.02, 0.2]))
-    before, after = split_of(case), split_of(replace(case, row_slack=row_slack))
-    allowed = max(hold + serve, int(row_slack * before.effective().mean()) + 1)
-    assert after.effective().max() <= before.effective().max() + allowed
+    before, after = split_of(case), split_of(replace(case, row_slack=0.0))
+    assert after.effective().max() <= before.effective().max() + hold + serve

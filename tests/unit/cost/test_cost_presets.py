@@ -1,5 +1,7 @@
 """Presets of machines and models: all build, are ordered as the data sheets are, and have the size that is known."""
 
+from dataclasses import replace
+
 import pytest
 
 from equilibra.core.errors import InputError
@@ -100,3 +102,22 @@ def test_models_that_make_no_sense(change):
     shape = {"num_layers": 1, "hidden": 8, "expert_ffn": 8, "num_experts": 8, "top_k": 2}
     with pytest.raises(InputError, match=next(iter(change)) if "top_k" not in change else "top-9 of 8"):
         MoEModel(name="x", **{**shape, **change})
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b", "deepseek-v3"])
+def test_copies_cost_what_their_gradients_do(name):
+    model, machine = model_named(name), hardware_named("h200")
+    rates = rates_for(model, machine)
+    written_us = model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
+    assert rates.hold_us[Stage.UPDATE] >= written_us
+    assert rates.hold_us[Stage.RECOMPUTE] == machine.experts_forward.instance_us(model)
+    assert rates.serve_us == {Stage.RECOMPUTE: 0.0, Stage.UPDATE: pytest.approx(0.75 * written_us)}
+    assert 0 < rates.serve_rows(Stage.UPDATE) < rates.hold_rows(Stage.UPDATE) < 200
+
+
+def test_a_law_that_knows_what_an_instance_costs_is_believed():
+    """45 us for an expert of 50 MB: what our kernels took on an H200, against 25 us for writing the gradient."""
+    model, machine = model_named("gpt-oss-20b"), hardware_named("h200")
+    slow = replace(machine, experts_backward=replace(machine.experts_backward, instance_gb_per_s=1114.0))
+    assert rates_for(model, machine).hold_us[Stage.UPDATE] == pytest.approx(25, abs=3)
+    assert rates_for(model, slow).hold_us[Stage.UPDATE] == pytest.approx(45, abs=1)
