@@ -8,13 +8,16 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates
 
-__all__ = ["late_stages"]
+__all__ = ["LATE", "late_stages"]
+
+LATE = 0.01
 
 
 def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
-    """Stages in which, in some layer and micro-batch, the busiest link takes longer than there is to hide it in.
+    """Stages in which copies come late by more than LATE of the time of all layers.
 
-    That is the time of a layer: its slowest rank's rows and what comes with them, as the planner prices them.
+    Late is what the busiest link of a layer and micro-batch takes longer than the layer: its slowest rank's rows and
+    what comes with them, as the planner prices them. The other link is not free: weights are written to it every step.
     """
     num_ranks = plan.cluster.num_ranks
     late = []
@@ -24,6 +27,7 @@ def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage
         received, sent = (np.bincount(at + ends, minlength=rows_CR.size) for ends in (copies.rank, copies.origin))
         link_us = np.maximum(received, sent).reshape(-1, num_ranks).max(axis=1) * rates.link_us[stage]
         layer_us = rows_CR.max(axis=1) * rates.row_us[stage] + rows_CR.mean(axis=1) * rates.gap_row_us[stage]
-        if (link_us > layer_us + rates.gap_us[stage]).any():
+        hidden_us = layer_us + rates.gap_us[stage]
+        if np.maximum(link_us - hidden_us, 0.0).sum() > LATE * hidden_us.sum():
             late.append(stage)
     return frozenset(late)

@@ -1,6 +1,7 @@
 """Paths of flash copies that a machine cannot have are refused before anything runs."""
 
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import numpy as np
 import pytest
@@ -15,11 +16,13 @@ from equilibra.cost.rates import Rates  # noqa: E402
 from equilibra.execute.copies.copies import Copies  # noqa: E402
 from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
 from equilibra.execute.copies.transfer import Path  # noqa: E402
-from equilibra.execute.group import join_expert_group  # noqa: E402
+from equilibra.execute.group import Ready, join_expert_group  # noqa: E402
 from equilibra.execute.moe.layer import BalancedMoE  # noqa: E402
 from equilibra.execute.moe.spec import MoESpec  # noqa: E402
 from equilibra.execute.runtime import CopySetting, Runtime  # noqa: E402
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
+from equilibra.execute.visits.visit import Where  # noqa: E402
+from equilibra.measure.events import StageNumber  # noqa: E402
 from equilibra.trace.routing import RoutingTrace  # noqa: E402
 
 ALONE = Cluster(num_nodes=1, ranks_per_node=1)
@@ -48,7 +51,8 @@ def test_auto_without_gpus_is_collective():
 
 
 @pytest.mark.parametrize(("late", "works", "chosen"), [
-    (frozenset(), True, ["ipc", "ipc"]), ({Stage.UPDATE}, True, ["ipc", "both"]), (set(Stage), False, ["host", "host"])
+    (frozenset(), True, ["ipc", "ipc"]), ({Stage.UPDATE}, True, ["ipc", "both"]),
+    (set(Stage), False, ["host", "collective"]),
 ])  # fmt: skip
 def test_auto_on_gpus_follows_the_plan(late, works, chosen):
     copies = Copies.__new__(Copies)
@@ -56,6 +60,48 @@ def test_auto_on_gpus_follows_the_plan(late, works, chosen):
     copies.armed = SimpleNamespace(late=late)
     assert [copies._chosen(Path.AUTO, stage) for stage in Stage] == chosen
     assert copies._chosen(Path.COLLECTIVE, Stage.UPDATE) is Path.COLLECTIVE
+
+
+class Engine:
+    """Writes down what a DeviceEngine would queue."""
+
+    def __init__(self):
+        self.told, self.queued = [], False
+
+    def gradient_slots(self, copies):
+        return torch.zeros(0, 1)
+
+    def give_back(self, copies):
+        return SimpleNamespace(wait=lambda: self._add(copies)) if copies.num_in_node else Ready()
+
+    def _add(self, copies):
+        self.finish_sums()
+        self.told.append(f"sum {copies.layer}")
+        self.queued = True
+
+    def finish_sums(self):
+        if self.queued:
+            self.told.append("waited")
+        self.queued = False
+
+
+def test_nothing_is_added_to_a_layer_while_its_copies_are():
+    copies, engine = Copies.__new__(Copies), Engine()
+    copies._engines, copies._path = {Path.IPC: engine}, dict.fromkeys(Stage, Path.IPC)
+    copies._returning, copies._summing, copies.recorder = None, set(), MagicMock()
+    copies._row, copies.weights = torch.zeros(1), MagicMock()
+    nothing = np.zeros(0, np.int32)
+    copies.list_of = lambda where: SimpleNamespace(
+        layer=where.layer, num_in_node=3 * (where.layer == 2), held_expert=nothing, held_origin=nothing
+    )
+    for micro_batch in range(2):
+        for layer in (2, 1, 0):  # only the last layer has copies
+            where = Where(stage=StageNumber.UPDATE, micro_batch=micro_batch, layer=layer)
+            copies.flash_gradients(where)
+            engine.told.append(f"compute {layer}")
+            copies.send_gradients(where)
+    copies.finish_returns()
+    assert engine.told == 2 * ["compute 2", "sum 2", "compute 1", "compute 0", "waited"]
 
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 2, "a"])

@@ -35,18 +35,20 @@ def slowest_link(plan, load, stage):
     ]  # fmt: skip
 
 
-def test_a_stage_is_late_from_the_first_link_that_does_not_fit_on():
+def test_a_stage_is_late_when_its_links_are_by_a_hundredth_of_its_layers():
     plan, load = planned()
     gaps = {Stage.RECOMPUTE: 5.0, Stage.UPDATE: 9.0}
     base = replace(Rates.free(), gap_us=gaps, gap_row_us=dict.fromkeys(Stage, 0.25))
     for stage in Stage:
-        fits = min(
-            (rows.max() + 0.25 * rows.mean() + gaps[stage]) / count
-            for count, rows in slowest_link(plan, load, stage) if count
-        )  # fmt: skip
-        for factor, late in ((0.999, set()), (1.001, {stage})):
-            rates = replace(base, link_us={**dict.fromkeys(Stage, 0.0), stage: fits * factor})
-            assert late_stages(plan, load, rates) == late
+        cells = [(n, rows.max() + 0.25 * rows.mean() + gaps[stage]) for n, rows in slowest_link(plan, load, stage)]
+        found = set()
+        for link_us in np.linspace(1.0, 2000.0, 200):
+            late_us = sum(max(n * link_us - us, 0.0) for n, us in cells)
+            late = late_us > 0.01 * sum(us for _, us in cells)
+            rates = replace(base, link_us={**dict.fromkeys(Stage, 0.0), stage: float(link_us)})
+            assert late_stages(plan, load, rates) == ({stage} if late else set())
+            found.add(late)
+        assert found == {False, True}
 
 
 def test_without_prices_nothing_is_late():

@@ -86,6 +86,8 @@ class Copies:
         self._engines: dict[Path, TransferEngine] = {}
         self._lists: dict[Where, CopyList] = {}
         self._returning: _Return | None = None
+        self._summing: set[int] = set()
+        """layers whose gradients may still be added to"""
         self._path: dict[Stage, Path] = {}
         """of the plan that is armed"""
         self._ipc_works: bool | None = None
@@ -117,8 +119,8 @@ class Copies:
             return Path.COLLECTIVE
         if self._ipc_works is None:
             self._ipc_works = ipc_works(self.group, self._row)
-        if not self._ipc_works:
-            return Path.HOST
+        if not self._ipc_works:  # the host link is too slow for gradients
+            return Path.HOST if stage is Stage.RECOMPUTE else Path.COLLECTIVE
         return Path.BOTH if stage in self.armed.late else Path.IPC
 
     def _engine(self, path: Path) -> TransferEngine:
@@ -211,8 +213,9 @@ class Copies:
 
     def flash_gradients(self, where: Where) -> list[ExpertParts]:
         """Where gradients of a visit's flash copies are written."""
-        same = self._returning is not None and self._returning.where.layer == where.layer
-        self.finish_returns() if same else self._end_return()  # sums may still be under way in other layers
+        self._end_return()
+        if where.layer in self._summing:  # in other layers sums may still be under way
+            self._finish_sums()
         engine = self._engines[self._path[STAGE[where.stage]]]
         return self.weights[where.layer].layout.experts(engine.gradient_slots(self.list_of(where)))
 
@@ -225,13 +228,19 @@ class Copies:
     def finish_returns(self) -> None:
         """Until gradients of flash copies that are on their way have been added."""
         self._end_return()
+        self._finish_sums()
+
+    def _finish_sums(self) -> None:
         for engine in self._engines.values():
             engine.finish_sums()
+        self._summing.clear()
 
     def _end_return(self) -> None:
         if self._returning is not None:
             done, self._returning = self._returning, None
             done.moving.wait()
+            if done.copies.num_in_node:
+                self._summing.add(done.where.layer)
             span = getattr(done.moving, "span", (done.started, self.recorder.now()))
             self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.where, span,
                                 done.copies.held_expert, done.copies.held_origin,

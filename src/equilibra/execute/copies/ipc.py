@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import json
+import logging
 from typing import Any
 
 import numpy as np
@@ -17,13 +18,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.errors import ExecuteError
+from equilibra.core.errors import EquilibraError, ExecuteError
 from equilibra.execute.copies.pinned import PinnedPath, signals_of_node
 from equilibra.execute.copies.standing import Sources
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup
 
 __all__ = ["BothPath", "IpcPath", "exchanged", "handle_of", "ipc_works", "opened"]
+
+logger = logging.getLogger(__name__)
 
 
 def handle_of(tensor: Tensor) -> dict[str, Any]:
@@ -68,11 +71,19 @@ def exchanged(group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype) -> 
 
 def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
     """Collective: whether GPUs of the node can open each other's memory; containers and drivers may forbid it."""
-    try:
-        exchanged(group, [like.new_zeros(8)], like.dtype)
-    except Exception:  # noqa: BLE001 - whatever it was, there are other ways, and a lost rank is noticed there
-        return False
-    return True
+    works: list[bool] = []
+
+    def tried() -> None:
+        try:
+            exchanged(group, [like.new_zeros(8)], like.dtype)
+        except (EquilibraError, RuntimeError) as error:
+            logger.warning("GPUs of this node cannot open each other's memory (%s): copies take other paths", error)
+            works.append(False)
+        else:
+            works.append(True)
+
+    group.all_succeed(tried, what="trying whether GPUs can open each other's memory")
+    return works[0]
 
 
 class IpcPath:

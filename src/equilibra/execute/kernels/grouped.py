@@ -61,7 +61,7 @@ SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 
 
 def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
-    """Whether these kernels compute such rows: on a GPU, in types that its matrix units know."""
+    """Whether these kernels compute such rows: on a GPU, in types that its matrix units know; Hopper or newer."""
     return (
         rows_ND.is_cuda
         and rows_ND.dtype in (torch.bfloat16, torch.float16)
@@ -69,7 +69,14 @@ def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
         and all(parts.gate_up.dtype == rows_ND.dtype for parts in instances)
         and all(size % 8 == 0 for size in instances[0].down.shape)
         and has_triton()
+        and _has_room(rows_ND.device)
     )
+
+
+@lru_cache(maxsize=64)
+def _has_room(device: torch.device) -> bool:
+    """Whether tiles fit: multiprocessors before Hopper have less memory, and no descriptors."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

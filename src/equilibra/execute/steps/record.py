@@ -58,7 +58,7 @@ class Recorder:
 
     def now(self) -> Moment:
         """For spans of what is computed."""
-        return perf_counter() if self._began_on_gpu is None else mark()
+        return mark() if self.on and self._began_on_gpu is not None else perf_counter()
 
     @contextmanager
     def span(
