@@ -126,8 +126,14 @@ def served_us(model: MoEModel, machine: Hardware) -> float:
     return SERVED_SHARE * GRADIENT_SUM * model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
 
 
-def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: int = 1) -> Rates:
-    """The prices of a model's experts on a kind of machine, an H200 node if none is named."""
+def rates_for(
+    model: MoEModel, hardware: Hardware | None = None, *, num_nodes: int = 1, price_copies: bool = False
+) -> Rates:
+    """The prices of a model's experts on a kind of machine, an H200 node if none is named.
+
+    price_copies: whether copies cost the ranks that hold and serve them. Off: rows are levelled, not time, since what
+    a copy costs was measured on one device only.
+    """
     machine = hardware_named("h200") if hardware is None else hardware
     forward_us = machine.experts_forward.row_us(model, backward=False)
     backward_us = machine.experts_backward.row_us(model, backward=True)
@@ -138,7 +144,8 @@ def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: i
     dense_us = 2e-6 * model.dense_parameters / machine.dense_tflops
     token_us = dense_us + model.top_k * (forward_us + crossing)
     between_us = dense_us / model.top_k + crossing
-    held_us = machine.experts_forward.instance_us(model)
+    held_us = machine.experts_forward.instance_us(model) if price_copies else 0.0
+    in_update_us = (gradient_us(model, machine), served_us(model, machine)) if price_copies else (0.0, 0.0)
     passes = 3  # recompute forward, update forward, update backward: each dispatches and combines once
     return Rates(
         row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: forward_us + backward_us},
@@ -160,7 +167,7 @@ def rates_for(model: MoEModel, hardware: Hardware | None = None, *, num_nodes: i
             Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,
         },
         gap_row_us={Stage.RECOMPUTE: between_us, Stage.UPDATE: 3 * between_us + forward_us},
-        hold_us={Stage.RECOMPUTE: held_us, Stage.UPDATE: held_us + gradient_us(model, machine)},
-        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: served_us(model, machine)},
+        hold_us={Stage.RECOMPUTE: held_us, Stage.UPDATE: held_us + in_update_us[0]},
+        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: in_update_us[1]},
         token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )

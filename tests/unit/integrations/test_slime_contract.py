@@ -161,7 +161,7 @@ def test_options():
         ({"spare_slots": "2"}, "equilibra_spare_slots must be of type int, not '2'"),
         ({"spare_slots": True}, "must be of type int, not True"),
         ({"spare_slots": -1}, "spare_slots must be a whole number from 0"),
-        ({"timeout_s": 0}, "equilibra_timeout_s must be above 0, not 0"),
+        ({"timeout_s": 0}, "timeout_s must be above 0 and below a million seconds, not 0"),
         ({"spec": "a.b"}, "a module and a function in it"),
     ],
 )

@@ -23,7 +23,6 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
@@ -40,9 +39,10 @@ from equilibra.integrations.megatron.place import Place
 from equilibra.integrations.megatron.setting import MegatronSetting
 from equilibra.integrations.planned.counts import Routing, gather_load
 from equilibra.integrations.planned.groups import counts_of_world, stage_group
+from equilibra.integrations.planned.setting import cluster_of
 from equilibra.integrations.planned.slots import HomeSlots, Visit, contiguous_slots, visit_of
 from equilibra.integrations.planned.step import Prepared, Step
-from equilibra.plan.planner import StepProblem, planner_named
+from equilibra.plan.planner import StepProblem
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 
@@ -68,12 +68,15 @@ def balance(
     config = layers[0].config if layers else chunks[0].config
     check_config(config)
     expert_parallel, data_parallel = _groups_of(layers)
-    ranks = expert_parallel.size()
-    per_node = setting.ranks_per_node or min(8, ranks)
-    if ranks % per_node:
-        raise InputError(f"{ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
-    cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
+    cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
     group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
+    group.agree(  # before anything changes
+        f"{setting.chosen_planner.name}, {len(layers)} MoE layers, {setting.spare_slots} spare slots, "
+        f"nodes of {cluster.ranks_per_node}, {setting.max_moves_per_layer} moves, seed {setting.seed}, "
+        f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
+        f"{sha256(repr(setting.rates).encode()).hexdigest()}",
+        what="how steps are planned",
+    )
     places = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
     return Balancer(group, setting, places, config, optimizer)
 
@@ -109,15 +112,7 @@ class Balancer:
         self, group: ExpertGroup, setting: MegatronSetting, places: list[Place], config: Any, optimizer: Any  # noqa: ANN401
     ) -> None:  # fmt: skip
         self.group, self.setting, self.places = group, setting, places
-        self.planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
-        group.agree(
-            f"{self.planner.name}, {len(places)} MoE layers, {setting.spare_slots} spare slots, "
-            f"nodes of {group.cluster.ranks_per_node}, "
-            f"{setting.max_moves_per_layer} moves, seed {setting.seed}, "
-            f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
-            f"{sha256(repr(setting.rates).encode()).hexdigest()}",
-            what="how steps are planned",
-        )
+        self.planner = setting.chosen_planner
         self.num_experts, self.top_k = int(config.num_moe_experts), int(config.moe_router_topk)
         self.num_layers = max(1, len(places))
         """of plans: a stage without MoE layers plans one that no token visits"""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.megatron.balancer import MegatronSetting
+from equilibra.integrations.megatron.setting import MegatronSetting
 
 __all__ = ["OPTIONS", "PREFIX", "base_spec", "setting_of"]
 
@@ -55,7 +55,4 @@ def _given(args: Any) -> dict[str, Any]:  # noqa: ANN401
         if not isinstance(value, OPTIONS[name]) or (isinstance(value, bool) and bool not in OPTIONS[name]):
             kinds = " or ".join(kind.__name__ for kind in OPTIONS[name])
             raise InputError(f"{PREFIX}{name} must be of type {kinds}, not {value!r}")
-    for name in ("ranks_per_node", "timeout_s"):
-        if given.get(name, 1) <= 0:
-            raise InputError(f"{PREFIX}{name} must be above 0, not {given[name]}")
     return given

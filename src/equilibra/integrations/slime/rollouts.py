@@ -47,13 +47,14 @@ class Rollouts:
     """Plans the rollouts of one actor's model. On all its processes, at the same passes."""
 
     def __init__(self, model: Sequence[nn.Module], setting: MegatronSetting) -> None:
-        self.balancer = balance(model, setting)
-        layers = [module for chunk in model for module in chunk.modules() if getattr(module, "place", None) is not None]
-        if any(getattr(layer.config, "moe_router_fusion", False) for layer in layers):
+        parts = [part for chunk in model for part in chunk.modules()]
+        if any(getattr(getattr(part, "config", None), "moe_router_fusion", False) for part in parts):
             raise InputError(
                 "cannot replay routing with --moe-router-fusion: the fused router does not ask slime's replay for its "
                 "experts; leave it out"
             )
+        self.balancer = balance(model, setting)
+        layers = [module for chunk in model for module in chunk.modules() if getattr(module, "place", None) is not None]
         self.replays = [_replay_of(layer.router) for layer in layers]
         """of the MoE layers, in their order; none on a pipeline stage that has no such layers"""
         self._waiting: PlannedRollout | None = None

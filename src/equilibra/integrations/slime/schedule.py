@@ -24,6 +24,8 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule
+from equilibra.integrations.planned.setting import cluster_of
+from equilibra.integrations.slime.options import setting_of
 from equilibra.plan.pack import cell_cost, pack
 
 __all__ = ["DpSchedule", "Routes", "build_dp_schedule", "repacked"]
@@ -149,7 +151,6 @@ def _routes(args: Any, routed_experts: Sequence[NDArray[Any] | None] | None) -> 
     for tokens_LE, routed in zip(tokens_SLE, every, strict=True):
         for tokens_E, column in zip(tokens_LE, columns, strict=True):
             tokens_E[:] = np.bincount(routed[:, column].ravel(), minlength=experts)
-    per_node = getattr(args, "equilibra_ranks_per_node", None) or min(8, ranks)
     home_LE = np.tile(np.repeat(np.arange(ranks, dtype=np.int32), experts // ranks), (len(columns), 1))
-    cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
+    cluster = cluster_of(ranks, setting_of(args).ranks_per_node)
     return Routes(tokens_SLE, Placement(home_of_expert=home_LE, cluster=cluster))

@@ -125,6 +125,8 @@ class BalancedEngine:
         attention_mask, replays = micro_batch.get("attention_mask", None), [one.router_replay for one in self.routers]
         try:
             for model in map(verl.unwrap_model, engine.module):
+                if not _layers_of([model]):  # a stage or a chunk without experts, where verl finds no routers
+                    continue
                 verl.set_router_replay_data(
                     ids, attention_mask, engine.tf_config, getattr(model, "vp_stage", None) or 0,
                     replay_mask=mask, local_cp_size=None, model=model,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.megatron.balancer import MegatronSetting
+from equilibra.integrations.megatron.setting import MegatronSetting
 
 __all__ = ["BLOCK", "VerlSetting", "setting_of"]
 
@@ -66,9 +66,10 @@ def _is(value: object, kind: str) -> bool:
 
 def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's McoreEngineConfig
     """The options in an engine's configuration; unknown ones are an error."""
-    block = (engine_config.override_mcore_model_config or {}).get("equilibra") or {}
+    block = (engine_config.override_mcore_model_config or {}).get("equilibra")
+    block = {} if block is None else block
     if not isinstance(block, Mapping):
-        raise InputError(f"{BLOCK} must be a table of options, not {block!r}")
+        raise InputError(f"{BLOCK} must be a table of options, not {block!r}: {BLOCK}.enabled=False switches it off")
     known = [option.name for option in fields(VerlSetting)]
     unknown = sorted(str(name) for name in block if name not in known)
     if unknown:

@@ -14,19 +14,17 @@ checkpoints, optimizers and `save_pretrained` see what they saw before.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import partial
 from hashlib import sha256
 from typing import Any
 
 from torch.distributed.tensor import DTensor
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.rates import Rates, rates_for
+from equilibra.cost.rates import rates_for
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.visits.tables import instances_of
@@ -35,33 +33,15 @@ from equilibra.integrations.hf.expert_parallel.style import style_of
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.planned.counts import Routing, gather_load
 from equilibra.integrations.planned.groups import stage_group
+from equilibra.integrations.planned.setting import PlanSetting, cluster_of
 from equilibra.integrations.planned.slots import contiguous_slots, visit_of
 from equilibra.integrations.planned.step import Step
-from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.plan.planner import StepProblem
 
 __all__ = ["ParallelBalancer", "ParallelSetting", "plan_expert_parallel"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class ParallelSetting:
-    """How steps are planned. The same on every rank."""
-
-    planner: str | Planner = "equilibra"
-    """"static" switches balancing off: recorded experts are replayed, nothing is copied"""
-    spare_slots: int = 2
-    """copies a rank can hold at a time, in a layer"""
-    ranks_per_node: int | None = None
-    """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
-    rates: Rates | None = None
-    """what rows and copies cost; None: the model's experts on an H200"""
-    timeout_s: float = 300.0
-    """after which a silent rank is lost, in exchanges of counts and hashes"""
-    seed: int = 0
-    """of every random choice of the planner"""
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.spare_slots, int) or not 0 <= self.spare_slots < 2**16:
-            raise InputError(f"spare_slots must be a whole number from 0 to 65535, not {self.spare_slots!r}")
+ParallelSetting = PlanSetting
 
 
 def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> ParallelBalancer:  # noqa: ANN401
@@ -73,12 +53,13 @@ def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> 
     spec, blocks = family.spec(model.config), [one.mlp for one in model.model.layers if hasattr(one.mlp, "experts")]
     weight = _check(model, blocks)
     expert_parallel, expert_data = (weight.device_mesh[name].get_group() for name in ("ep", "efsdp"))
-    ranks = expert_parallel.size()
-    per_node = setting.ranks_per_node or min(8, ranks)
-    if ranks % per_node:
-        raise InputError(f"{ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
-    cluster = Cluster(num_nodes=ranks // per_node, ranks_per_node=per_node)
+    cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
     group = stage_group(expert_parallel, expert_data, cluster, setting.timeout_s)
+    group.agree(
+        f"{setting.chosen_planner.name}, {setting.spare_slots} spare slots, nodes of {cluster.ranks_per_node}, "
+        f"seed {setting.seed}, {sha256(repr(setting.rates).encode()).hexdigest()}",
+        what="how steps are planned",
+    )
     places = []
     for layer, block in enumerate(blocks):
         place = Place(layer, group, block.experts, spec.num_experts, setting.spare_slots)
@@ -119,12 +100,7 @@ class ParallelBalancer:
         self, group: ExpertGroup, setting: ParallelSetting, places: list[Place], spec: MoESpec, weight_bytes: int
     ) -> None:
         self.group, self.setting, self.places, self.spec = group, setting, places, spec
-        self.planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
-        group.agree(
-            f"{self.planner.name}, {setting.spare_slots} spare slots, nodes of {group.cluster.ranks_per_node}, "
-            f"seed {setting.seed}, {sha256(repr(setting.rates).encode()).hexdigest()}",
-            what="how steps are planned",
-        )
+        self.planner = setting.chosen_planner
         self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=spec.num_experts)
         model = MoEModel(
             name="transformers", num_layers=len(places), hidden=spec.hidden, expert_ffn=spec.expert_ffn,

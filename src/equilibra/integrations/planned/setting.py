@@ -1,0 +1,66 @@
+"""How steps are planned inside another framework, and on which cluster."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import isfinite
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.cost.rates import Rates
+from equilibra.plan.planner import Planner, planner_named
+
+__all__ = ["PlanSetting", "cluster_of"]
+
+RANKS_PER_NODE = 8
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlanSetting:
+    """The same on every rank."""
+
+    planner: str | Planner = "equilibra"
+    """"static" switches balancing off: recorded experts are replayed, nothing is copied"""
+    spare_slots: int = 2
+    """copies a rank can hold at a time, in a layer"""
+    ranks_per_node: int | None = None
+    """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
+    rates: Rates | None = None
+    """what rows, copies and moves cost; None: the model's experts on an H200"""
+    timeout_s: float = 300.0
+    """after which a silent rank is lost, in exchanges of counts, hashes and copies"""
+    seed: int = 0
+    """of every random choice of the planner"""
+
+    def __post_init__(self) -> None:
+        self._check_whole("spare_slots", 0, 2**16 - 1)
+        self._check_whole("seed", 0, 2**31 - 1)
+        if self.ranks_per_node is not None:
+            self._check_whole("ranks_per_node", 1, 2**16 - 1)
+        timeout = self.timeout_s
+        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not isfinite(timeout):
+            raise InputError(f"timeout_s must be a number of seconds, not {timeout!r}")
+        if not 0 < timeout < 10**6:
+            raise InputError(f"timeout_s must be above 0 and below a million seconds, not {timeout}")
+        if isinstance(self.planner, str):
+            planner_named(self.planner)
+        elif not hasattr(self.planner, "plan"):
+            raise InputError(f"planner must be a name or a Planner, not {self.planner!r}")
+
+    def _check_whole(self, name: str, least: int, most: int) -> None:
+        value = getattr(self, name)
+        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+            raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+
+    @property
+    def chosen_planner(self) -> Planner:
+        """The planner, also where it was named."""
+        return planner_named(self.planner) if isinstance(self.planner, str) else self.planner
+
+
+def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:
+    """Nodes of expert-parallel ranks."""
+    per_node = min(RANKS_PER_NODE, num_ranks) if ranks_per_node is None else ranks_per_node
+    if num_ranks % per_node:
+        raise InputError(f"{num_ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
+    return Cluster(num_nodes=num_ranks // per_node, ranks_per_node=per_node)
