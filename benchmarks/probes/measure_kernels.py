@@ -21,6 +21,7 @@ import numpy as np
 import torch
 import triton
 
+from equilibra.bench.suite import environment
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
@@ -52,6 +53,13 @@ SWEEP = {
 
 
 Works = dict[str, Callable[[], Any]]
+
+
+def about(program: str) -> dict[str, Any]:
+    """What made a result."""
+    known = environment()
+    command = f"PYTHONPATH=src python benchmarks/probes/{program}.py --output FILE"
+    return {"command": command, "date": known["date"], "commit": known["commit"]}
 
 
 def in_turn(works: Works, repeats: int = 12) -> dict[str, float]:
@@ -274,7 +282,7 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Kernels of an expert layer on one GPU (measured)",
         "",
-        f"`PYTHONPATH=src python benchmarks/probes/measure_kernels.py --output FILE`, {result['device']}, torch "
+        f"`PYTHONPATH=src python benchmarks/probes/measure_kernels.py --output FILE`, date {result['date']}, commit {result['commit']}, {result['device']}, torch "
         f"{result['torch']}, triton {result['triton']}; microseconds, medians of 12; everything in turn.",
         "",
         "| shape | rows | bare | float32 sums | our experts, forward | backward | layer, both | from a CUDA graph | over "
@@ -307,6 +315,7 @@ def main() -> None:
     parser.add_argument("--rows", nargs="*", type=int, default=[16384, 65536])
     parsed = parser.parse_args()
     result: dict[str, Any] = {
+        **about("measure_kernels"),
         "device": torch.cuda.get_device_name(),
         "torch": torch.__version__,
         "triton": triton.__version__,

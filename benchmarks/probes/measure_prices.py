@@ -18,6 +18,7 @@ import torch
 
 from equilibra.bench.gpu.replay import Replay, Sizes
 from equilibra.bench.gpu.work import STILL, Moves, RankWork
+from equilibra.bench.suite import environment
 from equilibra.core.model import MoEModel
 from equilibra.cost.files import load_model
 
@@ -72,7 +73,10 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parsed = parser.parse_args()
-    found = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": []}
+    known = environment()
+    command = "PYTHONPATH=src python benchmarks/probes/measure_prices.py --output FILE"
+    about = {"command": command, "date": known["date"], "commit": known["commit"]}
+    found: dict[str, Any] = {**about, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": []}
     for name, homes in HOMES.items():
         found["shapes"].append(measure(load_model(name), homes))
         print(json.dumps(found["shapes"][-1]), flush=True)

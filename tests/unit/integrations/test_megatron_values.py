@@ -1,5 +1,6 @@
 """Slots, scattering and counting of the Megatron integration, which need no Megatron."""
 
+import re
 from types import SimpleNamespace
 
 import numpy as np
@@ -19,7 +20,9 @@ from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
 from equilibra.integrations.megatron.place import Place, to_slots
+from equilibra.integrations.megatron.setting import MegatronSetting
 from equilibra.integrations.planned.counts import count_routing
+from equilibra.integrations.planned.setting import cluster_of
 from equilibra.integrations.planned.slots import contiguous_slots, visit_of
 from equilibra.measure.events import Direction
 from equilibra.plan.entry import plan_step
@@ -224,3 +227,30 @@ def test_masks_and_lists_of_other_sizes_are_refused():
     with pytest.raises(InputError, match="1 to 2 micro-batches"):
         by_micro_batch([[ids], [ids, ids]])
     assert by_micro_batch([]) == []
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"ranks_per_node": 2.5}, "ranks_per_node must be a whole number from 1 to 65535, not 2.5"),
+        ({"ranks_per_node": 0}, "ranks_per_node must be a whole number from 1"),
+        ({"spare_slots": True}, "spare_slots must be a whole number from 0 to 65535, not True"),
+        ({"timeout_s": "x"}, "timeout_s must be a number of seconds, not 'x'"),
+        ({"timeout_s": float("nan")}, "timeout_s must be a number of seconds, not nan"),
+        ({"timeout_s": -1}, "timeout_s must be above 0 and below a million seconds, not -1"),
+        ({"prefetch": "no"}, "prefetch must be True or False, not 'no'"),
+        ({"planner": 3}, "planner must be a name or a Planner, not 3"),
+        ({"planner": "equilibre"}, "equilibre"),
+        ({"seed": "a"}, "seed must be a whole number from 0 to 2147483647, not 'a'"),
+        ({"max_moves_per_layer": -7}, "max_moves_per_layer must be a whole number from -1"),
+    ],
+)
+def test_settings_that_cannot_be(given, said):
+    with pytest.raises(InputError, match=re.escape(said)):
+        MegatronSetting(**given)
+
+
+def test_nodes_must_be_whole():
+    assert cluster_of(12, 6) == Cluster(num_nodes=2, ranks_per_node=6)
+    with pytest.raises(InputError, match="12 expert-parallel ranks cannot be nodes of 8: set ranks_per_node"):
+        cluster_of(12, None)

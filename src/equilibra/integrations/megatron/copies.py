@@ -103,8 +103,7 @@ def carry(
     if torch.is_grad_enabled() and not (rows.requires_grad or probs.requires_grad):
         raise ExecuteError(
             f"gradients of copies of MoE layer {exchange.layer} would be lost on ranks that hold none: neither its "
-            f"input "
-            "nor its router learns; train one of them, or balance without copies (spare_slots=0)"
+            "input nor its router learns; train one of them, or balance without copies (spare_slots=0)"
         )
     rows, probs, *flat = _Carry.apply(arriving, rows, probs, *parameters)  # type: ignore[no-untyped-call]
     parts = len(exchange.part_shapes)

@@ -37,8 +37,7 @@ class StateOfParameters:
             if part.config.use_precision_aware_optimizer:
                 raise InputError(
                     "cannot move homes with use_precision_aware_optimizer=True: its state is scaled, and would be "
-                    "moved as "
-                    "copies; without an optimizer homes do not move"
+                    "moved as copies; without an optimizer homes do not move"
                 )
 
     def pieces(self, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:

@@ -99,8 +99,7 @@ def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerC
     if (getattr(config, "expert_tensor_parallel_size", None) or 1) > 1:
         raise InputError(
             f"cannot balance with expert_tensor_parallel_size={config.expert_tensor_parallel_size}: experts must be "
-            f"whole "
-            "on their ranks; use 1"
+            "whole on their ranks; use 1"
         )
 
 
@@ -110,8 +109,7 @@ def check_wrapping(config: Any) -> None:  # noqa: ANN401 - Megatron's Distribute
         if getattr(config, name, False):
             raise InputError(
                 f"cannot balance a model with {name}=True: weights come when an expert runs, and copies of them are "
-                f"made "
-                "before; set it to False"
+                "made before; set it to False"
             )
 
 

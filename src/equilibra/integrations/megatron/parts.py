@@ -24,8 +24,7 @@ def slot_and_part(name: str) -> tuple[int, str]:
         return int(found[2]), found[1]
     raise InputError(
         f"cannot tell which expert {name} is of: experts must be SequentialMLP or TEGroupedMLP, which have "
-        f"parameters of "
-        "their own for every expert (moe_use_legacy_grouped_gemm keeps them in one)"
+        "parameters of their own for every expert (moe_use_legacy_grouped_gemm keeps them in one)"
     )
 
 

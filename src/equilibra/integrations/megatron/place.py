@@ -87,9 +87,8 @@ class Place:
             what = "forward" if direction is Direction.FORWARD else "recompute"
             raise ExecuteError(
                 f"{what} {number + 1} of MoE layer {self.layer} has no plan: the step has {len(self._visits)} "
-                f"micro-batches, "
-                f"{self._next[Direction.FORWARD]} have begun; give all of them to begin(), arm() the step again for "
-                "another pass, or end() it for passes that are not planned"
+                f"micro-batches, {self._next[Direction.FORWARD]} have begun; give all of them to begin(), arm() the "
+                "step again for another pass, or end() it for passes that are not planned"
             )
         self._next[direction] += 1
         return self._visit(number)

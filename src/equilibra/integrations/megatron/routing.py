@@ -1,4 +1,4 @@
-"""Routing of a step's micro-batches, as RouterReplay of Megatron and verl and slime have it: counts, and replay.
+"""Routing of a step's micro-batches, as RouterReplay of Megatron and verl and slime have it, and replay.
 
 Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this rank, K experts per token, E experts.
 
@@ -58,6 +58,5 @@ def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:
         else:
             raise InputError(
                 f"{int(live.sum())} tokens have no recorded routing, and {type(replay).__name__} of Megatron-Core "
-                f"cannot "
-                "route some rows live: fill them in, or use verl's RouterReplay"
+                "cannot route some rows live: fill them in, or use verl's RouterReplay"
             )

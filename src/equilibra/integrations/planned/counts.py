@@ -8,9 +8,9 @@ A step's routing is [M][L] ids [T, K]. Rows with a negative id, or an expert twi
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -56,17 +56,27 @@ def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k:
             if ids.ndim != 2 or ids.shape[1] != top_k or ids.is_floating_point():
                 raise InputError(
                     f"routing of micro-batch {m}, layer {layer} must be whole numbers [tokens, {top_k}], not "
-                    f"{ids.dtype} "
-                    f"{list(ids.shape)}"
+                    f"{ids.dtype} {list(ids.shape)}"
                 )
-            counts[m, layer] = _count(ids.detach().cpu().numpy(), num_experts)
+        if num_layers:
+            counts[m] = _counts(layers, num_experts)
     return counts
 
 
-def _count(ids_TK: NDArray[Any], num_experts: int) -> NDArray[np.int64]:
-    if ids_TK.max(initial=0) >= num_experts:
-        raise InputError(f"routing names expert {ids_TK.max()}, the model has {num_experts}")
-    ordered = np.sort(ids_TK, axis=1)
-    known = (ordered[:, 0] >= 0) & ~(ordered[:, 1:] == ordered[:, :-1]).any(axis=1)
-    counts: NDArray[np.int64] = np.bincount(ids_TK[known].ravel().astype(np.int64), minlength=num_experts)
+def _counts(layers: Sequence[Tensor], num_experts: int) -> NDArray[np.int64]:
+    """[L, E] of a micro-batch, counted where its ids are and brought over at once."""
+    counted = torch.stack([_count(ids.detach().long(), num_experts) for ids in layers]).cpu().numpy()
+    if counted[:, -1].max() >= num_experts:
+        raise InputError(f"routing names expert {counted[:, -1].max()}, the model has {num_experts}")
+    result: NDArray[np.int64] = counted[:, :num_experts]
+    return result
+
+
+def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """[E + 2] pairs of every expert, those of rows that are routed live, and the largest id."""
+    ordered = ids_TK.sort(dim=1).values
+    live = (ordered[:, :1] < 0).any(dim=1) | (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    at = ids_TK.masked_fill(live[:, None], num_experts).clamp(0, num_experts).flatten()
+    counts = at.new_zeros(num_experts + 2).scatter_add_(0, at, torch.ones_like(at))
+    counts[-1] = ids_TK.amax() if ids_TK.numel() else -1
     return counts

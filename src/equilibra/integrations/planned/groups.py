@@ -1,7 +1,7 @@
-"""Megatron's process groups as an expert-parallel group of ours.
+"""A framework's process groups as an expert-parallel group of ours.
 
-Tokens travel in Megatron's own expert-parallel group, and so do homes and gradients of copies. Copies have a group of
-their own over the same ranks: they travel ahead, and neither wait behind tokens nor hold them up. Counts and hashes
+Tokens travel in the framework's own expert-parallel group, and so do homes and gradients of copies. Copies have a group
+of their own over the same ranks: they travel ahead, and neither wait behind tokens nor hold them up. Counts and hashes
 need one more, over all ranks that have the same layers (a pipeline stage), from host memory.
 """
 
@@ -51,8 +51,8 @@ def stage_group(
     ):
         raise InputError(
             f"ranks of a pipeline stage are laid out as {places.tolist()}: (expert rank, expert data rank) must "
-            f"rise with "
-            "the expert rank first, as the order tp-cp-ep-dp-pp has it, and expert_tensor_parallel_size must be 1"
+            "rise with the expert rank first, as the order tp-cp-ep-dp-pp has it, and expert_tensor_parallel_size must "
+            "be 1"
         )
     return group
 

@@ -2,7 +2,7 @@
 
 Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all ranks.
 
-Megatron numbers a rank's experts by their place in it. Here slots take that role: rank r has slots r (H + S) and on,
+Frameworks number a rank's experts by their place in it. Here slots take that role: rank r has slots r (H + S) and on,
 homes first, then copies. An expert that moves takes the slot of one that leaves, so that the others of a rank stay in
 place: their parameters, gradient buckets and optimizer shards do not change.
 """
@@ -58,7 +58,7 @@ class HomeSlots:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether every expert is where plain Megatron has it."""
+        """Whether every expert is where the framework alone has it."""
         count = self.expert_of_slot[0].size
         return bool((self.expert_of_slot.reshape(-1, count) == np.arange(count)).all())
 
@@ -88,7 +88,7 @@ class HomeSlots:
 
 
 def contiguous_slots(cluster: Cluster, *, num_layers: int, num_experts: int) -> HomeSlots:
-    """As plain Megatron has it."""
+    """As the framework alone has it."""
     per_rank = cluster.experts_per_rank(num_experts)
     expert_RH = np.arange(num_experts, dtype=np.int32).reshape(cluster.num_ranks, per_rank)
     return HomeSlots(expert_of_slot=np.tile(expert_RH, (num_layers, 1, 1)), cluster=cluster)

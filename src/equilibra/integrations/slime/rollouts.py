@@ -20,6 +20,7 @@ from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -73,24 +74,39 @@ class Rollouts:
 
     def before_train_step(self, step_id: int) -> PlannedRollout | None:
         """Before an optimizer step. Returns the rollout's plan with the first."""
+        group, taken = self.balancer.group, list[int]()
+        group.all_succeed(
+            lambda: taken.append(self._position(step_id)), what="comparing slime's position with the plan"
+        )
+        if step_id == 0:
+            return self._first_step()
+        assert self._rollout is not None
+        self._start = taken[0]
+        self.balancer.arm(self._rollout.step, Stage.UPDATE, start=taken[0])
+        return None
+
+    def _position(self, step_id: int) -> int:
+        """Where slime's replay stands; an error if the plan stands elsewhere."""
         taken = self._taken()
         if step_id == 0:
-            return self._first_step(taken)
+            if taken:
+                raise ExecuteError(
+                    f"a rollout must be replayed from its first micro-batch, not from micro-batch {taken}"
+                )
+            return taken
         planned = self._start + self._done() if self._rollout else 0
         if self._rollout is None or taken != planned:
             raise ExecuteError(
                 f"optimizer step {step_id} replays from micro-batch {taken} on, the plan stands at {planned}: "
                 "passes came between that no hook was told of, or one of the two hooks is not set"
             )
-        self._start = taken
-        self.balancer.arm(self._rollout.step, Stage.UPDATE, start=taken)
-        return None
+        return taken
 
-    def _first_step(self, taken: int) -> PlannedRollout:
-        if taken:
-            raise ExecuteError(f"a rollout must be replayed from its first micro-batch, not from micro-batch {taken}")
+    def _first_step(self) -> PlannedRollout:
         waiting, self._waiting, self._start = self._waiting, None, 0
-        if waiting is not None and self._is_of_now(waiting):
+        of_now = np.array([waiting is not None and self._is_of_now(waiting)])
+        every = self.balancer.group.gather(of_now, what="asking whether the rollout is the one that was planned")
+        if waiting is not None and all(bool(part[0]) for part in every):
             self._rollout = waiting
             self.balancer.arm(waiting.step, Stage.UPDATE)
         else:
