@@ -29,7 +29,7 @@ def test_every_other_rank_gets_an_error(point, how, path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("path", list(Path))
+@pytest.mark.parametrize("path", [Path.COLLECTIVE, Path.HOST])  # the others are between GPUs
 @pytest.mark.parametrize("how", ["die", "fail", "silent"])
 @pytest.mark.parametrize(
     "point", ["gather", "dispatch", "copies", "gradients", "standing", "arm", "plan", "migration", "optimizer"]
