@@ -94,6 +94,10 @@ def run_worker(
 
 def _device(config: TrainConfig) -> torch.device:
     if config.run.device == "cpu" or (config.run.device == "auto" and not torch.cuda.is_available()):
+        if config.balance.path in ("ipc", "both"):
+            raise InputError(
+                f"balance.path = {config.balance.path} is between GPUs, the run is on cpu: use collective, host or auto"
+            )
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise InputError("run.device is cuda, and torch sees none here: use cpu, or auto")

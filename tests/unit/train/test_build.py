@@ -6,6 +6,7 @@ from equilibra.core.errors import InputError
 from equilibra.train.build import build_parts
 from equilibra.train.config import TrainConfig
 from equilibra.train.overrides import with_overrides
+from equilibra.train.worker import _device
 
 
 @pytest.mark.parametrize(("override", "reason"), [
@@ -21,3 +22,9 @@ from equilibra.train.overrides import with_overrides
 def test_refused_before_the_warm_up(override, reason):
     with pytest.raises(InputError, match=reason):
         build_parts(with_overrides(TrainConfig(), [override]), None, None)
+
+
+@pytest.mark.parametrize("path", ["ipc", "both"])
+def test_paths_between_gpus_need_them(path):
+    with pytest.raises(InputError, match=f"balance.path = {path} is between GPUs, the run is on cpu"):
+        _device(with_overrides(TrainConfig(), ["run.device=cpu", f"balance.path={path}"]))
