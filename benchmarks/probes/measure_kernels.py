@@ -48,7 +48,7 @@ DEVICE = torch.device("cuda")
 SWEEP = {
     "FIRST": [(128, 64, 8, 4), (128, 64, 8, 3)],
     "PRODUCT": [(256, 64, 8, 4), (256, 64, 8, 3), (128, 64, 8, 4)],
-    "WEIGHT": [(256, 32, 8, 6), (256, 64, 8, 3), (128, 32, 8, 4)],
+    "WEIGHT": [(256, 32, 8, 6), (256, 64, 8, 3)],
 }  # fmt: skip
 
 
@@ -232,12 +232,8 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
         "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx, turned=True),
         "PRODUCT_inner": lambda: grouped.product(groups, layer.dy, layer.instances, "down", a, turned=False),
         "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
-        "PRODUCT_gate_up": lambda: grouped.product(groups, h, layer.instances, "gate_up", layer.dx, turned=False),
-        "WEIGHT_down": lambda: grouped.weight_gradient(
-            layer.dy, a, [g.down for g in layer.gradients], groups, layer.count
-        ),
-        "WEIGHT_gate_up": lambda: grouped.weight_gradient(
-            h, layer.x, [g.gate_up for g in layer.gradients], groups, layer.count
+        "WEIGHT_and_rows": lambda: grouped.weights_and_rows(
+            groups, (layer.dy, a, h, layer.x), layer.instances, layer.gradients, layer.count, layer.dx
         ),
     }
 

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
 from equilibra.execute.kernels import has_triton
+from equilibra.execute.kernels.shares import Part, shares_of
 from equilibra.execute.moe.spec import Activation
 
 if TYPE_CHECKING:
@@ -52,6 +53,10 @@ class Tile:
 FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
 PRODUCT = Tile(bn=256, bk=64, warps=8, stages=4)
 WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
+DX = Tile(bn=256, bk=64, warps=8, stages=4)
+"""beside WEIGHT, in one launch"""
+SUM_COST, STORE_COST = 200, 60
+"""what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
 ELEMENTS = 2048
 """values of a program that works on one value at a time"""
 INTERPRETED = 3
@@ -170,39 +175,72 @@ def backward(
     if groups.num_rows:
         product(groups, dy, instances, "down", a, turned=False)
         activation_gradient(kind, h, a, dh)
-    _weights(groups, ((dy, a, "down"), (dh, rows_ND, "gate_up")), gradients, len(instances) - num_last)
-    if after_last is not None:
-        after_last()
-    if groups.num_rows:
+    learned = [wanted for wanted in gradients if wanted is not None]
+    num_kept = len(instances) - num_last
+    if groups.num_rows and learned and (learned[0].down is not None or learned[0].gate_up is not None):
+        weights_and_rows(groups, (dy, a, dh, rows_ND), instances, learned, num_kept, dx_ND)
+    elif groups.num_rows:
         product(groups, dh, instances, "gate_up", dx_ND, turned=False)
-
-
-@lru_cache(maxsize=512)
-def _by_rows(sizes: tuple[int, ...], device: torch.device) -> Tensor:
-    """[I] instances by their number of rows, most first: what takes longest must not start last."""
-    return to_device(np.argsort(-np.array(sizes, np.int64), kind="stable"), device)
-
-
-def _weights(
-    groups: Groups, pairs: Sequence[tuple[Tensor, Tensor, str]],
-    gradients: Sequence[ExpertParts | ExpertGradients | None], num_kept: int,
-) -> None:  # fmt: skip
-    """Add gradients of the first instances, write those of the others afresh; all of them learn the same parts.
-
-    In one launch: the few tiles of two or three copies alone would leave most of the device idle.
-    """
-    wanted = [g for g in gradients if g is not None]
-    if not wanted:
-        return
-    for left, right, name in pairs:
-        into, biases = ([getattr(g, part) for g in wanted] for part in (name, f"{name}_bias"))
-        if into[0] is not None and groups.num_rows:
-            weight_gradient(left, right, into, groups, num_kept)
-        elif into[0] is not None:
-            _zero(into[num_kept:])
-        if biases[0] is not None:
+    else:
+        _zero([part for wanted in learned[num_kept:] for part in (wanted.down, wanted.gate_up) if part is not None])
+    for left, name in ((dy, "down_bias"), (dh, "gate_up_bias")):
+        biases = [getattr(wanted, name) for wanted in learned]
+        if learned and biases[0] is not None:
             _zero(biases[num_kept:])
             bias_gradient(left, biases, groups.offsets)
+    if after_last is not None:
+        after_last()
+
+
+class Shares(NamedTuple):
+    """What every program of a launch computes."""
+
+    work: Tensor
+    """int32: numbers of tiles"""
+    shares: Tensor
+    """[P, 8] int32: as of `shares_of`"""
+    num_programs: int
+    """P"""
+
+    @classmethod
+    @lru_cache(maxsize=512)
+    def of(cls, sizes: tuple[int, ...], width: int, inner: int, learned: tuple[bool, bool], tiles: tuple[Tile, Tile],
+           device: torch.device) -> tuple[Shares, ...]:  # fmt: skip
+        """Of all gradients of instances with so many rows: dW2, dW1 (if they are learned) and dx.
+
+        Two launches, where instances have more tiles than there are programs: in the first, all programs are at tiles
+        of the same instance all the time, which caches need where instances have many rows; the second has the rest.
+        """
+        weight, dx = tiles
+        num_programs, rows = _programs(device), np.asarray(sizes, np.int64)
+        order = np.argsort(-rows, kind="stable")
+        steps = np.maximum(-(-rows[order] // weight.bk), 1)
+        costs, cost_of_dx = steps * weight.bk + SUM_COST, 2 * inner + STORE_COST
+        num_dx = int((-(-rows // dx.bm)).sum()) * -(-width // dx.bn)
+        filling = int(costs[0]) // cost_of_dx + 2  # tiles of dx in the time of the longest tile of weights
+        rounds = max(num_dx // num_programs - filling, 0)
+        launches, of_dx = [], 0
+        each = np.array([_num_tiles(width, inner, weight), _num_tiles(2 * inner, width, weight)]) * learned
+        together = each // num_programs * num_programs
+        for counts, firsts in ((together, [0, 0]), (each - together, together)):
+            groups = np.empty((2, order.size, 5), np.int64)
+            groups[:, :, 0] = ((Part.DOWN,), (Part.GATE_UP,))
+            groups[:, :, 1] = counts[:, None]
+            groups[:, :, 2] = order * each[:, None] + np.reshape(firsts, (2, 1))
+            groups[:, :, 3:] = np.stack([costs, steps], axis=1)
+            is_last = counts is not together
+            if is_last or counts.any():
+                num = num_dx - of_dx if is_last else rounds * num_programs
+                last = (Part.ROWS_AFTER, num, of_dx, cost_of_dx, 1)
+                work, shares = shares_of(np.vstack([groups.reshape(-1, 5), last]), rounds, num_programs)
+                both = to_device(np.concatenate([work, shares.ravel()]), device)
+                launches.append(cls(both[: work.size], both[work.size :], num_programs))
+                of_dx, rounds = num, 0
+        return tuple(launches)
+
+
+def _num_tiles(rows: int, columns: int, tile: Tile) -> int:
+    return -(-rows // tile.bm) * -(-columns // tile.bn)
 
 
 def _zero(tensors: list[Tensor]) -> None:
@@ -235,7 +273,7 @@ def product(
     _kernels().product[grid](
         rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, rows_NK,
         K=rows_NK.shape[1], C=columns, TURNED=turned, BIAS=turned and instances[0].down_bias is not None, NUM=num,
-        **_sizes(tile, rows_NK),
+        STAGES=tile.stages, **_sizes(tile, rows_NK),
     )  # fmt: skip
 
 
@@ -246,14 +284,24 @@ def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> 
     )
 
 
-def weight_gradient(left: Tensor, right: Tensor, into: list[Tensor], groups: Groups, num_kept: int) -> None:
-    """Add left.T right of every instance's rows, from instance num_kept on write it afresh."""
-    tile, rows, cols = _tile(WEIGHT, left), left.shape[1], right.shape[1]
-    grid, num = _grid(len(into) * -(-rows // tile.bm) * -(-cols // tile.bn), left)
-    _kernels().weight_gradient[grid](
-        left, right, *Places.of(into), groups.offsets, _by_rows(groups.sizes, left.device), len(into), num_kept,
-        into[0], A=rows, B=cols, IN_MEMORY=left.is_cuda, NUM=num, **_sizes(tile, left),
-    )  # fmt: skip
+def weights_and_rows(
+    groups: Groups, values: tuple[Tensor, Tensor, Tensor, Tensor], instances: Sequence[ExpertParts],
+    learned: Sequence[ExpertParts | ExpertGradients], num_kept: int, dx_ND: Tensor,
+) -> None:  # fmt: skip
+    """Write dx; add gradients of weights, from instance num_kept on write them afresh. values: dy, a, dh and rows."""
+    dy, a = values[:2]
+    tiles = _tile(WEIGHT, dy), _tile(DX, dy)
+    sums = [[getattr(wanted, name) for wanted in learned] for name in ("down", "gate_up")]
+    wanted = sums[0][0] is not None, sums[1][0] is not None
+    weights = Places.of([parts.gate_up for parts in instances])
+    down, gate_up = (Places.of(part) if want else weights for part, want in zip(sums, wanted, strict=True))
+    sums_like = next(part[0] for part, want in zip(sums, wanted, strict=True) if want)
+    for launch in Shares.of(groups.sizes, dy.shape[1], a.shape[1], wanted, tiles, dy.device):
+        _kernels().gradients[(launch.num_programs,)](
+            *values, dx_ND, *down, *gate_up, sums_like, *weights, groups.offsets, groups.tiles, groups.num_tiles,
+            num_kept, launch.work, launch.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,
+            DX_BK=tiles[1].bk, DX_STAGES=tiles[1].stages, **_sizes(tiles[0], dy),
+        )  # fmt: skip
 
 
 def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor) -> None:
@@ -272,13 +320,14 @@ def _weights_and_bias(instances: Sequence[ExpertParts], name: str) -> tuple[Any,
 
 def _grid(num_tiles: int, like: Tensor) -> tuple[tuple[int], int]:
     """Programs of a launch, and how many tiles on each goes."""
-    programs = _multiprocessors(like.device) if like.is_cuda else INTERPRETED
+    programs = _programs(like.device)
     return (min(num_tiles, programs),), programs
 
 
 @lru_cache(maxsize=64)
-def _multiprocessors(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+def _programs(device: torch.device) -> int:
+    """As many as the device runs at a time."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
 
 
 def _kernels() -> Any:  # noqa: ANN401 - Triton's kernels have no type

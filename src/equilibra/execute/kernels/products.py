@@ -10,7 +10,7 @@ result does not depend on what else is computed.
     first_product        h = x W1.T + b1, a = act(h)
     product              y = a W2.T + b2; da = dy W2; dx = dh W1
     activation_gradient  dh = act'(h) da, a = act(h)
-    weight_gradient      dW += left.T right, in float32, where gradients are summed
+    gradients            dW2 += dy.T a, dW1 += dh.T x, both in float32, where they are summed; dx = dh W1
     bias_gradient        db += column sums
 
 Activations are computed in float32 from h as it is stored, so the backward pass sees the same values.
@@ -28,11 +28,13 @@ import inspect
 import triton
 import triton.language as tl
 
-__all__ = ["activation_gradient", "bias_gradient", "first_product", "product", "weight_gradient"]
+__all__ = ["activation_gradient", "bias_gradient", "first_product", "gradients", "product"]
 
 
-COUNTS = ["num_tiles", "num_instances", "num_kept", "unit", "bias_unit", "weights", "biases", "gradients"]
-TABLES = ["order", "places", "bias_places", "tiles", "offsets", "like"]
+COUNTS = ["num_tiles", "num_kept", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights", "biases", "sums",
+          "down_sums", "gate_up_sums"]  # fmt: skip
+TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",
+          "sums_like"]  # fmt: skip
 ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
 
 
@@ -149,22 +151,28 @@ def first_product(
         tiles_a.store([FAR, last, row, col], values.reshape(1, 1, BM, BN))
 
 
-@_once_per_shape
-def product(
-    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like,
-    K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
+@triton.jit
+def _multiply(
+    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like, work, begin, end,
+    K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr,
+    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
+    STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
+    """Writes tiles of [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED.
+
+    Every STEP-th tile from `begin` to `end`; if LISTED, of those that `work` names.
+    """
     tiles_r = _rows(rows_NK, K, K, BM, BK)
     tiles_i = _rows(into, C, C, BM, BN // 2)
     tiles_w = _places(weights, unit, like, C, K, BN, BK) if TURNED else _places(weights, unit, like, K, C, BK, BN)
     columns = tl.cdiv(C, BN)
-    for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
+    for t in tl.range(begin, end, STEP, num_stages=STAGES, flatten=True):
+        if LISTED:
+            t = tl.load(work + t)  # noqa: PLW2901
         g, first, last = _tile(tiles, t // columns, num_tiles)
         row, col, place = first + FAR - last, (t % columns) * BN, tl.load(places + g)
         total = tl.zeros((BM, BN), tl.float32)
-        for k in range(0, K, BK):
+        for k in tl.range(0, K, BK, num_stages=STAGES):
             tile_r = tiles_r.load([FAR, last, row, k]).reshape(BM, BK)
             if TURNED:
                 tile_w = tiles_w.load([place, col, k]).reshape(BN, BK).T
@@ -176,6 +184,20 @@ def product(
         left, right = _halves(total.to(into.dtype.element_ty), BM, BN)
         tiles_i.store([FAR, last, row, col], left.reshape(1, 1, BM, BN // 2))
         tiles_i.store([FAR, last, row, col + BN // 2], right.reshape(1, 1, BM, BN // 2))
+
+
+@_once_per_shape
+def product(
+    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like,
+    K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NUM: tl.constexpr,
+):  # fmt: skip
+    """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
+    _multiply(
+        rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like, tiles,
+        tl.program_id(0), num_tiles * tl.cdiv(C, BN), K, C, TURNED, BIAS, False, PRECISION, BM, BN, BK, STAGES,
+        NUM,
+    )  # fmt: skip
 
 
 @triton.jit
@@ -192,46 +214,87 @@ def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr
     tl.store(da + at, _activate(gate, up, CLAMPED).to(da.dtype.element_ty), mask=mask)
 
 
-@_once_per_shape
-def weight_gradient(
-    left, right, gradients, places, unit, offsets, order, num_instances, num_kept, like,
+@triton.jit
+def _add_products(
+    left, right, sums, places, unit, offsets, num_kept, like, work, begin, num_steps,
     A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, IN_MEMORY: tl.constexpr,
-    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, NUM: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Adds left.T right [A, B] of an instance's rows to its gradient; instances with most rows start first.
+    """Adds left.T right [A, B] of instances' rows to their sums: the tiles that `work` names from `begin` on.
 
     From instance num_kept on, it is written over whatever was there. If IN_MEMORY, sums are added by the memory, which
     saves waiting for what was there; nobody else adds to the same place meanwhile.
+
+    One loop over all steps of all tiles: Triton flattens loops only where each takes as many steps, and waits for
+    memory at every tile if it does not. Conditions must be as they are for it to fetch ahead.
     """
     tiles_l, tiles_r = _rows(left, A, A, BK, BM), _rows(right, B, B, BK, BN)
-    sums = _places(gradients, unit, like, A, B, BM, BN // 2)
+    tiles_s = _places(sums, unit, like, A, B, BM, BN // 2)
     columns = tl.cdiv(B, BN)
     each = tl.cdiv(A, BM) * columns
-    for t in tl.range(tl.program_id(0), num_instances * each, NUM, flatten=True):
-        g = tl.load(order + t // each)
-        first, last, place = tl.load(offsets + g), tl.load(offsets + g + 1), tl.load(places + g)
-        row_of_sum, col = ((t % each) // columns) * BM, (t % columns) * BN
-        total = tl.zeros((BM, BN), tl.float32)
-        for r in range(first, last, BK):
-            row = r + FAR - last
-            tile_l = tiles_l.load([FAR, last, row, row_of_sum]).reshape(BK, BM)
-            tile_r = tiles_r.load([FAR, last, row, col]).reshape(BK, BN)
-            total = tl.dot(tile_l.T, tile_r, total, input_precision=PRECISION)
-        one, two = _halves(total, BM, BN)
-        one, two = one.reshape(1, BM, BN // 2), two.reshape(1, BM, BN // 2)
-        if g >= num_kept:
-            sums.store([place, row_of_sum, col], one)
-            sums.store([place, row_of_sum, col + BN // 2], two)
-        elif IN_MEMORY:
-            sums.atomic_add([place, row_of_sum, col], one)
-            sums.atomic_add([place, row_of_sum, col + BN // 2], two)
-        else:
-            sums.store([place, row_of_sum, col], sums.load([place, row_of_sum, col]) + one)
-            sums.store([place, row_of_sum, col + BN // 2], sums.load([place, row_of_sum, col + BN // 2]) + two)
+    at, step, last_step = begin - 1, begin * 0, begin * 0
+    g, first, last, place, row_of_sum, col = begin, begin, begin, begin, begin, begin
+    total = tl.zeros((BM, BN), tl.float32)
+    for _ in tl.range(num_steps):
+        step = tl.where(step == last_step, 0, step + 1)
+        if step == 0:
+            at += 1
+            t = tl.load(work + at)
+            g = t // each
+            last, place = tl.load(offsets + g + 1), tl.load(places + g)
+            first = tl.load(offsets + g) + FAR - last
+            last_step = tl.maximum(tl.cdiv(FAR - first, BK), 1) - 1
+            row_of_sum, col = ((t % each) // columns) * BM, (t % columns) * BN
+        row = first + step * BK
+        tile_l = tiles_l.load([FAR, last, row, row_of_sum]).reshape(BK, BM)
+        tile_r = tiles_r.load([FAR, last, row, col]).reshape(BK, BN)
+        total = tl.dot(tile_l.T, tile_r, total, input_precision=PRECISION)
+        if step == last_step:
+            one, two = _halves(total, BM, BN)
+            one, two = one.reshape(1, BM, BN // 2), two.reshape(1, BM, BN // 2)
+            if g >= num_kept:
+                tiles_s.store([place, row_of_sum, col], one)
+                tiles_s.store([place, row_of_sum, col + BN // 2], two)
+            elif IN_MEMORY:
+                tiles_s.atomic_add([place, row_of_sum, col], one)
+                tiles_s.atomic_add([place, row_of_sum, col + BN // 2], two)
+            else:
+                tiles_s.store([place, row_of_sum, col], tiles_s.load([place, row_of_sum, col]) + one)
+                tiles_s.store(
+                    [place, row_of_sum, col + BN // 2], tiles_s.load([place, row_of_sum, col + BN // 2]) + two
+                )
+            total = tl.zeros((BM, BN), tl.float32)
 
 
 @_once_per_shape
-def bias_gradient(rows_NA, gradients, places, unit, offsets, like, A: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
+def gradients(
+    dy, a, dh, x, dx, down_sums, down_places, down_unit, gate_up_sums, gate_up_places, gate_up_unit, sums_like,
+    weights, places, unit, offsets, tiles, num_tiles, num_kept, work, shares, like,
+    D: tl.constexpr, F: tl.constexpr, IN_MEMORY: tl.constexpr, PRECISION: tl.constexpr,
+    BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DX_BK: tl.constexpr, DX_STAGES: tl.constexpr,
+):  # fmt: skip
+    """dW2 += dy.T a, dW1 += dh.T x, dx = dh W1: every program has its share of each (see `shares`)."""
+    share = shares + tl.program_id(0) * 8
+    _multiply(
+        dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share),
+        tl.load(share) + tl.load(share + 1), 2 * F, D, False, False, True, PRECISION, BM, BN, DX_BK, DX_STAGES, 1,
+    )  # fmt: skip
+    _add_products(
+        dy, a, down_sums, down_places, down_unit, offsets, num_kept, sums_like, work, tl.load(share + 2),
+        tl.load(share + 3), D, F, PRECISION, IN_MEMORY, BM, BN, BK,
+    )  # fmt: skip
+    _add_products(
+        dh, x, gate_up_sums, gate_up_places, gate_up_unit, offsets, num_kept, sums_like, work, tl.load(share + 4),
+        tl.load(share + 5), 2 * F, D, PRECISION, IN_MEMORY, BM, BN, BK,
+    )  # fmt: skip
+    _multiply(
+        dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share + 6),
+        tl.load(share + 6) + tl.load(share + 7), 2 * F, D, False, False, True, PRECISION, BM, BN, DX_BK, DX_STAGES, 1,
+    )  # fmt: skip
+
+
+@_once_per_shape
+def bias_gradient(rows_NA, sums, places, unit, offsets, like, A: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
     """Adds the column sums [A] of an instance's rows to its gradient."""
     g = tl.program_id(1)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
@@ -243,5 +306,5 @@ def bias_gradient(rows_NA, gradients, places, unit, offsets, like, A: tl.constex
             rows = start + tl.arange(0, BK)
             at = rows_NA + rows[:, None].to(tl.int64) * A + cols[None, :]
             total += tl.sum(tl.load(at, mask=(rows < last)[:, None] & mask[None, :], other=0.0).to(tl.float32), axis=0)
-        into = gradients.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit + cols
+        into = sums.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit + cols
         tl.store(into, tl.load(into, mask=mask, other=0.0) + total, mask=mask)
