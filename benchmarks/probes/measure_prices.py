@@ -45,8 +45,9 @@ def jobs(homes: int) -> dict[str, tuple[RankWork, Moves]]:
         "1 standing copy": (work(homes, standing=1), STILL),
         "1 copy moves beside": (alone, Moves(ahead=1, behind=1, returned=1)),
         "2 copies move beside": (alone, Moves(ahead=2, behind=2, returned=2)),
-        "1 gradient is added": (alone, Moves(added=1)),
-        "3 gradients are added": (alone, Moves(added=3)),
+        "1 gradient is added": (alone, Moves(added=(1,))),
+        "3 gradients are added": (alone, Moves(added=(1, 1, 1))),
+        "3 gradients are added to one": (alone, Moves(added=(3,))),
     }
 
 

@@ -282,7 +282,7 @@ def _sabotage(runtime: Runtime, how: str) -> None:
     """Negative controls: each breaks one thing that the comparison must notice."""
     if how == "drop gradients of copies":
         for weights in runtime.weights:
-            weights.add_gradient = lambda _expert, _row: None
+            weights.add_gradient = lambda _expert, *_rows: None
     elif how == "swap two experts":
         with torch.no_grad():
             for part in runtime.weights[0].parts():

@@ -242,8 +242,9 @@ class Runtime:
             self.gradients_under_way = True
             wanted[num_kept:] = copies.flash_gradients(visit.where)
             wanted[tables.num_homes : num_kept] = copies.standing.parts(visit.where.layer)[1]
+        num_first = 0 if weights.has_gradients else tables.num_homes
         if weights.learns:
-            wanted[: tables.num_homes] = weights.home_gradients()
+            wanted[: tables.num_homes] = weights.home_gradients(empty=num_first > 0)
 
         def send() -> None:
             if copies is not None and weights.learns:
@@ -251,7 +252,7 @@ class Runtime:
 
         expert_math.backward(
             self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND,
-            num_last=len(instances) - num_kept, after_last=send,
+            num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
         )  # fmt: skip
         self.recorder.add(
             Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, self.recorder.now(),

@@ -126,7 +126,7 @@ def test_rows_of_ranks_are_those_of_the_plan(routing, name, num_ranks):
     assert all(size >= 0 for layer in works for ranks in layer for work in ranks for size in work.sizes)
     every = [work for layer in works for ranks in layer for work in ranks]
     assert sum(len(work.flash) for work in every) == plan.stages[Stage.UPDATE].num_copies
-    assert sum(work.served for work in every) == plan.stages[Stage.UPDATE].num_copies
+    assert sum(sum(work.served) for work in every) == plan.stages[Stage.UPDATE].num_copies
 
 
 def test_balanced_rows_differ_by_one_and_sum_to_the_load(case):
@@ -144,15 +144,15 @@ def test_copies_of_neighbour_layers_move_and_none_is_forgotten():
         return RankWork(staying=(5,), flash=(1,) * flash, served=served)
 
     works = [
-        [[work(1, 0)], [work(2, 3)]],
-        [[work(0, 4)], [work(3, 1)]],
+        [[work(1, ())], [work(2, (1, 2))]],
+        [[work(0, (4,))], [work(3, (1,))]],
     ]  # [L][M][R]: order of time (0,0) (1,0) (0,1) (1,1)
-    assert moves_of(works, 0, 0) == [Moves(ahead=0, behind=3, returned=0, added=4)]
-    assert moves_of(works, 1, 0) == [Moves(ahead=2, behind=1, returned=2, added=3)]
-    assert moves_of(works, 1, 1) == [Moves(ahead=1, behind=2, returned=1, added=0)]
+    assert moves_of(works, 0, 0) == [Moves(ahead=0, behind=3, returned=0, added=(4,))]
+    assert moves_of(works, 1, 0) == [Moves(ahead=2, behind=1, returned=2, added=(1, 2))]
+    assert moves_of(works, 1, 1) == [Moves(ahead=1, behind=2, returned=1, added=())]
     every = [moves_of(works, layer, m)[0] for layer in range(2) for m in range(2)]
     assert sum(move.ahead for move in every) == sum(move.behind for move in every) == 6
-    assert Moves(ahead=1, behind=2, returned=1, added=4).num_bytes(10, 100) == 530
+    assert Moves(ahead=1, behind=2, returned=1, added=(3, 1)).num_bytes(10, 100) == 530
 
 
 # --- contenders ---
@@ -225,7 +225,7 @@ def test_copies_really_move_into_the_other_bank(path):
     runner.neighbour_copies.fill_(2.0)
     source = runner.host_source if path == "host" else runner.source
     work = RankWork(staying=(4,), flash=(3,))
-    runner.run([work], [Moves(ahead=2, returned=1, added=1)], path)  # rank 0 computes with bank 0
+    runner.run([work], [Moves(ahead=2, returned=1, added=(1,))], path)  # rank 0 computes with bank 0
     assert torch.equal(runner.banks[1][:2], source[:2])
     assert torch.equal(runner.banks[0], before[0])
     returned = runner.host_returned if path == "host" else runner.returned

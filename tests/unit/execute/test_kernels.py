@@ -15,7 +15,8 @@ PROGRAM = """
 import json, sys
 import numpy as np
 import torch
-from equilibra.execute.kernels import grouped, rows
+from equilibra.bench.gpu.copying import copy_beside
+from equilibra.execute.kernels import grouped, rows, sums
 from equilibra.execute.moe import expert_math
 from equilibra.execute.moe.expert_math import ExpertParts
 from equilibra.execute.moe.spec import Activation
@@ -31,8 +32,8 @@ def see(name, found, wanted):
     worst[name] = max(worst.get(name, 0.0), float((found - wanted).abs().max() / (wanted.abs().max() + 1e-6)))
 
 
-for kind, bias, num_last in (
-    (Activation.SWIGLU, False, 2), (Activation.CLAMPED_SWIGLU, True, 2), (Activation.CLAMPED_SWIGLU, True, 0)
+for kind, bias, num_first, num_last in (
+    (Activation.SWIGLU, False, 0, 2), (Activation.CLAMPED_SWIGLU, True, 2, 2), (Activation.CLAMPED_SWIGLU, True, 0, 0)
 ):
     parts = lambda: ExpertParts(random(2 * F, D), random(D, F), *((random(2 * F), random(D)) if bias else ()))
     instances = [parts() for _ in sizes]
@@ -46,9 +47,9 @@ for kind, bias, num_last in (
     if broken:
         groups = grouped.Groups.of((130, 7, 0, 35, 0), torch.device("cpu"))
     told = []
-    tell = lambda: told.append(1)
-    grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, num_last=num_last, after_last=tell)
-    expert_math.backward(kind, (x, wanted_h, dy), sizes, instances, wanted, wanted_dx, num_last=num_last)
+    tell, ends = lambda: told.append(1), {"num_first": num_first, "num_last": num_last}
+    grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, **ends, after_last=tell)
+    expert_math.backward(kind, (x, wanted_h, dy), sizes, instances, wanted, wanted_dx, **ends)
     see("dx", dx, wanted_dx)
     for mine, theirs in zip(found, wanted):
         for a, b in zip(mine, theirs):
@@ -66,6 +67,16 @@ drows, dweights = rows.weighed_gradient(dout, values, row_of_pair, weights)
 wanted = torch.empty_like(values)
 wanted[row_of_pair.long().flatten()] = (dout[:, None] * weights[..., None]).view(-1, D)
 see("drows", drows, wanted), see("dweights", dweights, (chosen * dout[:, None]).sum(2))
+for count in (1, 3, 6):
+    given, total = [random(7001) for _ in range(count)], random(7001)
+    wanted = total.clone()
+    for row in given:
+        wanted += row
+    sums.add_in_order(total, given[::-1] if broken else given)
+    worst["added to the bit"] = max(worst.get("added to the bit", 0.0), float((total != wanted).sum()))
+copied = torch.zeros(3, 5000)
+copy_beside(copied[1:], values := random(2, 5000))
+see("copied", copied[1:], values), see("copied", copied[:1] + 1, torch.ones(1, 5000))
 print(json.dumps(worst))
 """
 
@@ -86,7 +97,9 @@ def worst_of(how: str) -> dict[str, float]:
 
 def test_kernels_equal_the_definition():
     worst = worst_of("as it is")
-    assert set(worst) == {"y", "h", "dx", "gradients", "sum", "plain sum", "drows", "dweights"}
+    assert set(worst) == {
+        "y", "h", "dx", "gradients", "sum", "plain sum", "drows", "dweights", "added to the bit", "copied"
+    }  # fmt: skip
     assert max(worst.values()) < 1e-5, worst
 
 
@@ -94,3 +107,4 @@ def test_rows_of_another_instance_are_noticed():
     worst = worst_of("broken")
     assert worst["dx"] > 1e-2
     assert worst["gradients"] > 1e-2
+    assert worst["added to the bit"] > 0

@@ -42,10 +42,10 @@ NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN
 """in the order of records"""
 PRODUCT_TFLOPS = 650.0
 """of a rank's rows, forward and backward, in our kernels on an H200"""
-HOLD_US_PER_MB, SERVE_US_PER_MB = 1.9, 0.5
-"""what a flash copy costs besides its rows, by the size of its weights: the rank that holds it, which reads weights,
-writes a gradient and has both moved, and the rank it comes from, which adds the gradient. On one H200 that is both ends
-(benchmarks/probes/measure_prices.py)"""
+HOLD_US_PER_MB, SERVE_US_PER_MB = 0.85, 0.0
+"""what a flash copy costs in its layer besides its rows, by the size of its weights: the rank that holds it reads them
+and writes a gradient (benchmarks/probes/measure_prices.py). What moves costs other layers, which are planned without
+knowing of it."""
 TRIES = 3
 """of the online planner: other programs must not be charged to it"""
 

@@ -23,6 +23,7 @@ from equilibra.bench.gpu.clock import Clock, Stamp
 from equilibra.bench.gpu.work import Moves, RankWork
 from equilibra.core.errors import BudgetError
 from equilibra.core.model import MoEModel
+from equilibra.execute.kernels import add_in_order, has_triton
 from equilibra.execute.moe.expert_math import ExpertParts, backward, forward
 from equilibra.execute.moe.spec import Activation, MoESpec
 from equilibra.execute.moe.weights import FlatLayout
@@ -44,13 +45,15 @@ class Sizes(NamedTuple):
     """homes and standing copies"""
     flash: int
     """flash copies"""
+    served: int = 0
+    """gradients that come home"""
 
     @classmethod
     def of(cls, works: Sequence[RankWork]) -> Sizes:
         """The largest of some."""
         return cls(
             max(work.num_rows for work in works), max(len(work.staying) for work in works),
-            max(len(work.flash) for work in works),
+            max(len(work.flash) for work in works), max(sum(work.served) for work in works),
         )  # fmt: skip
 
 
@@ -94,10 +97,10 @@ class Replay:
         self.gradients: list[ExpertParts] = self.layout.experts(self._zeros(sizes.staying + slots, values))
         self.neighbour_homes = self._zeros(min(sizes.staying, NEIGHBOUR_HOMES), values)
         """gradients of another layer's homes, which those of its copies are added to"""
-        self.neighbour_copies, self.returned = (self._zeros(slots, values) for _ in range(2))
+        self.neighbour_copies = self._zeros(slots, values)
+        self.returned = self._zeros(max(slots, sizes.served), values)
         """gradients of another layer's copies, and where they go"""
         self.host_returned = torch.zeros(slots, values, pin_memory=self.cuda)
-        self.arrived = self._zeros(1, values)
         self.rows = self._random(sizes.rows, model.hidden)
         self.dy = self._random(sizes.rows, model.hidden) * 0.01
         self.dx = torch.empty_like(self.rows)
@@ -124,7 +127,11 @@ class Replay:
             return
         model, sizes = self.model, self.sizes
         weights = (sizes.staying + 4 * sizes.flash + 4) * model.expert_parameters * 2
-        gradients = (sizes.staying + 4 * sizes.flash + NEIGHBOUR_HOMES + 4) * model.expert_parameters * 4
+        gradients = (
+            (sizes.staying + 3 * sizes.flash + max(sizes.flash, sizes.served) + NEIGHBOUR_HOMES + 4)
+            * model.expert_parameters
+            * 4
+        )
         need = weights + gradients + sizes.rows * 3 * model.hidden * 2 + self._scratch_bytes()
         free, _ = torch.cuda.mem_get_info(self.device)
         if need > free:
@@ -158,13 +165,13 @@ class Replay:
         gradients = self.gradients[: len(sizes)]
         rows, dy, dx = self.rows[:count], self.dy[:count], self.dx[:count]
         stamps = [self.clock.stamp()]
-        self._fetch(move.exposed, path, bank)
+        self._fetch(move.exposed, path, bank, alone=True)
         stamps.append(self.clock.stamp())
         copied = self._beside(lambda: self._fetch(move.ahead, path, 1 - bank), move.ahead)
         _, h = forward(Activation.SWIGLU, rows, sizes, instances) if count else (rows, rows)
         stamps += self._together(copied)
         copied = self._beside(
-            lambda: self._backward_moves(move, path, 1 - bank), move.behind, move.returned, move.added
+            lambda: self._backward_moves(move, path, 1 - bank), move.behind, move.returned, *move.added
         )
         if count:
             saved = (rows, h, dy)
@@ -187,29 +194,44 @@ class Replay:
         """Stamps when compute is done, when copies are done, and when both are."""
         computed = self.clock.stamp()
         if copied is None:
-            return [computed, computed, computed]
+            return [computed, computed, self.clock.stamp()]  # as many stamps as beside copies
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
         return [computed, copied, self.clock.stamp()]
 
-    def _fetch(self, num: int, path: str, bank: int) -> None:
+    def _fetch(self, num: int, path: str, bank: int, *, alone: bool = False) -> None:
         """Weights of so many experts into slots of a bank."""
         if num:
             source = self.host_source if path == "host" else self.source
-            self.banks[bank][:num].copy_(source[:num], non_blocking=True)
+            self._copy(self.banks[bank][:num], source[:num], alone=alone)
+
+    def _copy(self, into: Tensor, source: Tensor, *, alone: bool = False) -> None:
+        """By the driver, unless it would be in the way of what is computed."""
+        if into.is_cuda and source.is_cuda and not alone and has_triton():
+            from equilibra.bench.gpu.copying import copy_beside  # noqa: PLC0415 - needs Triton
+
+            copy_beside(into, source)
+        else:
+            into.copy_(source, non_blocking=True)
 
     def _backward_moves(self, move: Moves, path: str, bank: int) -> None:
         """Weights of the layer before, gradients home, and the sum of those that came home."""
         self._fetch(move.behind, path, bank)
         if move.returned:
             into = self.host_returned if path == "host" else self.returned
-            into[: move.returned].copy_(self.neighbour_copies[: move.returned], non_blocking=True)
-        for number in range(move.added):
-            arrived = self.returned[number % len(self.returned)]
-            if path == "host":
-                arrived = self.arrived[0]
-                arrived.copy_(self.host_returned[number % len(self.host_returned)], non_blocking=True)
-            self.neighbour_homes[number % len(self.neighbour_homes)].add_(arrived)
+            self._copy(into[: move.returned], self.neighbour_copies[: move.returned])
+        first = 0
+        for home, count in enumerate(move.added):
+            rows = [self._arrived(number, path) for number in range(first, first + count)]
+            add_in_order(self.neighbour_homes[home % len(self.neighbour_homes)], rows)
+            first += count
+
+    def _arrived(self, number: int, path: str) -> Tensor:
+        """A gradient that came home."""
+        row = self.returned[number % len(self.returned)]
+        if path == "host":
+            row.copy_(self.host_returned[number % len(self.host_returned)], non_blocking=True)
+        return row
 
     def _times(self, *stamps: Stamp) -> RankTimes:
         start, there, computed, copied, ahead, computed_back, copied_back, end = stamps

@@ -31,8 +31,8 @@ class RankWork:
     """rows of every home and standing copy"""
     flash: tuple[int, ...]
     """rows of every flash copy"""
-    served: int = 0
-    """flash copies that others hold of its instances"""
+    served: tuple[int, ...] = ()
+    """flash copies that others hold of its instances: of each that has any"""
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -63,8 +63,8 @@ class Moves(NamedTuple):
     """flash copies of the layer before: weights come during the backward pass"""
     returned: int = 0
     """gradients that leave for their home during the backward pass"""
-    added: int = 0
-    """gradients that others have returned and this rank adds"""
+    added: tuple[int, ...] = ()
+    """gradients that others have returned and this rank adds: to each instance that gets any"""
     exposed: int = 0
     """flash copies of this very layer: weights come before it starts"""
 
@@ -75,7 +75,7 @@ class Moves(NamedTuple):
 
     def num_bytes(self, weights: int, gradients: int) -> int:
         """What comes in and goes out, for experts of so many bytes."""
-        return self.num_copies * weights + (self.returned + self.added) * gradients
+        return self.num_copies * weights + (self.returned + sum(self.added)) * gradients
 
 
 STILL = Moves()
@@ -102,12 +102,16 @@ def works_of(plan: StepPlan, load: StepLoad) -> Works:
                     *standing_CM[stands[standing.rank[stands] == rank], m].tolist(),
                 ),
                 flash=tuple(flash_F[flash[stage.rank[flash] == rank]].tolist()),
-                served=int((stage.origin[flash] == rank).sum()),
+                served=_times_each(stage.expert[flash[stage.origin[flash] == rank]]),
             )
             for rank in range(num_ranks)
         ]
 
     return [[one(layer, m) for m in range(num_micro_batches)] for layer in range(num_layers)]
+
+
+def _times_each(values: NDArray[np.integer]) -> tuple[int, ...]:
+    return tuple(np.unique(values, return_counts=True)[1].tolist())
 
 
 def balanced_works(load: StepLoad, cluster: Cluster) -> Works:

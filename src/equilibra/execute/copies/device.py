@@ -23,6 +23,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Protocol
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -158,8 +159,9 @@ class DeviceEngine:
         self.finish_sums()
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
-            for expert, row in zip(copies.served_expert.tolist(), served_kP, strict=True):
-                self.source.add_gradient(copies.layer, expert, row)
+            for expert in sorted(set(copies.served_expert.tolist())):  # those of one expert at once, by holding rank
+                rows = [served_kP[row] for row in np.flatnonzero(copies.served_expert == expert).tolist()]
+                self.source.add_gradient(copies.layer, expert, *rows)
         self._summed = self._side.record_event()
 
     def finish_sums(self) -> None:

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from equilibra.core.plan import StepPlan
 from equilibra.execute.group import Channel, ExpertGroup, Pending
+from equilibra.execute.kernels import add_in_order
 from equilibra.execute.moe.expert_math import ExpertParts
 from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.steps.record import Moment
@@ -201,9 +202,9 @@ class Sources:
             self.weights[layer].check_version(layer)
             self.weights[layer].write_flat(expert, row_P)
 
-    def add_gradient(self, layer: int, expert: int, row_P: Tensor) -> None:
-        """Add a gradient to an instance's."""
+    def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
+        """Add gradients to an instance's, one after another."""
         if self.standing.holds(layer, expert):
-            self.standing.gradients_CP[self.standing.row_of(layer, expert)] += row_P
+            add_in_order(self.standing.gradients_CP[self.standing.row_of(layer, expert)], rows_P)
         else:
-            self.weights[layer].add_gradient(expert, row_P)
+            self.weights[layer].add_gradient(expert, *rows_P)

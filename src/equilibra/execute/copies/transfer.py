@@ -134,8 +134,8 @@ class ExpertSource(Protocol):
         """Copy an instance's weights into a row."""
         ...
 
-    def add_gradient(self, layer: int, expert: int, row_P: Tensor) -> None:
-        """Add a gradient to an instance's."""
+    def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
+        """Add gradients to an instance's, one after another."""
         ...
 
 

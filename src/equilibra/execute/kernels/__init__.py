@@ -5,15 +5,18 @@ Where there is no GPU, or no Triton, nothing here is used, and torch's own opera
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
-__all__ = ["has_triton", "on_gpu", "weighed_gradient", "weighed_sum"]
+__all__ = ["add_in_order", "has_triton", "multiprocessors", "on_gpu", "weighed_gradient", "weighed_sum"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
+INTERPRETED = 3
+"""programs where there is no GPU"""
 
 
 @cache
@@ -22,9 +25,26 @@ def has_triton() -> bool:
     return find_spec("triton") is not None
 
 
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a few where kernels are interpreted."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
+
+
 def on_gpu(rows_ND: Tensor) -> bool:
     """Whether kernels serve such rows; sums are in float32, so float64 is not theirs."""
     return rows_ND.is_cuda and rows_ND.dtype in KNOWN and has_triton()
+
+
+def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
+    """Add rows[0], then rows[1] and so on."""
+    if on_gpu(into) and all(row.is_contiguous() and row.dtype == into.dtype for row in (into, *rows)):
+        from equilibra.execute.kernels import sums  # noqa: PLC0415 - needs Triton
+
+        sums.add_in_order(into, rows)
+    else:
+        for row in rows:
+            into += row
 
 
 def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels import has_triton
+from equilibra.execute.kernels import has_triton, multiprocessors
 from equilibra.execute.kernels.shares import Part, shares_of
 from equilibra.execute.moe.spec import Activation
 
@@ -59,8 +59,6 @@ SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
 ELEMENTS = 2048
 """values of a program that works on one value at a time"""
-INTERPRETED = 3
-"""programs where there is no GPU"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
@@ -166,8 +164,8 @@ def forward(
 
 def backward(
     kind: Activation, saved: tuple[Tensor, Tensor, Tensor], groups: Groups, instances: Sequence[ExpertParts],
-    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, num_last: int = 0,
-    after_last: Callable[[], None] | None = None,
+    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, num_first: int = 0,
+    num_last: int = 0, after_last: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """As `expert_math.backward`."""
     rows_ND, h, dy = saved
@@ -176,17 +174,18 @@ def backward(
         product(groups, dy, instances, "down", a, turned=False)
         activation_gradient(kind, h, a, dh)
     learned = [wanted for wanted in gradients if wanted is not None]
-    num_kept = len(instances) - num_last
+    kept = slice(num_first, len(instances) - num_last)
+    afresh = [*learned[: kept.start], *learned[kept.stop :]]
     if groups.num_rows and learned and (learned[0].down is not None or learned[0].gate_up is not None):
-        weights_and_rows(groups, (dy, a, dh, rows_ND), instances, learned, num_kept, dx_ND)
+        weights_and_rows(groups, (dy, a, dh, rows_ND), instances, learned, kept, dx_ND)
     elif groups.num_rows:
         product(groups, dh, instances, "gate_up", dx_ND, turned=False)
     else:
-        _zero([part for wanted in learned[num_kept:] for part in (wanted.down, wanted.gate_up) if part is not None])
+        _zero([part for wanted in afresh for part in (wanted.down, wanted.gate_up) if part is not None])
     for left, name in ((dy, "down_bias"), (dh, "gate_up_bias")):
         biases = [getattr(wanted, name) for wanted in learned]
         if learned and biases[0] is not None:
-            _zero(biases[num_kept:])
+            _zero([getattr(wanted, name) for wanted in afresh])
             bias_gradient(left, biases, groups.offsets)
     if after_last is not None:
         after_last()
@@ -212,7 +211,7 @@ class Shares(NamedTuple):
         of the same instance all the time, which caches need where instances have many rows; the second has the rest.
         """
         weight, dx = tiles
-        num_programs, rows = _programs(device), np.asarray(sizes, np.int64)
+        num_programs, rows = multiprocessors(device), np.asarray(sizes, np.int64)
         order = np.argsort(-rows, kind="stable")
         steps = np.maximum(-(-rows[order] // weight.bk), 1)
         costs, cost_of_dx = steps * weight.bk + SUM_COST, 2 * inner + STORE_COST
@@ -286,9 +285,9 @@ def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> 
 
 def weights_and_rows(
     groups: Groups, values: tuple[Tensor, Tensor, Tensor, Tensor], instances: Sequence[ExpertParts],
-    learned: Sequence[ExpertParts | ExpertGradients], num_kept: int, dx_ND: Tensor,
+    learned: Sequence[ExpertParts | ExpertGradients], kept: slice, dx_ND: Tensor,
 ) -> None:  # fmt: skip
-    """Write dx; add gradients of weights, from instance num_kept on write them afresh. values: dy, a, dh and rows."""
+    """Write dx; add gradients of the weights that are kept, write the others afresh. values: dy, a, dh and rows."""
     dy, a = values[:2]
     tiles = _tile(WEIGHT, dy), _tile(DX, dy)
     sums = [[getattr(wanted, name) for wanted in learned] for name in ("down", "gate_up")]
@@ -299,7 +298,7 @@ def weights_and_rows(
     for launch in Shares.of(groups.sizes, dy.shape[1], a.shape[1], wanted, tiles, dy.device):
         _kernels().gradients[(launch.num_programs,)](
             *values, dx_ND, *down, *gate_up, sums_like, *weights, groups.offsets, groups.tiles, groups.num_tiles,
-            num_kept, launch.work, launch.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,
+            kept.start, kept.stop, launch.work, launch.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,
             DX_BK=tiles[1].bk, DX_STAGES=tiles[1].stages, **_sizes(tiles[0], dy),
         )  # fmt: skip
 
@@ -320,14 +319,8 @@ def _weights_and_bias(instances: Sequence[ExpertParts], name: str) -> tuple[Any,
 
 def _grid(num_tiles: int, like: Tensor) -> tuple[tuple[int], int]:
     """Programs of a launch, and how many tiles on each goes."""
-    programs = _programs(like.device)
+    programs = multiprocessors(like.device)
     return (min(num_tiles, programs),), programs
-
-
-@lru_cache(maxsize=64)
-def _programs(device: torch.device) -> int:
-    """As many as the device runs at a time."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
 
 
 def _kernels() -> Any:  # noqa: ANN401 - Triton's kernels have no type

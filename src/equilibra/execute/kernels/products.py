@@ -31,8 +31,8 @@ import triton.language as tl
 __all__ = ["activation_gradient", "bias_gradient", "first_product", "gradients", "product"]
 
 
-COUNTS = ["num_tiles", "num_kept", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights", "biases", "sums",
-          "down_sums", "gate_up_sums"]  # fmt: skip
+COUNTS = ["num_tiles", "kept_from", "kept_to", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights", "biases",
+          "sums", "down_sums", "gate_up_sums"]  # fmt: skip
 TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",
           "sums_like"]  # fmt: skip
 ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
@@ -195,8 +195,8 @@ def product(
     """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
     _multiply(
         rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like, tiles,
-        tl.program_id(0), num_tiles * tl.cdiv(C, BN), K, C, TURNED, BIAS, False, PRECISION, BM, BN, BK, STAGES,
-        NUM,
+        tl.program_id(0), num_tiles * tl.cdiv(C, BN), K=K, C=C, TURNED=TURNED, BIAS=BIAS, LISTED=False,
+        PRECISION=PRECISION, BM=BM, BN=BN, BK=BK, STAGES=STAGES, STEP=NUM,
     )  # fmt: skip
 
 
@@ -216,14 +216,14 @@ def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr
 
 @triton.jit
 def _add_products(
-    left, right, sums, places, unit, offsets, num_kept, like, work, begin, num_steps,
+    left, right, sums, places, unit, offsets, kept_from, kept_to, like, work, begin, num_steps,
     A: tl.constexpr, B: tl.constexpr, PRECISION: tl.constexpr, IN_MEMORY: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
     """Adds left.T right [A, B] of instances' rows to their sums: the tiles that `work` names from `begin` on.
 
-    From instance num_kept on, it is written over whatever was there. If IN_MEMORY, sums are added by the memory, which
-    saves waiting for what was there; nobody else adds to the same place meanwhile.
+    Sums of instances before kept_from and from kept_to on are written over whatever was there. If IN_MEMORY, sums are
+    added by the memory, which saves waiting for what was there; nobody else adds to the same place meanwhile.
 
     One loop over all steps of all tiles: Triton flattens loops only where each takes as many steps, and waits for
     memory at every tile if it does not. Conditions must be as they are for it to fetch ahead.
@@ -252,7 +252,7 @@ def _add_products(
         if step == last_step:
             one, two = _halves(total, BM, BN)
             one, two = one.reshape(1, BM, BN // 2), two.reshape(1, BM, BN // 2)
-            if g >= num_kept:
+            if (g < kept_from) | (g >= kept_to):
                 tiles_s.store([place, row_of_sum, col], one)
                 tiles_s.store([place, row_of_sum, col + BN // 2], two)
             elif IN_MEMORY:
@@ -269,7 +269,7 @@ def _add_products(
 @_once_per_shape
 def gradients(
     dy, a, dh, x, dx, down_sums, down_places, down_unit, gate_up_sums, gate_up_places, gate_up_unit, sums_like,
-    weights, places, unit, offsets, tiles, num_tiles, num_kept, work, shares, like,
+    weights, places, unit, offsets, tiles, num_tiles, kept_from, kept_to, work, shares, like,
     D: tl.constexpr, F: tl.constexpr, IN_MEMORY: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DX_BK: tl.constexpr, DX_STAGES: tl.constexpr,
 ):  # fmt: skip
@@ -277,19 +277,22 @@ def gradients(
     share = shares + tl.program_id(0) * 8
     _multiply(
         dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share),
-        tl.load(share) + tl.load(share + 1), 2 * F, D, False, False, True, PRECISION, BM, BN, DX_BK, DX_STAGES, 1,
+        tl.load(share) + tl.load(share + 1), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, PRECISION=PRECISION,
+        BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
     )  # fmt: skip
     _add_products(
-        dy, a, down_sums, down_places, down_unit, offsets, num_kept, sums_like, work, tl.load(share + 2),
-        tl.load(share + 3), D, F, PRECISION, IN_MEMORY, BM, BN, BK,
+        dy, a, down_sums, down_places, down_unit, offsets, kept_from, kept_to, sums_like, work, tl.load(share + 2),
+        tl.load(share + 3), A=D, B=F, PRECISION=PRECISION, IN_MEMORY=IN_MEMORY, BM=BM, BN=BN, BK=BK,
     )  # fmt: skip
     _add_products(
-        dh, x, gate_up_sums, gate_up_places, gate_up_unit, offsets, num_kept, sums_like, work, tl.load(share + 4),
-        tl.load(share + 5), 2 * F, D, PRECISION, IN_MEMORY, BM, BN, BK,
+        dh, x, gate_up_sums, gate_up_places, gate_up_unit, offsets, kept_from, kept_to, sums_like, work,
+        tl.load(share + 4), tl.load(share + 5), A=2 * F, B=D, PRECISION=PRECISION, IN_MEMORY=IN_MEMORY, BM=BM, BN=BN,
+        BK=BK,
     )  # fmt: skip
     _multiply(
         dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share + 6),
-        tl.load(share + 6) + tl.load(share + 7), 2 * F, D, False, False, True, PRECISION, BM, BN, DX_BK, DX_STAGES, 1,
+        tl.load(share + 6) + tl.load(share + 7), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True,
+        PRECISION=PRECISION, BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
     )  # fmt: skip
 
 

@@ -23,7 +23,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.kernel import kernel
+from equilibra.core.kernel import inlined, kernel
 
 __all__ = ["Part", "shares_of"]
 
@@ -39,6 +39,25 @@ class Part(IntEnum):
 
 NUM_PARTS = len(Part)
 ROWS_BEFORE, ROWS_AFTER = int(Part.ROWS_BEFORE), int(Part.ROWS_AFTER)
+
+
+@inlined
+def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, program: int) -> None:
+    """Replace the top of a heap of programs by their end and number."""
+    place, size = 0, len(ends)
+    while True:
+        child = 2 * place + 1
+        if child >= size:
+            break
+        if child + 1 < size and (
+            ends[child + 1] < ends[child] or (ends[child + 1] == ends[child] and programs[child + 1] < programs[child])
+        ):
+            child += 1
+        if ends[child] > end or (ends[child] == end and programs[child] > program):
+            break
+        ends[place], programs[place] = ends[child], programs[child]
+        place = child
+    ends[place], programs[place] = end, program
 
 
 @kernel
@@ -67,32 +86,28 @@ def shares_of(
             number_of_tile[at] = last[2] + number * num_programs + program
             at += 1
         counts[program, part], steps[program, part] = rounds, rounds * last[4]
-    # a heap of programs, by their end and number
     ends, programs = np.full(num_programs, rounds * last[3]), np.arange(num_programs)
     for group in range(len(groups_G5)):
         part, count, first, cost, steps_of_tile = groups_G5[group]
         begin = rounds * num_programs if group == len(groups_G5) - 1 else 0
+        if count - begin >= num_programs and ends.min() == ends.max():  # whole rounds, without the heap
+            whole = (count - begin) // num_programs
+            for tile in range(begin, begin + whole * num_programs):
+                program_of_tile[at], part_of_tile[at] = (tile - begin) % num_programs, part
+                number_of_tile[at] = first + tile
+                at += 1
+            begin += whole * num_programs
+            counts[:, part] += whole
+            steps[:, part] += whole * steps_of_tile
+            ends += whole * cost
+            programs[:] = np.arange(num_programs)
         for tile in range(begin, count):
             program, end = programs[0], ends[0] + cost
             program_of_tile[at], part_of_tile[at], number_of_tile[at] = program, part, first + tile
             counts[program, part] += 1
             steps[program, part] += steps_of_tile
             at += 1
-            place = 0
-            while True:  # let it sink
-                child = 2 * place + 1
-                if child >= num_programs:
-                    break
-                if child + 1 < num_programs and (
-                    ends[child + 1] < ends[child]
-                    or (ends[child + 1] == ends[child] and programs[child + 1] < programs[child])
-                ):
-                    child += 1
-                if ends[child] > end or (ends[child] == end and programs[child] > program):
-                    break
-                ends[place], programs[place] = ends[child], programs[child]
-                place = child
-            ends[place], programs[place] = end, program
+            _sink(ends, programs, end, program)
     shares = np.empty((num_programs, 2 * NUM_PARTS), np.int32)
     following = np.empty((num_programs, NUM_PARTS), np.int64)
     begin = 0

@@ -120,22 +120,28 @@ def backward(
     gradients: Sequence[ExpertParts | ExpertGradients | None],
     dx_ND: Tensor,
     *,
+    num_first: int = 0,
     num_last: int = 0,
     after_last: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
 
     saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]. Parameters' gradients of
-    the last `num_last` instances are written over whatever was there; `after_last` is called as soon as they are there.
+    the first `num_first` and the last `num_last` instances are written over whatever was there; `after_last` is called
+    when those of the last are there.
     """
     if grouped.serves(saved[0], instances):
         groups = grouped.Groups.of(tuple(sizes), saved[0].device)
-        grouped.backward(kind, saved, groups, instances, gradients, dx_ND, num_last=num_last, after_last=after_last)
+        grouped.backward(
+            kind, saved, groups, instances, gradients, dx_ND, num_first=num_first, num_last=num_last,
+            after_last=after_last,
+        )  # fmt: skip
         return
     rows, h, dy = saved
     every = _spans(sizes, list(zip(instances, gradients, range(len(instances)), strict=True)))
     first = len(instances) - num_last
-    for part in (part for wanted in gradients[first:] if wanted is not None for part in wanted if part is not None):
+    afresh = [*gradients[:num_first], *gradients[first:]]
+    for part in (part for wanted in afresh if wanted is not None for part in wanted if part is not None):
         part.zero_()
     for are_last in (True, False):
         for span, (parts, wanted, at) in every:

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError, StaleError
+from equilibra.execute.kernels import add_in_order
 from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
 from equilibra.execute.moe.spec import MoESpec
 
@@ -135,27 +136,36 @@ class ExpertWeights(nn.Module):
                 self.layout.part(name, row)[0].copy_(self.get_parameter(name)[slot])
 
     @torch.no_grad()
-    def add_gradient(self, expert: int, row_P: Tensor) -> None:
-        """Add a gradient in flat form to that of an expert at home."""
-        slot, row = self.slot_of(expert), row_P[None]
+    def add_gradient(self, expert: int, *rows_P: Tensor) -> None:
+        """Add gradients in flat form to that of an expert at home, one after another."""
+        slot = self.slot_of(expert)
         for name in self.names:
             gradient = self.gradient_of(name)
             if gradient is not None:
-                gradient[slot] += self.layout.part(name, row)[0]
+                add_in_order(gradient[slot], [self.layout.part(name, row[None])[0] for row in rows_P])
 
-    def gradient_of(self, name: str) -> Tensor | None:
-        """The stacked gradient of a part, zeros if there is none yet; None if the part does not learn."""
+    def gradient_of(self, name: str, *, empty: bool = False) -> Tensor | None:
+        """The stacked gradient of a part, None if it does not learn; if there is none yet, zeros or not even that."""
         parameter = self.get_parameter(name)
         if not parameter.requires_grad:
             return None
         if parameter.grad is None:
+            new = torch.empty_like if empty else torch.zeros_like
             parameter.grad_dtype = self.gradient_dtype  # many micro-batches and copies are summed
-            parameter.grad = torch.zeros_like(parameter, dtype=self.gradient_dtype)
+            parameter.grad = new(parameter, dtype=self.gradient_dtype)
         return parameter.grad
 
-    def home_gradients(self) -> list[ExpertGradients]:
-        """Views of the gradients of the experts at home: sums go straight into them."""
-        every = {name: self.gradient_of(name) for name in self.names}
+    @property
+    def has_gradients(self) -> bool:
+        """Whether any part has a gradient already."""
+        return any(part.grad is not None for part in self.parts())
+
+    def home_gradients(self, *, empty: bool = False) -> list[ExpertGradients]:
+        """Views of the gradients of the experts at home: sums go straight into them.
+
+        Where there are none yet they are zeros, or `empty` for whoever writes all of them.
+        """
+        every = {name: self.gradient_of(name, empty=empty) for name in self.names}
         rows = {name: gradient.unbind(0) for name, gradient in every.items() if gradient is not None}
         return [ExpertGradients(**{name: rows[name][i] for name in rows}) for i in range(self.experts.size)]
 

@@ -1,0 +1,33 @@
+"""A copy inside a GPU that leaves its multiprocessors to others, in place of copy engines.
+
+Between GPUs, and from the host, copy engines move memory. Inside one GPU the driver copies with a kernel of its own,
+whose many blocks take multiprocessors before the next product starts; that cost twice as much beside a backward pass as
+this one, whose blocks are small and few enough to run beside a product (docs/decisions/0009-gpu.md).
+"""
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from equilibra.execute.kernels import multiprocessors
+
+__all__ = ["copy_beside"]
+
+BLOCK, WARPS = 2048, 4
+
+
+def copy_beside(into: Tensor, source: Tensor) -> None:
+    """Copy contiguous tensors of whole words, on the stream that is current."""
+    words, from_words = (tensor.view(-1).view(torch.int32) for tensor in (into, source))
+    _copy[(multiprocessors(into.device),)](from_words, words, words.numel(), BLOCK=BLOCK, num_warps=WARPS)
+
+
+@triton.jit
+def _copy(source, into, count, BLOCK: tl.constexpr):
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        tl.store(into + at, tl.load(source + at, mask=at < count), mask=at < count)
