@@ -27,7 +27,7 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.kernels import grouped
+from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.kernels.grouped import Groups, Tile
 from equilibra.execute.moe import expert_math
 from equilibra.execute.moe.expert_math import ExpertParts
@@ -271,8 +271,15 @@ def _warm(job: tuple[str, str, tuple[int, ...], int]) -> None:
 def passes(layer: Layer) -> Works:
     """What would be separate passes over memory."""
     low = (torch.zeros_like(layer.gate_up), torch.zeros_like(layer.down))
+    tokens, of_pair = layer.x[: layer.rows // 8].clone(), layer.index.view(-1, 8)
+    of_row, weights = (layer.index.argsort() // 8).to(torch.int32), torch.rand_like(of_pair, dtype=torch.float32)
     return {
         "permute": lambda: layer.x.index_select(0, layer.index),
+        "gather": lambda: tokens.index_select(0, of_row),
+        "spread": lambda: rows.spread(tokens, of_pair),
+        "weighed_sum": lambda: rows.weighed_sum(layer.x, of_pair, weights),
+        "plain_sum": lambda: rows.weighed_sum(layer.x, of_pair, None),
+        "weighed_gradient": lambda: rows.weighed_gradient(tokens, layer.x, of_pair, weights),
         "add_float32": lambda: [sums.add_(part) for sums, part in zip(layer.gradient, low, strict=True)],
     }
 

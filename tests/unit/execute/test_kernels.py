@@ -62,6 +62,7 @@ row_of_pair = torch.randperm(T * K, generator=generator).view(T, K).to(torch.int
 weights, dout = torch.rand(T, K, generator=generator), random(T, D)
 chosen = values[row_of_pair.long()]
 see("sum", rows.weighed_sum(values, row_of_pair, weights), (chosen * weights[..., None]).sum(1))
+see("spread", rows.spread(dout, row_of_pair)[row_of_pair.long()], dout[:, None].expand(T, K, D))
 see("plain sum", rows.weighed_sum(values, row_of_pair, None), chosen.sum(1))
 drows, dweights = rows.weighed_gradient(dout, values, row_of_pair, weights)
 wanted = torch.empty_like(values)
@@ -98,7 +99,7 @@ def worst_of(how: str) -> dict[str, float]:
 def test_kernels_equal_the_definition():
     worst = worst_of("as it is")
     assert set(worst) == {
-        "y", "h", "dx", "gradients", "sum", "plain sum", "drows", "dweights", "added to the bit", "copied"
+        "y", "h", "dx", "gradients", "sum", "plain sum", "drows", "dweights", "spread", "added to the bit", "copied"
     }  # fmt: skip
     assert max(worst.values()) < 1e-5, worst
 

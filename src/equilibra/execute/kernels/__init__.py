@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["add_in_order", "has_triton", "multiprocessors", "on_gpu", "weighed_gradient", "weighed_sum"]
+__all__ = ["add_in_order", "has_triton", "multiprocessors", "on_gpu", "spread", "weighed_gradient", "weighed_sum"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = 3
@@ -45,6 +45,13 @@ def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
     else:
         for row in rows:
             into += row
+
+
+def spread(tokens_TD: Tensor, row_of_pair_TK: Tensor) -> Tensor:
+    """[T * K, D] every token once for each of its choices: each is read once."""
+    from equilibra.execute.kernels import rows  # noqa: PLC0415
+
+    return rows.spread(tokens_TD, row_of_pair_TK)
 
 
 def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor | None) -> Tensor:

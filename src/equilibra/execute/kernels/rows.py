@@ -2,6 +2,7 @@
 
 Symbols: T tokens, K experts per token, N rows, D width.
 
+    spread             rows[row_of_pair[t, k]] = tokens[t]
     weighed_sum        out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices
     weighed_gradient   drows[row_of_pair[t, k]] = w[t, k] dout[t], dw[t, k] = rows[row_of_pair[t, k]] . dout[t]
 
@@ -16,7 +17,19 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["weighed_gradient", "weighed_sum"]
+__all__ = ["spread", "weighed_gradient", "weighed_sum"]
+
+
+def spread(tokens_TD: Tensor, row_of_pair_TK: Tensor) -> Tensor:
+    """[T * K, D] every token once for each of its choices."""
+    (num_tokens, top_k), width = row_of_pair_TK.shape, tokens_TD.shape[1]
+    rows_ND = tokens_TD.new_empty(num_tokens * top_k, width)
+    if num_tokens:
+        _spread[(num_tokens,)](
+            tokens_TD.contiguous(), row_of_pair_TK, rows_ND, K=top_k, D=width, BLOCK=triton.next_power_of_2(width),
+            num_warps=_warps(width),
+        )  # fmt: skip
+    return rows_ND
 
 
 def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
@@ -48,6 +61,16 @@ def weighed_gradient(
 
 def _warps(width: int) -> int:
     return 4 if width <= 2048 else 8
+
+
+@triton.jit(do_not_specialize_on_alignment=["row_of_pair"])
+def _spread(tokens, row_of_pair, rows, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+    t = tl.program_id(0).to(tl.int64)
+    cols = tl.arange(0, BLOCK)
+    values = tl.load(tokens + t * D + cols, mask=cols < D)
+    for k in range(K):
+        row = tl.load(row_of_pair + t * K + k).to(tl.int64)
+        tl.store(rows + row * D + cols, values, mask=cols < D)
 
 
 @triton.jit(do_not_specialize_on_alignment=["row_of_pair", "weights"])

@@ -31,7 +31,7 @@ def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
         _add[(min(-(-count // BLOCK), most),)](into, *given, count, NUM=len(some), BLOCK=BLOCK, num_warps=WARPS)
 
 
-@triton.jit(do_not_specialize=["count"])
+@triton.jit
 def _add(into, row0, row1, row2, row3, count, NUM: tl.constexpr, BLOCK: tl.constexpr):
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.execute.group import Channel
-from equilibra.execute.kernels import on_gpu, weighed_gradient, weighed_sum
+from equilibra.execute.kernels import on_gpu, spread, weighed_gradient, weighed_sum
 from equilibra.execute.moe import expert_math
 from equilibra.execute.visits.visit import Tables, Where
 from equilibra.measure.events import Direction, Kind, Resource
@@ -80,6 +80,13 @@ class Pass:
         return result
 
 
+def _rows_of(tokens_TD: Tensor, tables: Tables) -> Tensor:
+    """[N, D] every token once for each of its choices, in the order in which rows are sent."""
+    if on_gpu(tokens_TD):
+        return spread(tokens_TD, tables.row_of_pair)
+    return tokens_TD.index_select(0, tables.token_of_row)
+
+
 def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
     """Rows in another order, if there is one."""
     return rows_ND if index is None else rows_ND.index_select(0, index)
@@ -126,9 +133,7 @@ class Dispatch(torch.autograd.Function):
         """Copy, send, group."""
         ctx.visit = visit
         tables = visit.tables
-        received = visit.exchange(
-            Kind.DISPATCH, visit.direction, tokens_TD.index_select(0, tables.token_of_row), out=True
-        )
+        received = visit.exchange(Kind.DISPATCH, visit.direction, _rows_of(tokens_TD, tables), out=True)
         return _in_order(received, tables.received_of_grouped)
 
     @staticmethod
