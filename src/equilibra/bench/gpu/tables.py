@@ -80,7 +80,9 @@ def _case_row(case: dict[str, Any]) -> Row:
     """A line of the first table."""
     shares, exposed = case["share_of_balanced"], case["exposed_share"]
     row: Row = {"case": case["case"], "static_imbalance": case["static_imbalance"]["of_step"]}
-    row |= {name: _said(shares[name]) for name in (STATIC, EPLB, ONLINE, EQUILIBRA, AGAIN)}
+    row |= {name: _said(shares[name]) for name in (STATIC, EPLB, ONLINE, EQUILIBRA, AGAIN) if name in shares}
+    if AGAIN in shares:
+        row["over_again"] = shares[EQUILIBRA]["median"] / shares[AGAIN]["median"]
     row["reach"] = SHARE_REACH
     row["speedup_over_static"] = _said(case["speedup_over_static"][EQUILIBRA])
     for path, found in exposed.items():
@@ -116,7 +118,8 @@ NOTES = {
     "cases": "Columns of contenders are shares of the balanced time. Contenders take turns rank by rank; a rank's time "
     "is taken over that of the balanced rank beside it, since the clock drifts, and is its median over repeats; in "
     "brackets the least and the largest of single repeats. `balanced-again` is balanced a second time: what it falls "
-    "short of 1 is noise. A layer is expert compute alone, forward and backward, "
+    "short of 1 is noise, since the slowest of many ranks is slow by chance too; `over_again` is equilibra's share of it, "
+    "so chance is on both sides. A layer is expert compute alone, forward and backward, "
     "of its slowest rank; attention, all-to-all and the optimizer are not run. `static_imbalance`: rows of slowest "
     "ranks over mean ranks. `online-exact` has its planning (on the host) and its weights' copies added to every "
     "layer; its exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much "

@@ -76,7 +76,7 @@ def shares_of(
         num_tiles += groups_G5[group, 1]
     program_of_tile, part_of_tile = np.empty(num_tiles, np.int32), np.empty(num_tiles, np.int8)
     number_of_tile = np.empty(num_tiles, np.int32)
-    counts, steps = np.zeros((num_programs, NUM_PARTS), np.int64), np.zeros((num_programs, NUM_PARTS), np.int64)
+    steps_P4 = np.zeros((num_programs, NUM_PARTS), np.int64)
     last = groups_G5[-1]
     at = 0
     for program in range(num_programs):
@@ -85,40 +85,59 @@ def shares_of(
             program_of_tile[at], part_of_tile[at] = program, part
             number_of_tile[at] = last[2] + number * num_programs + program
             at += 1
-        counts[program, part], steps[program, part] = rounds, rounds * last[4]
+        steps_P4[program, part] = rounds * last[4]
     ends, programs = np.full(num_programs, rounds * last[3]), np.arange(num_programs)
+    latest, in_order = rounds * last[3], True  # of all ends; whether ends ascend
     for group in range(len(groups_G5)):
-        part, count, first, cost, steps_of_tile = groups_G5[group]
-        begin = rounds * num_programs if group == len(groups_G5) - 1 else 0
-        if count - begin >= num_programs and ends.min() == ends.max():  # whole rounds, without the heap
-            whole = (count - begin) // num_programs
-            for tile in range(begin, begin + whole * num_programs):
-                program_of_tile[at], part_of_tile[at] = (tile - begin) % num_programs, part
-                number_of_tile[at] = first + tile
-                at += 1
-            begin += whole * num_programs
-            counts[:, part] += whole
-            steps[:, part] += whole * steps_of_tile
-            ends += whole * cost
-            programs[:] = np.arange(num_programs)
-        for tile in range(begin, count):
-            program, end = programs[0], ends[0] + cost
-            program_of_tile[at], part_of_tile[at], number_of_tile[at] = program, part, first + tile
-            counts[program, part] += 1
-            steps[program, part] += steps_of_tile
-            at += 1
-            _sink(ends, programs, end, program)
-    shares = np.empty((num_programs, 2 * NUM_PARTS), np.int32)
-    following = np.empty((num_programs, NUM_PARTS), np.int64)
-    begin = 0
-    for program in range(num_programs):
+        part, count, first, cost, steps = groups_G5[group]
+        tile = rounds * num_programs if group == len(groups_G5) - 1 else 0
+        while tile < count:
+            if latest - ends[0] < cost and (in_order or count - tile > 3 * num_programs):
+                # each program that gets a tile is the last one then: they take turns
+                if not in_order:
+                    order = np.argsort(ends * num_programs + programs)
+                    ends, programs = ends[order], programs[order]
+                turns = (count - tile) // num_programs
+                some = count - tile - turns * num_programs
+                for turn in range(turns + 1):
+                    for place in range(num_programs if turn < turns else some):
+                        program_of_tile[at], part_of_tile[at] = programs[place], part
+                        number_of_tile[at] = first + tile
+                        at, tile = at + 1, tile + 1
+                for place in range(num_programs):
+                    more = turns + 1 if place < some else turns
+                    ends[place] += more * cost
+                    steps_P4[programs[place], part] += more * steps
+                ends, programs = np.roll(ends, -some), np.roll(programs, -some)
+                in_order, latest = True, ends[-1]
+            else:
+                program, end = programs[0], ends[0] + cost
+                program_of_tile[at], part_of_tile[at], number_of_tile[at] = program, part, first + tile
+                steps_P4[program, part] += steps
+                at, tile = at + 1, tile + 1
+                in_order, latest = False, max(latest, end)
+                _sink(ends, programs, end, program)
+    return _listed(program_of_tile, part_of_tile, number_of_tile, steps_P4)
+
+
+@inlined
+def _listed(
+    program_of_tile: NDArray[np.int32], part_of_tile: NDArray[np.int8], number_of_tile: NDArray[np.int32],
+    steps_P4: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+    """Work and shares: tiles sorted by program and part."""
+    following = np.zeros(steps_P4.size + 1, np.int64)
+    for tile in range(len(program_of_tile)):
+        following[program_of_tile[tile] * NUM_PARTS + part_of_tile[tile] + 1] += 1
+    following = np.cumsum(following)
+    shares = np.empty((len(steps_P4), 2 * NUM_PARTS), np.int32)
+    for program in range(len(steps_P4)):
         for part in range(NUM_PARTS):
-            shares[program, 2 * part], shares[program, 2 * part + 1] = begin, steps[program, part]
-            following[program, part] = begin
-            begin += counts[program, part]
-    work = np.empty(num_tiles, np.int32)
-    for tile in range(num_tiles):
-        program, part = program_of_tile[tile], part_of_tile[tile]
-        work[following[program, part]] = number_of_tile[tile]
-        following[program, part] += 1
+            shares[program, 2 * part] = following[program * NUM_PARTS + part]
+            shares[program, 2 * part + 1] = steps_P4[program, part]
+    work = np.empty(len(program_of_tile), np.int32)
+    for tile in range(len(program_of_tile)):
+        key = program_of_tile[tile] * NUM_PARTS + part_of_tile[tile]
+        work[following[key]] = number_of_tile[tile]
+        following[key] += 1
     return work, shares
