@@ -60,6 +60,29 @@ def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, progra
     ends[place], programs[place] = end, program
 
 
+@inlined
+def _listed(
+    program_of_tile: NDArray[np.int32], part_of_tile: NDArray[np.int8], number_of_tile: NDArray[np.int32],
+    steps_P4: NDArray[np.int64],
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+    """Work and shares: tiles sorted by program and part."""
+    following = np.zeros(steps_P4.size + 1, np.int64)
+    for tile in range(len(program_of_tile)):
+        following[program_of_tile[tile] * NUM_PARTS + part_of_tile[tile] + 1] += 1
+    following = np.cumsum(following)
+    shares = np.empty((len(steps_P4), 2 * NUM_PARTS), np.int32)
+    for program in range(len(steps_P4)):
+        for part in range(NUM_PARTS):
+            shares[program, 2 * part] = following[program * NUM_PARTS + part]
+            shares[program, 2 * part + 1] = steps_P4[program, part]
+    work = np.empty(len(program_of_tile), np.int32)
+    for tile in range(len(program_of_tile)):
+        key = program_of_tile[tile] * NUM_PARTS + part_of_tile[tile]
+        work[following[key]] = number_of_tile[tile]
+        following[key] += 1
+    return work, shares
+
+
 @kernel
 def shares_of(
     groups_G5: NDArray[np.int64], rounds: int, num_programs: int
@@ -118,26 +141,3 @@ def shares_of(
                 in_order, latest = False, max(latest, end)
                 _sink(ends, programs, end, program)
     return _listed(program_of_tile, part_of_tile, number_of_tile, steps_P4)
-
-
-@inlined
-def _listed(
-    program_of_tile: NDArray[np.int32], part_of_tile: NDArray[np.int8], number_of_tile: NDArray[np.int32],
-    steps_P4: NDArray[np.int64],
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
-    """Work and shares: tiles sorted by program and part."""
-    following = np.zeros(steps_P4.size + 1, np.int64)
-    for tile in range(len(program_of_tile)):
-        following[program_of_tile[tile] * NUM_PARTS + part_of_tile[tile] + 1] += 1
-    following = np.cumsum(following)
-    shares = np.empty((len(steps_P4), 2 * NUM_PARTS), np.int32)
-    for program in range(len(steps_P4)):
-        for part in range(NUM_PARTS):
-            shares[program, 2 * part] = following[program * NUM_PARTS + part]
-            shares[program, 2 * part + 1] = steps_P4[program, part]
-    work = np.empty(len(program_of_tile), np.int32)
-    for tile in range(len(program_of_tile)):
-        key = program_of_tile[tile] * NUM_PARTS + part_of_tile[tile]
-        work[following[key]] = number_of_tile[tile]
-        following[key] += 1
-    return work, shares
