@@ -140,4 +140,5 @@ def shares_of(
                 at, tile = at + 1, tile + 1
                 in_order, latest = False, max(latest, end)
                 _sink(ends, programs, end, program)
-    return _listed(program_of_tile, part_of_tile, number_of_tile, steps_P4)
+    work, shares = _listed(program_of_tile, part_of_tile, number_of_tile, steps_P4)
+    return work, shares
