@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from importlib.util import find_spec
+from itertools import groupby
 from pathlib import Path
+from typing import Any
 
-from equilibra.bench.gpu.contenders import EPLB, EQUILIBRA, ONLINE, STATIC
+from equilibra.bench.gpu.contenders import AGAIN, EPLB, EQUILIBRA, ONLINE, STATIC
 from equilibra.bench.setting import Row
 from equilibra.core.atomic import atomic_file
 
@@ -31,15 +33,30 @@ def plot_gpu(rows: list[Row], folder: Path) -> None:
         axis.bar(at, [v[0] for v in values], width=0.19, color=colour, label=name, yerr=errors, error_kw={"lw": 0.8})
     axis.axhline(1, color="black", linewidth=0.8)
     axis.axhline(rows[0]["reach"], color="#1d6fb8", linewidth=0.8, linestyle=":")
-    axis.set_xticks(range(len(rows)), [str(row["case"]).replace(", ", "\n") for row in rows], fontsize=5.5)
+    again = [_numbers(row[AGAIN])[0] for row in rows if AGAIN in row]
+    axis.scatter(range(len(again)), again, marker="_", s=120, color="black", linewidth=0.8, label=AGAIN, zorder=3)
+    _name_cases(axis, [str(row["case"]).split(", ") for row in rows])
     axis.set_ylim(0, 1.1)
     axis.set_ylabel("share of the balanced speed")
-    figure.legend(ncols=4, frameon=False, loc="outside lower center", fontsize=8)
+    figure.legend(ncols=5, frameon=False, loc="outside lower center", fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     figure.suptitle("Expert layers, rank after rank on one device, measured")
     with atomic_file(folder / "gpu.png", overwrite=True) as written:
         figure.savefig(written, format="png", dpi=120)
     plt.close(figure)
+
+
+def _name_cases(axis: Any, names: list[list[str]]) -> None:  # noqa: ANN401 - matplotlib is not always there
+    """Ranks under every case; what they share, once: the model, and the recording below it."""
+    axis.set_xticks(range(len(names)), [name[-1] for name in names], fontsize=7)
+    axis.tick_params(axis="x", length=0)
+    for depth, height in ((2, -0.10), (1, -0.17)):
+        for _, group in groupby(range(len(names)), key=lambda case: names[case][:depth]):
+            cases = list(group)
+            axis.text(
+                (cases[0] + cases[-1]) / 2, height, names[cases[0]][depth - 1], ha="center", va="center",
+                fontsize=8 if depth == 1 else 7, transform=axis.get_xaxis_transform(),
+            )  # fmt: skip
 
 
 def _numbers(said: str) -> tuple[float, float, float]:
