@@ -232,7 +232,7 @@ class Runtime:
     # --- backward ---
 
     def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor) -> None:
-        """Gradients of one visit's rows and of all instances that computed them; flash copies first."""
+        """Gradients of one visit's rows and of all instances that computed them; those of flash copies travel home."""
         tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
         instances = self.instances(visit, Direction.BACKWARD)
         num_kept = tables.num_homes + tables.num_standing
@@ -250,10 +250,15 @@ class Runtime:
             if copies is not None and weights.learns:
                 copies.send_gradients(visit.where)
 
-        expert_math.backward(
-            self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND,
-            num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
-        )  # fmt: skip
+        try:
+            expert_math.backward(
+                self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND,
+                num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
+            )  # fmt: skip
+        except BaseException:
+            if num_first:  # whatever was in that memory must not pass for a gradient
+                weights.drop_gradients()
+            raise
         self.recorder.add(
             Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, self.recorder.now(),
             tokens=tables.num_rows,

@@ -13,6 +13,7 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
+from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import recorded_experts
 from equilibra.execute.steps.own_schedule import own_schedule
 from equilibra.execute.visits.tables import instances_of, planned_counts, receive_table, send_table
@@ -27,7 +28,7 @@ SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
 
 
 def warm() -> None:
-    """Plan a step, and make the tables of a rank."""
+    """Plan a step, make the tables of a rank, and share out the tiles of a launch."""
     random = np.random.default_rng(0)
     popular = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (SEQUENCES * TOKENS * LAYERS, 1)), axis=1)
     ids = np.where(popular[:, :TOP_K] > 3, popular[:, :TOP_K] - 3, popular[:, :TOP_K])
@@ -52,6 +53,7 @@ def warm() -> None:
     instances = instances_of(plan, Stage.UPDATE, 0, 0)
     send_table(recorded_experts(trace)[:TOKENS, 0].astype(np.int64), instances, 0)
     receive_table(instances.on_rank(0), planned_counts(load, instances, 0, 0, 0))
+    launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 3)
 
 
 warm()

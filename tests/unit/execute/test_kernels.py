@@ -18,22 +18,26 @@ import torch
 from equilibra.bench.gpu.copying import copy_beside
 from equilibra.execute.kernels import grouped, rows, sums
 from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
 from equilibra.execute.moe.spec import Activation
 
 broken = sys.argv[1] == "broken"
 generator = torch.Generator().manual_seed(0)
 random = lambda *shape: torch.randn(*shape, generator=generator) * 0.3
-D, F, sizes = 48, 40, (130, 0, 7, 35, 0)
 worst = {}
 
 
 def see(name, found, wanted):
-    worst[name] = max(worst.get(name, 0.0), float((found - wanted).abs().max() / (wanted.abs().max() + 1e-6)))
+    gap = (found - wanted).abs().nan_to_num(1e9).max() / (wanted.abs().max() + 1e-6)
+    worst[name] = max(worst.get(name, 0.0), float(gap))
 
 
-for kind, bias, num_first, num_last in (
-    (Activation.SWIGLU, False, 0, 2), (Activation.CLAMPED_SWIGLU, True, 2, 2), (Activation.CLAMPED_SWIGLU, True, 0, 0)
+SWIGLU, CLAMPED = Activation.SWIGLU, Activation.CLAMPED_SWIGLU
+SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (500, 0, 300, 7))
+EVERY, NO_DOWN, BIASES = (1, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1)  # gate_up, down and their biases: which are learned
+for (D, F, sizes), kind, bias, learned, num_first, num_last in (
+    (SMALL, SWIGLU, False, EVERY, 0, 2), (SMALL, CLAMPED, True, EVERY, 2, 2), (SMALL, CLAMPED, True, EVERY, 0, 0),
+    (SMALL, SWIGLU, True, NO_DOWN, 0, 1), (SMALL, SWIGLU, True, BIASES, 5, 0), (LARGE, SWIGLU, False, EVERY, 2, 1),
 ):
     parts = lambda: ExpertParts(random(2 * F, D), random(D, F), *((random(2 * F), random(D)) if bias else ()))
     instances = [parts() for _ in sizes]
@@ -42,10 +46,13 @@ for kind, bias, num_first, num_last in (
     y, h = grouped.forward(kind, x, groups, instances)
     wanted_y, wanted_h = expert_math.forward(kind, x, sizes, instances)
     see("y", y, wanted_y), see("h", h, wanted_h)
-    filled = lambda: [ExpertParts(*(None if p is None else torch.ones_like(p) for p in i)) for i in instances]
-    found, wanted, dx, wanted_dx = filled(), filled(), torch.empty_like(x), torch.empty_like(x)
+    filled = lambda: [
+        ExpertGradients(*(torch.ones_like(p) if p is not None and l else None for p, l in zip(i, learned)))
+        for i in instances
+    ]
+    found, wanted, dx, wanted_dx = filled(), filled(), torch.full_like(x, torch.nan), torch.empty_like(x)
     if broken:
-        groups = grouped.Groups.of((130, 7, 0, 35, 0), torch.device("cpu"))
+        groups = grouped.Groups.of((*sizes[:1], sizes[2], 0, *sizes[3:]), torch.device("cpu"))
     told = []
     tell, ends = lambda: told.append(1), {"num_first": num_first, "num_last": num_last}
     grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, **ends, after_last=tell)
@@ -56,6 +63,8 @@ for kind, bias, num_first, num_last in (
             if a is not None:
                 see("gradients", a, b)
     assert told == [1]
+launches = grouped.Shares.of(grouped._share_task(groups, x, F, learned=(True, True)), torch.device("cpu"))
+assert len(launches) == 2 and launches[0].shares.view(-1, 8)[:, 1].sum() > 0, "both launches, and dx before weights"
 T, K = 9, 3
 values = random(T * K, D)
 row_of_pair = torch.randperm(T * K, generator=generator).view(T, K).to(torch.int32)

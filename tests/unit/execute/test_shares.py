@@ -78,35 +78,27 @@ def test_shares_are_those_of_the_greedy_rule(seed):
     ("sizes", "width", "inner"),
     [((5000, 4000, 6000, 0, 500), 2048, 768), ((2500,) * 8 + (700, 300), 7168, 2048), ((16000, 200), 2880, 2880)],
 )
-def test_all_tiles_of_a_layer_once_and_programs_end_together(sizes, width, inner, learned, monkeypatch):
-    monkeypatch.setattr(grouped, "multiprocessors", lambda _device: PROGRAMS)
+def test_all_tiles_of_a_layer_once_and_programs_end_together(sizes, width, inner, learned):
     weight, dx = grouped.WEIGHT, grouped.DX
-    launches = grouped.Shares.of.__wrapped__(
-        grouped.Shares, sizes, width, inner, learned, (weight, dx), torch.device("cpu")
-    )
+    task = grouped.ShareTask(sizes, width, inner, learned, (weight, dx), PROGRAMS)
+    tables = task.share_out()
     each = [-(-width // 128) * -(-inner // 256), -(-2 * inner // 128) * -(-width // 256)]
-    steps = {(part, i * each[part - 1] + tile): max(-(-size // weight.bk), 1)
-             for part in (1, 2) for i, size in enumerate(sizes) for tile in range(each[part - 1])}  # fmt: skip
-    found, idle = {part: [] for part in Part}, 0.0
-    for launch in launches:
-        ends = []
-        for share in launch.shares.view(-1, 2 * len(Part)).tolist():
-            end = 0
-            for part in Part:
-                at, left = share[2 * part : 2 * part + 2]
-                while left > 0:
-                    tile = int(launch.work[at])
-                    took = steps.get((int(part), tile), 1)
-                    found[part].append(tile)
-                    end += took * weight.bk + grouped.SUM_COST if took > 1 or part in (1, 2) else 2 * inner
-                    at, left = at + 1, left - took
-                assert left == 0
-            ends.append(end)
-        idle += max(ends) - float(np.mean(ends))
     num_dx = sum(-(-size // 128) for size in sizes) * -(-width // 256)
+    steps = [max(-(-size // weight.bk), 1) for size in sizes]
+    groups = [  # every tile by itself
+        (part, 1, i * each[part - 1] + tile, steps[i] * weight.bk + grouped.SUM_COST, steps[i])
+        for part in (Part.DOWN, Part.GATE_UP) for i in range(len(sizes)) for tile in range(each[part - 1])
+    ]  # fmt: skip
+    groups += [(Part.ROWS_AFTER, 1, tile, 2 * inner + grouped.STORE_COST, 1) for tile in range(num_dx)]
+    found, idle = {part: [] for part in Part}, 0.0
+    for work, table in (tables[:2], tables[2:]):
+        ends, tiles = ends_and_tiles(work, table, np.array(groups))
+        found = {part: found[part] + tiles[part] for part in Part}
+        idle += max(ends) - float(np.mean(ends))
     assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(num_dx))
     for part in (Part.DOWN, Part.GATE_UP):
         assert sorted(found[part]) == list(range(len(sizes) * each[part - 1] * learned[part - 1]))
+    assert len(tables[0]) > 0 or max(each) < PROGRAMS
     assert idle < 2 * inner + grouped.STORE_COST  # less than one tile of dx
 
 

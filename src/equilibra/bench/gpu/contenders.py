@@ -44,8 +44,8 @@ PRODUCT_TFLOPS = 650.0
 """of a rank's rows, forward and backward, in our kernels on an H200"""
 HOLD_US_PER_MB, SERVE_US_PER_MB = 0.85, 0.0
 """what a flash copy costs in its layer besides its rows, by the size of its weights: the rank that holds it reads them
-and writes a gradient (benchmarks/probes/measure_prices.py). What moves costs other layers, which are planned without
-knowing of it."""
+and writes a gradient. Between what benchmarks/probes/measure_prices.py finds for the shapes, and best of what was tried
+in plans. What moves costs other layers, which are planned without knowing of it; so serving is free here."""
 TRIES = 3
 """of the online planner: other programs must not be charged to it"""
 

@@ -125,9 +125,10 @@ NOTES = {
     "layer; its exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much "
     "longer a layer takes while copies of its neighbour layers move, by where they come from: another place of the "
     "device's memory, or pinned memory of the host. One device stands for all ranks, so a copy inside it is faster "
-    "than a link between two, and takes from its memory what two devices would share. Plans count what rows and copies "
-    "cost on this device, and no network unless `--network` is asked for: with it they also even out traffic, which "
-    "takes more copies and is not seen here.",
+    "than a link between two, and takes from its memory what two devices would share; it is made by a kernel that "
+    "leaves room for others (`equilibra.bench.gpu.copying`), where copy engines would work between devices. Plans "
+    "count what rows and copies cost on this device, and no network unless `--network` is asked for: with it they also "
+    "even out traffic, which takes more copies and is not seen here.",
     "times": "`layer_us`: mean over layers and micro-batches. `copies`: flash copies per layer and micro-batch, all "
     "ranks together. `late`: part of the ranks that waited for copies at the end of a pass. `plan_us`, `copy_us`: "
     "medians of what online planning adds. equilibra-still: the same rows, nothing moves.",

@@ -9,18 +9,20 @@ copy: nothing waits for the device.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import lru_cache
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from functools import cache, lru_cache
 from math import gcd
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
 from equilibra.execute.kernels import has_triton, multiprocessors
-from equilibra.execute.kernels.shares import Part, shares_of
+from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.moe.spec import Activation
 
 if TYPE_CHECKING:
@@ -53,8 +55,8 @@ class Tile:
 FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
 PRODUCT = Tile(bn=256, bk=64, warps=8, stages=4)
 WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
-DX = Tile(bn=256, bk=64, warps=8, stages=4)
-"""beside WEIGHT, in one launch"""
+DX = replace(WEIGHT, bk=64, stages=4)
+"""in one launch with WEIGHT, so its tiles are as large"""
 SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
 ELEMENTS = 2048
@@ -159,7 +161,14 @@ def forward(
     if num_rows:
         first_product(kind, groups, rows_ND, instances, h, a)
         product(groups, a, instances, "down", y, turned=True)
+        if keep:
+            _shared_out(_share_task(groups, rows_ND, inner, learned=(True, True)))
     return y, h
+
+
+def _share_task(groups: Groups, rows_ND: Tensor, inner: int, *, learned: tuple[bool, bool]) -> ShareTask:
+    tiles = _tile(WEIGHT, rows_ND), _tile(DX, rows_ND)
+    return ShareTask(groups.sizes, rows_ND.shape[1], inner, learned, tiles, multiprocessors(rows_ND.device))
 
 
 def backward(
@@ -197,45 +206,60 @@ class Shares(NamedTuple):
     work: Tensor
     """int32: numbers of tiles"""
     shares: Tensor
-    """[P, 8] int32: as of `shares_of`"""
+    """[P * 2 * NUM_PARTS] int32: as of `shares_of`"""
     num_programs: int
     """P"""
 
     @classmethod
-    @lru_cache(maxsize=512)
-    def of(cls, sizes: tuple[int, ...], width: int, inner: int, learned: tuple[bool, bool], tiles: tuple[Tile, Tile],
-           device: torch.device) -> tuple[Shares, ...]:  # fmt: skip
-        """Of all gradients of instances with so many rows: dW2, dW1 (if they are learned) and dx.
+    @lru_cache(maxsize=16)
+    def of(cls, task: ShareTask, device: torch.device) -> tuple[Shares, ...]:
+        """On a device, launch by launch."""
+        first_work, first_shares, work, shares = _shared_out(task).result()
+        found = []
+        for of_launch, table in ((first_work, first_shares), (work, shares)):
+            if of_launch.size:
+                both = to_device(np.concatenate([of_launch, table.ravel()]), device)
+                found.append(cls(both[: of_launch.size], both[of_launch.size :], task.num_programs))
+        return tuple(found)
 
-        Two launches, where instances have more tiles than there are programs: in the first, all programs are at tiles
-        of the same instance all the time, which caches need where instances have many rows; the second has the rest.
-        """
-        weight, dx = tiles
-        num_programs, rows = multiprocessors(device), np.asarray(sizes, np.int64)
-        order = np.argsort(-rows, kind="stable")
-        steps = np.maximum(-(-rows[order] // weight.bk), 1)
-        costs, cost_of_dx = steps * weight.bk + SUM_COST, 2 * inner + STORE_COST
-        num_dx = int((-(-rows // dx.bm)).sum()) * -(-width // dx.bn)
-        filling = int(costs[0]) // cost_of_dx + 2  # tiles of dx in the time of the longest tile of weights
-        rounds = max(num_dx // num_programs - filling, 0)
-        launches, of_dx = [], 0
-        each = np.array([_num_tiles(width, inner, weight), _num_tiles(2 * inner, width, weight)]) * learned
-        together = each // num_programs * num_programs
-        for counts, firsts in ((together, [0, 0]), (each - together, together)):
-            groups = np.empty((2, order.size, 5), np.int64)
-            groups[:, :, 0] = ((Part.DOWN,), (Part.GATE_UP,))
-            groups[:, :, 1] = counts[:, None]
-            groups[:, :, 2] = order * each[:, None] + np.reshape(firsts, (2, 1))
-            groups[:, :, 3:] = np.stack([costs, steps], axis=1)
-            is_last = counts is not together
-            if is_last or counts.any():
-                num = num_dx - of_dx if is_last else rounds * num_programs
-                last = (Part.ROWS_AFTER, num, of_dx, cost_of_dx, 1)
-                work, shares = shares_of(np.vstack([groups.reshape(-1, 5), last]), rounds, num_programs)
-                both = to_device(np.concatenate([work, shares.ravel()]), device)
-                launches.append(cls(both[: work.size], both[work.size :], num_programs))
-                of_dx, rounds = num, 0
-        return tuple(launches)
+
+class ShareTask(NamedTuple):
+    """What is to be shared out: all gradients of instances with so many rows."""
+
+    sizes: tuple[int, ...]
+    """rows of every instance"""
+    width: int
+    """D"""
+    inner: int
+    """F"""
+    learned: tuple[bool, bool]
+    """whether W2 and W1 are"""
+    tiles: tuple[Tile, Tile]
+    """of weights and of dx"""
+    num_programs: int
+    """P"""
+
+    def share_out(self) -> tuple[NDArray[np.int32], ...]:
+        """See `launches_of`."""
+        weight, dx = self.tiles
+        each = [_num_tiles(self.width, self.inner, weight), _num_tiles(2 * self.inner, self.width, weight)]
+        num_dx = sum(-(-size // dx.bm) for size in self.sizes) * -(-self.width // dx.bn)
+        found: tuple[NDArray[np.int32], ...] = launches_of(
+            np.array(self.sizes, np.int64), np.array(each) * self.learned, num_dx, weight.bk, SUM_COST,
+            2 * self.inner + STORE_COST, self.num_programs,
+        )  # fmt: skip
+        return found
+
+
+@lru_cache(maxsize=256)
+def _shared_out(task: ShareTask) -> Future[tuple[NDArray[np.int32], ...]]:
+    """In the background: the forward pass asks for what the backward pass will need."""
+    return _background().submit(task.share_out)
+
+
+@cache
+def _background() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=1, thread_name_prefix="equilibra-shares")
 
 
 def _num_tiles(rows: int, columns: int, tile: Tile) -> int:
@@ -289,17 +313,18 @@ def weights_and_rows(
 ) -> None:  # fmt: skip
     """Write dx; add gradients of the weights that are kept, write the others afresh. values: dy, a, dh and rows."""
     dy, a = values[:2]
-    tiles = _tile(WEIGHT, dy), _tile(DX, dy)
     sums = [[getattr(wanted, name) for wanted in learned] for name in ("down", "gate_up")]
     wanted = sums[0][0] is not None, sums[1][0] is not None
     weights = Places.of([parts.gate_up for parts in instances])
     down, gate_up = (Places.of(part) if want else weights for part, want in zip(sums, wanted, strict=True))
     sums_like = next(part[0] for part, want in zip(sums, wanted, strict=True) if want)
-    for launch in Shares.of(groups.sizes, dy.shape[1], a.shape[1], wanted, tiles, dy.device):
+    task = _share_task(groups, dy, a.shape[1], learned=wanted)
+    weight, dx = task.tiles
+    for launch in Shares.of(task, dy.device):
         _kernels().gradients[(launch.num_programs,)](
             *values, dx_ND, *down, *gate_up, sums_like, *weights, groups.offsets, groups.tiles, groups.num_tiles,
             kept.start, kept.stop, launch.work, launch.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,
-            DX_BK=tiles[1].bk, DX_STAGES=tiles[1].stages, **_sizes(tiles[0], dy),
+            DX_BK=dx.bk, DX_STAGES=dx.stages, **_sizes(weight, dy),
         )  # fmt: skip
 
 

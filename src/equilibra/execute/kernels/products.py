@@ -274,7 +274,7 @@ def gradients(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DX_BK: tl.constexpr, DX_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dW2 += dy.T a, dW1 += dh.T x, dx = dh W1: every program has its share of each (see `shares`)."""
-    share = shares + tl.program_id(0) * 8
+    share = shares + tl.program_id(0) * 8  # two numbers for each of four parts
     _multiply(
         dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share),
         tl.load(share) + tl.load(share + 1), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, PRECISION=PRECISION,

@@ -14,6 +14,9 @@ So half of the programs multiply while the other half waits for memory, which ad
 of weights go to programs one by one in the order of their computation, each to the program that comes to its end first:
 tiles beside each other are computed at the same time, and caches serve what they share. The last tiles of dx, which are
 short, fill what the others left: each product by itself would end with most programs waiting for a few.
+
+Where instances have more tiles than there are programs, whole rounds of them have a launch of their own, in which all
+programs are at the same rows of an instance all the time: caches need that where instances have many rows.
 """
 
 from __future__ import annotations
@@ -25,7 +28,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 
-__all__ = ["Part", "shares_of"]
+__all__ = ["NUM_PARTS", "Part", "launches_of", "shares_of"]
 
 
 class Part(IntEnum):
@@ -38,7 +41,7 @@ class Part(IntEnum):
 
 
 NUM_PARTS = len(Part)
-ROWS_BEFORE, ROWS_AFTER = int(Part.ROWS_BEFORE), int(Part.ROWS_AFTER)
+ROWS_BEFORE, DOWN, GATE_UP, ROWS_AFTER = (int(part) for part in Part)
 
 
 @inlined
@@ -142,3 +145,36 @@ def shares_of(
                 _sink(ends, programs, end, program)
     work, shares = _listed(program_of_tile, part_of_tile, number_of_tile, steps_P4)
     return work, shares
+
+
+@kernel
+def launches_of(
+    rows_I: NDArray[np.int64], each_2: NDArray[np.int64], num_dx: int, step: int, sum_cost: int, cost_of_dx: int,
+    num_programs: int,
+) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+    """Work and shares of both launches; the first may be empty. each_2: tiles of an instance's dW2 and dW1, 0 if it is
+    not learned; num_dx: tiles of dx; step: rows of a step; costs in rows, of a sum and of a tile of dx.
+    """
+    order = np.argsort(-rows_I, kind="mergesort")
+    together_2 = each_2 // num_programs * num_programs
+    longest = max((rows_I[order[0]] + step - 1) // step, 1) * step + sum_cost
+    rounds = max(num_dx // num_programs - longest // cost_of_dx - 2, 0)  # the rest fills what tiles of weights leave
+    of_dx = rounds * num_programs if together_2.any() else 0
+    found = []
+    for is_last in (False, True):
+        groups_G5 = np.empty((2 * rows_I.size + 1, 5), np.int64)
+        for part in (DOWN, GATE_UP):
+            each, together = each_2[part - DOWN], together_2[part - DOWN]
+            for at, instance in enumerate(order):
+                steps = max((rows_I[instance] + step - 1) // step, 1)
+                group = groups_G5[(part - DOWN) * rows_I.size + at]
+                group[0], group[3], group[4] = part, steps * step + sum_cost, steps
+                group[1] = each - together if is_last else together
+                group[2] = instance * each + (together if is_last else 0)
+        last = groups_G5[-1]
+        last[0], last[3], last[4] = ROWS_AFTER, cost_of_dx, 1
+        last[1], last[2] = (num_dx - of_dx, of_dx) if is_last else (of_dx, 0)
+        if is_last and of_dx:
+            rounds = 0
+        found.append(shares_of(groups_G5, rounds if is_last or of_dx else 0, num_programs))
+    return found[0][0], found[0][1], found[1][0], found[1][1]

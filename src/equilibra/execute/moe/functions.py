@@ -168,7 +168,7 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Flash copies first: their gradients travel while the rest is computed."""
+        """Gradients of flash copies travel as soon as they are there: on a host before the others are computed."""
         (dy_ND,) = gradients
         visit: Pass = ctx.visit
         rows_ND, h = ctx.saved_tensors

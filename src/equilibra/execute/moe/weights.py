@@ -160,6 +160,11 @@ class ExpertWeights(nn.Module):
         """Whether any part has a gradient already."""
         return any(part.grad is not None for part in self.parts())
 
+    def drop_gradients(self) -> None:
+        """As if there were none yet."""
+        for part in self.parts():
+            part.grad = None
+
     def home_gradients(self, *, empty: bool = False) -> list[ExpertGradients]:
         """Views of the gradients of the experts at home: sums go straight into them.
 
