@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -47,14 +48,19 @@ class Tables:
     """instances that are homes"""
     num_standing: int
     """instances that are standing copies; they follow the homes"""
-    token_of_row: Tensor
-    """[N sent]"""
+    sent_tokens: NDArray[np.int32]
+    """[N sent] on the host: the token of each row"""
     row_of_pair: Tensor
     """[T, K]"""
     received_of_grouped: Tensor | None
     """[N received]; None: they are in this order already"""
     grouped_of_received: Tensor | None
     """[N received]"""
+
+    @cached_property
+    def token_of_row(self) -> Tensor:
+        """[N sent]; kernels on GPUs do without it."""
+        return _index(self.sent_tokens, self.row_of_pair.device)
 
     @property
     def num_rows(self) -> int:
@@ -67,18 +73,18 @@ class Tables:
         return sum(self.instance_sizes[self.num_homes + self.num_standing :])
 
 
+def _index(values: NDArray[np.int32], device: torch.device) -> Tensor:
+    host = torch.from_numpy(values)
+    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
+
+
 def on_device(instances: Instances, sent: SendTable, received: ReceiveTable, rank: int, device: torch.device) -> Tables:
     """Tables of one rank; index arrays go to the device without waiting for it.
 
     A rank that is alone sends nothing: its rows are made in the order in which they are computed.
     """
-
-    def index(values: NDArray[np.int32]) -> Tensor:
-        host = torch.from_numpy(values)
-        return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
     alone = received.size_of_source.size == 1
-    token_of_row = sent.token_of_row[received.received_of_grouped] if alone else sent.token_of_row
+    sent_tokens = sent.token_of_row[received.received_of_grouped] if alone else sent.token_of_row
     row_of_pair = received.grouped_of_received[sent.row_of_pair] if alone else sent.row_of_pair
 
     return Tables(
@@ -88,8 +94,8 @@ def on_device(instances: Instances, sent: SendTable, received: ReceiveTable, ran
         instance_sizes=received.size_of_instance.tolist(),
         num_homes=int((instances.home_of_expert == rank).sum()),
         num_standing=int((instances.standing_rank == rank).sum()),
-        token_of_row=index(token_of_row),
-        row_of_pair=index(row_of_pair),
-        received_of_grouped=None if alone else index(received.received_of_grouped),
-        grouped_of_received=None if alone else index(received.grouped_of_received),
+        sent_tokens=sent_tokens,
+        row_of_pair=_index(row_of_pair, device),
+        received_of_grouped=None if alone else _index(received.received_of_grouped, device),
+        grouped_of_received=None if alone else _index(received.grouped_of_received, device),
     )
