@@ -33,8 +33,10 @@ def plot_gpu(rows: list[Row], folder: Path) -> None:
         axis.bar(at, [v[0] for v in values], width=0.19, color=colour, label=name, yerr=errors, error_kw={"lw": 0.8})
     axis.axhline(1, color="black", linewidth=0.8)
     axis.axhline(rows[0]["reach"], color="#1d6fb8", linewidth=0.8, linestyle=":")
-    again = [_numbers(row[AGAIN])[0] for row in rows if AGAIN in row]
-    axis.scatter(range(len(again)), again, marker="_", s=120, color="black", linewidth=0.8, label=AGAIN, zorder=3)
+    again = {case: _numbers(row[AGAIN])[0] for case, row in enumerate(rows) if AGAIN in row}
+    axis.scatter(
+        list(again), list(again.values()), marker="_", s=120, color="black", linewidth=0.8, label=AGAIN, zorder=3
+    )
     _name_cases(axis, [str(row["case"]).split(", ") for row in rows])
     axis.set_ylim(0, 1.1)
     axis.set_ylabel("share of the balanced speed")

@@ -206,7 +206,7 @@ class Shares(NamedTuple):
     work: Tensor
     """int32: numbers of tiles"""
     shares: Tensor
-    """[P * 2 * NUM_PARTS] int32: as of `shares_of`"""
+    """[P * 8] int32: as of `shares_of`"""
     num_programs: int
     """P"""
 
@@ -251,7 +251,7 @@ class ShareTask(NamedTuple):
         return found
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=512)
 def _shared_out(task: ShareTask) -> Future[tuple[NDArray[np.int32], ...]]:
     """In the background: the forward pass asks for what the backward pass will need."""
     return _background().submit(task.share_out)

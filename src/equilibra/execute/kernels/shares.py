@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 
-__all__ = ["NUM_PARTS", "Part", "launches_of", "shares_of"]
+__all__ = ["Part", "launches_of", "shares_of"]
 
 
 class Part(IntEnum):
