@@ -36,6 +36,7 @@ COUNTS = ["num_tiles", "kept_from", "kept_to", "unit", "bias_unit", "down_unit",
 TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",
           "sums_like"]  # fmt: skip
 ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
+BAND = tl.constexpr(8)
 
 
 def _once_per_shape(kernel):
@@ -46,9 +47,18 @@ def _once_per_shape(kernel):
 
 
 @triton.jit
-def _tile(tiles, tile, num_tiles):
-    """A tile of rows: instance, first row, end of the instance's rows."""
-    return tl.load(tiles + tile), tl.load(tiles + num_tiles + tile), tl.load(tiles + 2 * num_tiles + tile)
+def _tile(tiles, num_tiles, t, columns):
+    """The rows of tile t, as instance, first row and end of the instance's rows; and its column.
+
+    Tiles are numbered in bands of BAND rows of them, column by column: what all programs compute at once needs few rows
+    and few weights then, which stay in the cache.
+    """
+    top = t // (BAND * columns) * BAND
+    height = tl.minimum(num_tiles - top, BAND)
+    inside = t - top * columns
+    tile = top + inside % height
+    instance, first = tl.load(tiles + tile), tl.load(tiles + num_tiles + tile)
+    return instance, first, tl.load(tiles + 2 * num_tiles + tile), inside // height
 
 
 @triton.jit
@@ -131,8 +141,8 @@ def first_product(
     )
     columns = tl.cdiv(F, BN)
     for t in tl.range(tl.program_id(0), num_tiles * columns, NUM, flatten=True):
-        g, first, last = _tile(tiles, t // columns, num_tiles)
-        row, col, place = first + FAR - last, (t % columns) * BN, tl.load(places + g)
+        g, first, last, column = _tile(tiles, num_tiles, t, columns)
+        row, col, place = first + FAR - last, column * BN, tl.load(places + g)
         both = tl.zeros((BM, 2 * BN), tl.float32)
         for k in range(0, D, BK):
             tile_x = tiles_x.load([FAR, last, row, k]).reshape(BM, BK)
@@ -169,8 +179,8 @@ def _multiply(
     for t in tl.range(begin, end, STEP, num_stages=STAGES, flatten=True):
         if LISTED:
             t = tl.load(work + t)  # noqa: PLW2901
-        g, first, last = _tile(tiles, t // columns, num_tiles)
-        row, col, place = first + FAR - last, (t % columns) * BN, tl.load(places + g)
+        g, first, last, column = _tile(tiles, num_tiles, t, columns)
+        row, col, place = first + FAR - last, column * BN, tl.load(places + g)
         total = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, K, BK, num_stages=STAGES):
             tile_r = tiles_r.load([FAR, last, row, k]).reshape(BM, BK)
