@@ -228,10 +228,10 @@ def test_copies_really_move_into_the_other_bank(path):
     runner.run([work], [Moves(ahead=2, returned=1, added=(1,))], path)  # rank 0 computes with bank 0
     assert torch.equal(runner.banks[1][:2], source[:2])
     assert torch.equal(runner.banks[0], before[0])
-    returned = runner.host_returned if path == "host" else runner.returned
-    assert (returned[0] == 2.0).all()
-    assert not (returned[1] == 2.0).any()
+    assert (runner.host_copies[0] == (2.0 if path == "host" else 0.0)).all()
+    assert not (runner.host_copies[1] == 2.0).any()
     assert (runner.neighbour_homes[0] == 2.0).all()
+    assert not (runner.neighbour_homes[1:] == 2.0).any()
     runner.run([work], [Moves(exposed=1)], path)
     assert torch.equal(runner.banks[0][0], source[0])
     assert torch.equal(runner.banks[0][1], before[0][1])
@@ -410,8 +410,8 @@ def test_contenders_take_turns(case, monkeypatch):
     rounds = [order[i : i + len(NAMES)] for i in range(0, len(order), len(NAMES))]
     assert len(rounds) == 3 * 4  # one of three does not count; four ranks
     assert len({tuple(sorted(map(str, one))) for one in rounds}) == 1
-    assert rounds[4] == [None, None, "device", "device", "host", None, None, None]  # the first that counts
-    assert rounds[5] == [None, "device", "device", "host", None, None, None, None]
+    assert rounds[4] == [None, None, "device", None, "device", "host", None, None]  # the first that counts
+    assert rounds[5] == [None, "device", None, "device", "host", None, None, None]
     assert rounds[8] == rounds[5]  # the next repeat starts one further
 
 

@@ -15,7 +15,7 @@ PROGRAM = """
 import json, sys
 import numpy as np
 import torch
-from equilibra.bench.gpu.copying import copy_beside
+from equilibra.bench.gpu.copying import copy_beside, read_beside
 from equilibra.execute.kernels import grouped, rows, sums
 from equilibra.execute.moe import expert_math
 from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
@@ -33,7 +33,7 @@ def see(name, found, wanted):
 
 
 SWIGLU, CLAMPED = Activation.SWIGLU, Activation.CLAMPED_SWIGLU
-SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (500, 0, 300, 7))
+SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (500, 0, 700, 7))
 EVERY, NO_DOWN, BIASES = (1, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1)  # gate_up, down and their biases: which are learned
 for (D, F, sizes), kind, bias, learned, num_first, num_last in (
     (SMALL, SWIGLU, False, EVERY, 0, 2), (SMALL, CLAMPED, True, EVERY, 2, 2), (SMALL, CLAMPED, True, EVERY, 0, 0),
@@ -87,6 +87,9 @@ for count in (1, 3, 6):
 copied = torch.zeros(3, 5000)
 copy_beside(copied[1:], values := random(2, 5000))
 see("copied", copied[1:], values), see("copied", copied[:1] + 1, torch.ones(1, 5000))
+words, seen = torch.arange(7001, dtype=torch.int32), torch.zeros(3, dtype=torch.int32)
+read_beside(words, seen)
+assert seen.sum() == words.sum() and (seen > 0).all(), "every word, by every program"
 print(json.dumps(worst))
 """
 

@@ -11,7 +11,7 @@ __all__ = ["Clock", "Stamp"]
 
 Stamp = Any
 """a CUDA event or seconds"""
-CYCLES_PER_US = 1_500
+CYCLES_PER_US = 1_900
 """of a GPU, about: what it waits for is not timed"""
 
 

@@ -106,10 +106,10 @@ def contenders(case: Case, setting: GpuSetting) -> list[Contender]:
         Contender(name=STATIC, works=_planned(Static(), problem)[0]),
         Contender(name=EPLB, works=_planned(Eplb(), problem)[0]),
         Contender(name=ONLINE, works=_planned(online, problem)[0], path=first, planning=problem),
+        Contender(name=BALANCED, works=even),  # beside what is compared with it
         Contender(name=EQUILIBRA, works=ours, path=first, standing_copies=ours_plan.standing.num_copies),
         *[Contender(name=OTHER_PATH, works=ours, path=path) for path in other],
         Contender(name=STILL_ONE, works=ours),
-        Contender(name=BALANCED, works=even),
         Contender(name=AGAIN, works=even),
     ]
     ours_plan.check(case.load, spare_slots=setting.spare_slots, standing_slots=setting.standing_slots)

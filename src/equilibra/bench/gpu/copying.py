@@ -1,8 +1,9 @@
-"""A copy inside a GPU that leaves its multiprocessors to others, in place of copy engines.
+"""Copies inside a GPU that leave its multiprocessors to others, in place of copy engines.
 
 Between GPUs, and from the host, copy engines move memory. Inside one GPU the driver copies with a kernel of its own,
 whose many blocks take multiprocessors before the next product starts; that cost twice as much beside a backward pass as
-this one, whose blocks are small and few enough to run beside a product (docs/decisions/0009-gpu.md).
+this one, whose blocks are small and few enough to run beside a product (docs/decisions/0009-gpu.md). Where another GPU
+would read this one's memory, a kernel reads as much.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from equilibra.execute.kernels import multiprocessors
 
-__all__ = ["copy_beside"]
+__all__ = ["copy_beside", "read_beside"]
 
 BLOCK, WARPS = 2048, 4
 
@@ -26,8 +27,23 @@ def copy_beside(into: Tensor, source: Tensor) -> None:
     _copy[(multiprocessors(into.device),)](from_words, words, words.numel(), BLOCK=BLOCK, num_warps=WARPS)
 
 
+def read_beside(source: Tensor, into: Tensor) -> None:
+    """Read a contiguous tensor of whole words, and leave a word of each program, their sum, in `into` [P] int32."""
+    words = source.view(-1).view(torch.int32)
+    _read[(multiprocessors(source.device),)](words, into, words.numel(), BLOCK=BLOCK, num_warps=WARPS)
+
+
 @triton.jit
 def _copy(source, into, count, BLOCK: tl.constexpr):
     for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
         at = first + tl.arange(0, BLOCK)
         tl.store(into + at, tl.load(source + at, mask=at < count), mask=at < count)
+
+
+@triton.jit
+def _read(source, into, count, BLOCK: tl.constexpr):
+    total = tl.zeros((BLOCK,), tl.int32)
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        total += tl.load(source + at, mask=at < count, other=0)
+    tl.store(into + tl.program_id(0), tl.sum(total, axis=0))

@@ -23,7 +23,7 @@ from equilibra.bench.gpu.clock import Clock, Stamp
 from equilibra.bench.gpu.work import Moves, RankWork
 from equilibra.core.errors import BudgetError
 from equilibra.core.model import MoEModel
-from equilibra.execute.kernels import add_in_order, has_triton
+from equilibra.execute.kernels import add_in_order, has_triton, multiprocessors
 from equilibra.execute.moe.expert_math import ExpertParts, backward, forward
 from equilibra.execute.moe.spec import Activation, MoESpec
 from equilibra.execute.moe.weights import FlatLayout
@@ -32,6 +32,8 @@ __all__ = ["RankTimes", "Replay", "Sizes"]
 
 HEAD_START_US = 1500.0
 """for the host to queue a rank: kernels, copies and stamps"""
+REST = 0.75
+"""of the time of the rank before: a device that computes all the time gets hot, and its clock drifts by some percent"""
 NEIGHBOUR_HOMES = 4
 """experts of another layer: enough that caches do not keep them"""
 
@@ -83,6 +85,8 @@ class Replay:
             self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.host_us = 0.0
         """what the host took to queue the last call"""
+        self._last_us = 0.0
+        """what the device took"""
         self._check_memory()
         torch.manual_seed(seed)
         spec = MoESpec(hidden=model.hidden, expert_ffn=model.expert_ffn, num_experts=1, top_k=1)
@@ -97,10 +101,12 @@ class Replay:
         self.gradients: list[ExpertParts] = self.layout.experts(self._zeros(sizes.staying + slots, values))
         self.neighbour_homes = self._zeros(min(sizes.staying, NEIGHBOUR_HOMES), values)
         """gradients of another layer's homes, which those of its copies are added to"""
-        self.neighbour_copies = self._zeros(slots, values)
-        self.returned = self._zeros(max(slots, sizes.served), values)
-        """gradients of another layer's copies, and where they go"""
-        self.host_returned = torch.zeros(slots, values, pin_memory=self.cuda)
+        self.neighbour_copies = self._zeros(max(slots, sizes.served), values)
+        """gradients of another layer's copies, those that this rank holds or those that others do"""
+        self.host_copies = torch.zeros(slots, values, pin_memory=self.cuda)
+        """the same on their way through the host"""
+        self._arrived = self._zeros(1, values)
+        self._read = torch.zeros(multiprocessors(device), dtype=torch.int32, device=device)
         self.rows = self._random(sizes.rows, model.hidden)
         self.dy = self._random(sizes.rows, model.hidden) * 0.01
         self.dx = torch.empty_like(self.rows)
@@ -128,7 +134,7 @@ class Replay:
         model, sizes = self.model, self.sizes
         weights = (sizes.staying + 4 * sizes.flash + 4) * model.expert_parameters * 2
         gradients = (
-            (sizes.staying + 3 * sizes.flash + max(sizes.flash, sizes.served) + NEIGHBOUR_HOMES + 4)
+            (sizes.staying + sizes.flash + max(sizes.flash, sizes.served) + NEIGHBOUR_HOMES + 4)
             * model.expert_parameters
             * 4
         )
@@ -148,7 +154,7 @@ class Replay:
             ) -> list[RankTimes]:  # fmt: skip
         """All ranks of a layer and micro-batch, one after another."""
         self.clock.settle()
-        self.clock.let_host_ahead(HEAD_START_US + head_start_us)
+        self.clock.let_host_ahead(max(HEAD_START_US + head_start_us, REST * self._last_us))
         begin = perf_counter()
         stamps = [
             self._rank(work, move, path or "device", bank=rank % 2)
@@ -156,7 +162,9 @@ class Replay:
         ]
         self.host_us = (perf_counter() - begin) * 1e6
         self.clock.settle()
-        return [self._times(*found) for found in stamps]
+        times = [self._times(*found) for found in stamps]
+        self._last_us = sum(sum(time[:3]) for time in times)
+        return times
 
     def _rank(self, work: RankWork, move: Moves, path: str, *, bank: int) -> list[Stamp]:
         """Stamps: start, weights there, forward computed, copies done, forward over, backward likewise."""
@@ -215,23 +223,29 @@ class Replay:
             into.copy_(source, non_blocking=True)
 
     def _backward_moves(self, move: Moves, path: str, bank: int) -> None:
-        """Weights of the layer before, gradients home, and the sum of those that came home."""
+        """Weights of the layer before, gradients that leave, and the sum of those that come home.
+
+        On the device both ranks' memory is the same: gradients are added from where they lie, as `copies.ipc` does. The
+        rank that holds them has its memory read by another one: it reads as much itself.
+        """
         self._fetch(move.behind, path, bank)
-        if move.returned:
-            into = self.host_returned if path == "host" else self.returned
-            self._copy(into[: move.returned], self.neighbour_copies[: move.returned])
+        gradients = self.neighbour_copies
+        if move.returned and path == "host":
+            self.host_copies[: move.returned].copy_(gradients[: move.returned], non_blocking=True)
+        elif move.returned and self.cuda and has_triton():
+            from equilibra.bench.gpu.copying import read_beside  # noqa: PLC0415
+
+            read_beside(gradients[: move.returned], self._read)
         first = 0
         for home, count in enumerate(move.added):
-            rows = [self._arrived(number, path) for number in range(first, first + count)]
-            add_in_order(self.neighbour_homes[home % len(self.neighbour_homes)], rows)
+            into = self.neighbour_homes[home % len(self.neighbour_homes)]
+            if path == "host":
+                for number in range(first, first + count):
+                    self._arrived[0].copy_(self.host_copies[number % len(self.host_copies)], non_blocking=True)
+                    add_in_order(into, [self._arrived[0]])
+            else:
+                add_in_order(into, list(gradients[first : first + count]))
             first += count
-
-    def _arrived(self, number: int, path: str) -> Tensor:
-        """A gradient that came home."""
-        row = self.returned[number % len(self.returned)]
-        if path == "host":
-            row.copy_(self.host_returned[number % len(self.host_returned)], non_blocking=True)
-        return row
 
     def _times(self, *stamps: Stamp) -> RankTimes:
         start, there, computed, copied, ahead, computed_back, copied_back, end = stamps

@@ -12,7 +12,8 @@ Symbols: S spare slots per rank, R ranks of the node, P values of one expert in 
                  holder: before list n + 2 its compute stream waits until all have taken list n
 
 `DevicePath` says where weights and gradients are pulled from: `ipc` from the other GPU's memory, `host` from memory of
-the node. Lists have the same number on all ranks of a node, because all make the same calls.
+the node. Gradients that lie in the same GPU's memory are not pulled but added from there, and taken when they were.
+Lists have the same number on all ranks of a node, because all make the same calls.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
@@ -41,6 +42,8 @@ class DevicePath(Protocol):
 
     signals: Signals
     """of the node: given and taken of every rank"""
+    in_place: bool
+    """whether gradients can be added from where they lie, on all ranks that hold copies"""
 
     @property
     def num_bytes(self) -> int:
@@ -59,8 +62,10 @@ class DevicePath(Protocol):
         """Make the first `count` gradients of a bank of this rank available to their origins."""
         ...
 
-    def pull_gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> None:
-        """Gradients of the copies that others made of this rank's instances, by holding rank and expert."""
+    def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
+        """Gradients of the copies that others made of this rank's instances, by holding rank and expert: pulled into
+        rows, or in place.
+        """
         ...
 
     def close(self) -> None:
@@ -111,7 +116,7 @@ class DeviceEngine:
         torch.cuda.current_stream().synchronize()
         self.group.barrier(what="publishing weights")
         self._version = version
-        most = copied.most_served
+        most = 0 if self.path.in_place else copied.most_served
         if len(self._staging_kP) < most:
             self._staging_kP = self.banks_2SP.new_empty(most, self._row.numel())
 
@@ -139,29 +144,44 @@ class DeviceEngine:
         """Signal that gradients are there; pull those of others when they are."""
         if copies.num_in_node == 0:
             return Ready()
-        signals, bank = self.path.signals, self._list % 2
+        bank = self._list % 2
         self._list += 1
+        coming = _Coming(copies=copies, bank=bank, number=self._list)
         self._side.wait_stream(torch.cuda.current_stream())
-        served = self._staging_kP[: copies.served_expert.size]
         with torch.cuda.stream(self._side):
             self.path.push_gradients(bank, copies.held_expert.size)
-            signals.give(self._me, self._list, self._side)
-            for rank in sorted(set((copies.served_target - copies.first_rank).tolist())):
-                signals.wait(rank, self._list, self._side)
-            start = mark()
-            self.path.pull_gradients(copies, bank, served)
-            signals.give(self._num_ranks + self._me, self._list, self._side)
-            span = (start, mark())
-        return _Sum(span, lambda: self._add(copies, served))
+            self.path.signals.give(self._me, self._list, self._side)
+            if not self.path.in_place:
+                self._receive(coming)
+                self._taken(coming)
+        return _Sum(coming, self._add)
 
-    def _add(self, copies: CopyList, served_kP: Tensor) -> None:
+    def _receive(self, coming: _Coming) -> None:
+        """When their holders have given them."""
+        copies = coming.copies
+        for rank in sorted(set((copies.served_target - copies.first_rank).tolist())):
+            self.path.signals.wait(rank, coming.number, self._side)
+        coming.start = mark()
+        coming.rows = self.path.gradients(copies, coming.bank, self._staging_kP[: copies.served_expert.size])
+
+    def _taken(self, coming: _Coming) -> None:
+        """Holders may write others there."""
+        self.path.signals.give(self._num_ranks + self._me, coming.number, self._side)
+        coming.end = mark()
+
+    def _add(self, coming: _Coming) -> None:
         """Beside what the compute stream is given from now on."""
         self.finish_sums()
         self._side.wait_stream(torch.cuda.current_stream())
+        experts = coming.copies.served_expert
         with torch.cuda.stream(self._side):
-            for expert in sorted(set(copies.served_expert.tolist())):  # those of one expert at once, by holding rank
-                rows = [served_kP[row] for row in np.flatnonzero(copies.served_expert == expert).tolist()]
-                self.source.add_gradient(copies.layer, expert, *rows)
+            if self.path.in_place:
+                self._receive(coming)
+            for expert in sorted(set(experts.tolist())):  # those of one expert at once, by holding rank
+                rows = [coming.rows[row] for row in np.flatnonzero(experts == expert).tolist()]
+                self.source.add_gradient(coming.copies.layer, expert, *rows)
+            if self.path.in_place:
+                self._taken(coming)
         self._summed = self._side.record_event()
 
     def finish_sums(self) -> None:
@@ -195,14 +215,36 @@ class _Arriving:
         torch.cuda.current_stream().wait_event(self.span[1])
 
 
+@dataclass(kw_only=True, eq=False)
+class _Coming:
+    """Gradients on their way home."""
+
+    copies: CopyList
+    """what they are of"""
+    bank: int
+    """of their holders"""
+    number: int
+    """of the list"""
+    rows: list[Tensor] = field(default_factory=list)
+    """by holding rank and expert, once they are known"""
+    start: torch.cuda.Event | None = None
+    """a mark when they begin to move"""
+    end: torch.cuda.Event | None = None
+    """and when holders may write others"""
+
+
 @dataclass(frozen=True)
 class _Sum:
-    """Gradients that come home."""
+    """Gradients that come home, to be waited for."""
 
-    span: tuple[torch.cuda.Event, torch.cuda.Event]
-    """marks at their beginning and end"""
-    add: Callable[[], None]
+    coming: _Coming
+    add: Callable[[_Coming], None]
+
+    @property
+    def span(self) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
+        """Marks at their beginning and end."""
+        return self.coming.start, self.coming.end
 
     def wait(self) -> None:
         """Add them beside the layers that follow: `finish_sums` is the end of it."""
-        self.add()
+        self.add(self.coming)

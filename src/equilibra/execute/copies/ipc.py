@@ -1,7 +1,8 @@
 """The ipc path: a GPU pulls from the memory of another one, by CUDA IPC.
 
 Every rank lets the others of its node open the tensors that its homes and standing copies lie in, once; a copy is then
-pulled from where it is, by copy engines (NVLink between GPUs; on one GPU that several processes share, inside it).
+pulled from where it is, by copy engines (NVLink between GPUs; on one GPU that several processes share, inside it, and
+gradients are added from where they are).
 Handles are exchanged again only if tensors have moved, which every publication asks all ranks about. Where an instance
 lies is told with the publication.
 """
@@ -93,6 +94,7 @@ class IpcPath:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
         self.signals, self._signals = signals_of_node(group)
         self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype)
+        self.in_place = all(bank.device == row.device for (bank,) in self._banks.values())
         self._tensors: dict[int, list[Tensor]] = {}
         """by rank of the node: layer by layer the parts of its homes, and its standing copies at last"""
         self._shared: tuple[int, ...] = ()
@@ -146,10 +148,15 @@ class IpcPath:
     def push_gradients(self, bank: int, count: int) -> None:
         """They are where others read them."""
 
-    def pull_gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> None:
-        """From the banks of the holding ranks."""
-        for row, target, slot in zip(rows_kP, copies.served_target.tolist(), copies.served_slot.tolist(), strict=True):
-            row.copy_(self._banks[target][0][bank, slot], non_blocking=True)
+    def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
+        """In the banks of the holding ranks, or from there."""
+        places = zip(copies.served_target.tolist(), copies.served_slot.tolist(), strict=True)
+        held = [self._banks[target][0][bank, slot] for target, slot in places]
+        if self.in_place:
+            return held
+        for row, there in zip(rows_kP, held, strict=True):
+            row.copy_(there, non_blocking=True)
+        return list(rows_kP)
 
     def close(self) -> None:
         """Let go of others' memory."""

@@ -53,6 +53,8 @@ def signals_of_node(group: ExpertGroup) -> tuple[Signals, _Part]:
 class PinnedPath:
     """See DevicePath."""
 
+    in_place = False
+
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
         self.signals, self._signals = signals_of_node(group)
@@ -96,10 +98,11 @@ class PinnedPath:
         mine = self._gradients.values[bank, self.group.rank - self.group.first_of_node]
         mine[:count].copy_(self.banks_2SP[bank, :count], non_blocking=True)
 
-    def pull_gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> None:
+    def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
         """From the segment."""
         for row, target, slot in zip(rows_kP, copies.served_target.tolist(), copies.served_slot.tolist(), strict=True):
             row.copy_(self._gradients.values[bank, target - copies.first_rank, slot], non_blocking=True)
+        return list(rows_kP)
 
     def close(self) -> None:
         """Memory goes with the last rank that has it open."""

@@ -1,6 +1,6 @@
-"""Gradients that came home, added as a Triton kernel: what they are added to is read and written once for all of them.
+"""Gradients of copies, added as a Triton kernel: what they are added to is read and written once for all of them.
 
-Few blocks, and small ones: they run beside products, whose blocks must find room when they start.
+A small block on every multiprocessor: they run beside products, whose blocks must find room when they start.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -18,17 +18,17 @@ __all__ = ["add_in_order"]
 
 MOST = 4
 """rows of a launch"""
-BLOCK, WARPS, BLOCKS_PER_MULTIPROCESSOR = 2048, 4, 8
+BLOCK, WARPS = 2048, 4
 
 
 def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
     """Add rows[0], then rows[1] and so on, to the bit; all contiguous, of one size and type."""
     count = into.numel()
-    most = BLOCKS_PER_MULTIPROCESSOR * multiprocessors(into.device)
+    programs = min(-(-count // BLOCK), multiprocessors(into.device))
     for first in range(0, len(rows), MOST):
         some = rows[first : first + MOST]
         given = [*some, *[into] * (MOST - len(some))]
-        _add[(min(-(-count // BLOCK), most),)](into, *given, count, NUM=len(some), BLOCK=BLOCK, num_warps=WARPS)
+        _add[(programs,)](into, *given, count, NUM=len(some), BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit
