@@ -234,13 +234,18 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
     kind, groups = Activation.SWIGLU, layer.groups
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     a, dh = h[:, : layer.inner].contiguous(), torch.empty_like(h)
+
+    def launches() -> tuple[grouped.Shares, ...]:
+        return grouped.Shares.of(grouped._share_task(groups, layer.dy, layer.inner, learned=(True, True)), DEVICE)
+
     return {
         "FIRST": lambda: grouped.first_product(kind, groups, layer.x, layer.instances, h, a),
         "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx, turned=True),
         "PRODUCT_inner": lambda: grouped.product(groups, layer.dy, layer.instances, "down", a, turned=False),
         "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
         "WEIGHT_and_rows": lambda: grouped.weights_and_rows(
-            groups, (layer.dy, a, h, layer.x), layer.instances, layer.gradients, slice(0, layer.count), layer.dx
+            launches(), groups, (layer.dy, a, h, layer.x), layer.instances, layer.gradients, slice(0, layer.count),
+            layer.dx,
         ),
     }
 

@@ -266,9 +266,9 @@ def test_a_pass_ends_when_products_and_copies_have_ended(monkeypatch):
 
 def test_a_copy_that_is_late_is_counted():
     runner = small_replay()
-    start, there, computed, copied, ahead, computed_back, copied_back, end = 0.0, 1.0, 3.0, 4.5, 4.5, 9.0, 8.0, 9.0
-    times = runner._times(start, there, computed, copied, ahead, computed_back, copied_back, end)
-    assert times == pytest.approx((1e6, 3.5e6, 4.5e6, 1.5e6))
+    start, there, computed, copied, back, computed_back, copied_back = 0.0, 1.0, 3.0, 4.5, 4.75, 9.0, 8.0
+    times = runner._times(start, there, computed, copied, back, computed_back, copied_back)
+    assert times == pytest.approx((1e6, 3.5e6, 4.25e6, 1.5e6))
 
 
 def test_sizes_are_the_largest_of_all():

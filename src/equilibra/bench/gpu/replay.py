@@ -167,7 +167,7 @@ class Replay:
         return times
 
     def _rank(self, work: RankWork, move: Moves, path: str, *, bank: int) -> list[Stamp]:
-        """Stamps: start, weights there, forward computed, copies done, forward over, backward likewise."""
+        """Stamps: start, weights there, forward computed, copies done, backward begun, computed, copies done."""
         count, sizes = work.num_rows, work.sizes
         instances = [*self.staying[: len(work.staying)], *self.bank_experts[bank][: len(work.flash)]]
         gradients = self.gradients[: len(sizes)]
@@ -177,7 +177,7 @@ class Replay:
         stamps.append(self.clock.stamp())
         copied = self._beside(lambda: self._fetch(move.ahead, path, 1 - bank), move.ahead)
         _, h = forward(Activation.SWIGLU, rows, sizes, instances) if count else (rows, rows)
-        stamps += self._together(copied)
+        stamps += [*self._together(copied), self.clock.stamp()]
         copied = self._beside(
             lambda: self._backward_moves(move, path, 1 - bank), move.behind, move.returned, *move.added
         )
@@ -199,13 +199,13 @@ class Replay:
             return self.clock.stamp()
 
     def _together(self, copied: Stamp | None) -> list[Stamp]:
-        """Stamps when compute is done, when copies are done, and when both are."""
+        """Stamps when compute is done and when copies are; what comes next waits for both."""
         computed = self.clock.stamp()
         if copied is None:
-            return [computed, computed, self.clock.stamp()]  # as many stamps as beside copies
+            return [computed, computed]
         if self.side is not None:
             torch.cuda.current_stream().wait_stream(self.side)
-        return [computed, copied, self.clock.stamp()]
+        return [computed, copied]
 
     def _fetch(self, num: int, path: str, bank: int, *, alone: bool = False) -> None:
         """Weights of so many experts into slots of a bank."""
@@ -248,9 +248,13 @@ class Replay:
             first += count
 
     def _times(self, *stamps: Stamp) -> RankTimes:
-        start, there, computed, copied, ahead, computed_back, copied_back, end = stamps
+        """A pass ends when both have ended; that streams then wait for each other is not counted."""
+        start, there, computed, copied, back, computed_back, copied_back = stamps
         us = self.clock.us
-        late = max(us(there, copied) - us(there, computed), 0.0) if copied is not computed else 0.0
+        forward_us, backward_us = us(there, computed), us(back, computed_back)
+        late = [0.0, 0.0]
+        if copied is not computed:
+            late[0] = max(us(there, copied) - forward_us, 0.0)
         if copied_back is not computed_back:
-            late += max(us(ahead, copied_back) - us(ahead, computed_back), 0.0)
-        return RankTimes(us(start, there), us(there, ahead), us(ahead, end), late)
+            late[1] = max(us(back, copied_back) - backward_us, 0.0)
+        return RankTimes(us(start, there), forward_us + late[0], backward_us + late[1], sum(late))

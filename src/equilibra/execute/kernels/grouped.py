@@ -2,8 +2,8 @@
 
 Symbols: N rows, D width, F inner width, I instances.
 
-Everything the kernels need to know is made on the host, where sizes are known, and goes to the device in one pinned
-copy: nothing waits for the device.
+Everything the kernels need to know is made on the host, where sizes are known, and goes to the device in a pinned copy
+beside what is computed (`upload`): nothing waits for the device.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from torch import Tensor
 from equilibra.core.errors import ExecuteError
 from equilibra.execute.kernels import has_triton, multiprocessors
 from equilibra.execute.kernels.shares import launches_of
+from equilibra.execute.kernels.upload import Upload
 from equilibra.execute.moe.spec import Activation
 
 if TYPE_CHECKING:
     from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
 
-__all__ = ["Groups", "backward", "forward", "serves"]
+__all__ = ["Groups", "backward", "expect", "forward", "serves"]
 
+TYPES = (torch.bfloat16, torch.float16)
 BM = 128
 """rows of a tile"""
 MOST_UNIT = 1 << 20
@@ -69,7 +71,7 @@ def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
     """Whether these kernels compute such rows: on a GPU, in types that its matrix units know; Hopper or newer."""
     return (
         rows_ND.is_cuda
-        and rows_ND.dtype in (torch.bfloat16, torch.float16)
+        and rows_ND.dtype in TYPES
         and bool(instances)
         and all(parts.gate_up.dtype == rows_ND.dtype for parts in instances)
         and all(size % 8 == 0 for size in instances[0].down.shape)
@@ -94,10 +96,18 @@ class Groups:
     """N"""
     num_tiles: int
     """tiles of rows"""
-    tiles: Tensor
-    """[3 * num_tiles] int32: instance, first row, end of the instance's rows"""
-    offsets: Tensor
-    """[I + 1] int32: first row of every instance"""
+    table: Upload
+    """tiles and offsets"""
+
+    @property
+    def tiles(self) -> Tensor:
+        """[3 * num_tiles] int32: instance, first row, end of the instance's rows."""
+        return self.table.values[: 3 * self.num_tiles]
+
+    @property
+    def offsets(self) -> Tensor:
+        """[I + 1] int32: first row of every instance."""
+        return self.table.values[3 * self.num_tiles :]
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -109,17 +119,16 @@ class Groups:
         instance = np.repeat(np.arange(rows.size), tiles_of_instance)
         before = np.cumsum(tiles_of_instance) - tiles_of_instance
         first = offsets[instance] + (np.arange(instance.size) - before[instance]) * BM
-        both = to_device(np.concatenate([instance, first, offsets[instance + 1], offsets]), device)
         return cls(
             sizes=sizes, num_rows=int(offsets[-1]), num_tiles=instance.size,
-            tiles=both[: 3 * instance.size], offsets=both[3 * instance.size :],
+            table=Upload(np.concatenate([instance, first, offsets[instance + 1], offsets]), device),
         )  # fmt: skip
 
 
-def to_device(values: np.ndarray[Any, Any], device: torch.device) -> Tensor:
-    """Small numbers, without waiting for the device."""
-    host = torch.from_numpy(values.astype(np.int32))
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host
+def expect(rows_ND: Tensor, sizes: Sequence[int]) -> None:
+    """Rows like these will come, `sizes` of every instance: tables can travel already."""
+    if rows_ND.is_cuda and rows_ND.dtype in TYPES and has_triton() and _has_room(rows_ND.device):
+        Groups.of(tuple(sizes), rows_ND.device)
 
 
 class Places(NamedTuple):
@@ -147,7 +156,7 @@ def _places(addresses: tuple[int, ...], itemsize: int, device: torch.device) -> 
     together = gcd(MOST_UNIT, base, *apart)
     if max(apart) // together >= 2**31 - 1:
         raise ExecuteError(f"kernels cannot reach weights {max(apart)} bytes apart, in steps of {together} bytes")
-    return Places(base, to_device(np.array(apart) // together, device), together // itemsize)
+    return Places(base, Upload(np.array(apart) // together, device).values, together // itemsize)
 
 
 def forward(
@@ -179,14 +188,18 @@ def backward(
     """As `expert_math.backward`."""
     rows_ND, h, dy = saved
     a, dh = h.new_empty(groups.num_rows, h.shape[1] // 2), torch.empty_like(h)
+    learned = [wanted for wanted in gradients if wanted is not None]
+    weights = bool(learned) and learned[0].down is not None, bool(learned) and learned[0].gate_up is not None
+    launches: tuple[Shares, ...] = ()
     if groups.num_rows:
+        if any(weights):  # tables travel beside the first product
+            launches = Shares.of(_share_task(groups, dy, a.shape[1], learned=weights), dy.device)
         product(groups, dy, instances, "down", a, turned=False)
         activation_gradient(kind, h, a, dh)
-    learned = [wanted for wanted in gradients if wanted is not None]
     kept = slice(num_first, len(instances) - num_last)
     afresh = [*learned[: kept.start], *learned[kept.stop :]]
-    if groups.num_rows and learned and (learned[0].down is not None or learned[0].gate_up is not None):
-        weights_and_rows(groups, (dy, a, dh, rows_ND), instances, learned, kept, dx_ND)
+    if launches:
+        weights_and_rows(launches, groups, (dy, a, dh, rows_ND), instances, learned, kept, dx_ND)
     elif groups.num_rows:
         product(groups, dh, instances, "gate_up", dx_ND, turned=False)
     else:
@@ -203,12 +216,22 @@ def backward(
 class Shares(NamedTuple):
     """What every program of a launch computes."""
 
-    work: Tensor
-    """int32: numbers of tiles"""
-    shares: Tensor
-    """[P * 8] int32: as of `shares_of`"""
+    table: Upload
+    """numbers of tiles, then shares"""
+    num_tiles: int
+    """of the launch"""
     num_programs: int
     """P"""
+
+    @property
+    def work(self) -> Tensor:
+        """Int32: numbers of tiles."""
+        return self.table.values[: self.num_tiles]
+
+    @property
+    def shares(self) -> Tensor:
+        """[P * 8] int32: as of `shares_of`."""
+        return self.table.values[self.num_tiles :]
 
     @classmethod
     @lru_cache(maxsize=16)
@@ -218,8 +241,8 @@ class Shares(NamedTuple):
         found = []
         for of_launch, table in ((first_work, first_shares), (work, shares)):
             if of_launch.size:
-                both = to_device(np.concatenate([of_launch, table.ravel()]), device)
-                found.append(cls(both[: of_launch.size], both[of_launch.size :], task.num_programs))
+                numbers = np.concatenate([of_launch, table.ravel()])
+                found.append(cls(Upload(numbers, device), of_launch.size, task.num_programs))
         return tuple(found)
 
 
@@ -308,8 +331,8 @@ def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> 
 
 
 def weights_and_rows(
-    groups: Groups, values: tuple[Tensor, Tensor, Tensor, Tensor], instances: Sequence[ExpertParts],
-    learned: Sequence[ExpertParts | ExpertGradients], kept: slice, dx_ND: Tensor,
+    launches: Sequence[Shares], groups: Groups, values: tuple[Tensor, Tensor, Tensor, Tensor],
+    instances: Sequence[ExpertParts], learned: Sequence[ExpertParts | ExpertGradients], kept: slice, dx_ND: Tensor,
 ) -> None:  # fmt: skip
     """Write dx; add gradients of the weights that are kept, write the others afresh. values: dy, a, dh and rows."""
     dy, a = values[:2]
@@ -318,9 +341,8 @@ def weights_and_rows(
     weights = Places.of([parts.gate_up for parts in instances])
     down, gate_up = (Places.of(part) if want else weights for part, want in zip(sums, wanted, strict=True))
     sums_like = next(part[0] for part, want in zip(sums, wanted, strict=True) if want)
-    task = _share_task(groups, dy, a.shape[1], learned=wanted)
-    weight, dx = task.tiles
-    for launch in Shares.of(task, dy.device):
+    weight, dx = _tile(WEIGHT, dy), _tile(DX, dy)
+    for launch in launches:
         _kernels().gradients[(launch.num_programs,)](
             *values, dx_ND, *down, *gate_up, sums_like, *weights, groups.offsets, groups.tiles, groups.num_tiles,
             kept.start, kept.stop, launch.work, launch.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,

@@ -19,7 +19,7 @@ from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.execute.group import Channel
-from equilibra.execute.kernels import on_gpu, spread, weighed_gradient, weighed_sum
+from equilibra.execute.kernels import grouped, on_gpu, spread, weighed_gradient, weighed_sum
 from equilibra.execute.moe import expert_math
 from equilibra.execute.visits.visit import Tables, Where
 from equilibra.measure.events import Direction, Kind, Resource
@@ -133,6 +133,7 @@ class Dispatch(torch.autograd.Function):
         """Copy, send, group."""
         ctx.visit = visit
         tables = visit.tables
+        grouped.expect(tokens_TD, tables.instance_sizes)
         received = visit.exchange(Kind.DISPATCH, visit.direction, _rows_of(tokens_TD, tables), out=True)
         return _in_order(received, tables.received_of_grouped)
 

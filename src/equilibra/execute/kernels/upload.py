@@ -1,0 +1,40 @@
+"""Small tables on their way to a GPU, beside what it computes."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+__all__ = ["Upload"]
+
+
+class Upload:
+    """Numbers that travel on a stream of their own. The host waits for nothing; who reads them waits on the device."""
+
+    def __init__(self, numbers: NDArray[np.integer], device: torch.device) -> None:
+        host = torch.from_numpy(numbers.astype(np.int32))
+        self._values, self._arrived = host, None
+        if device.type == "cuda":
+            self._values = torch.empty_like(host, device=device)
+            side = _side_stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))  # whoever had this memory before may still use it
+            with torch.cuda.stream(side):
+                self._values.copy_(host.pin_memory(), non_blocking=True)
+            self._arrived = side.record_event()
+
+    @property
+    def values(self) -> Tensor:
+        """int32, for what is computed on the stream that is current."""
+        if self._arrived is not None:
+            torch.cuda.current_stream(self._values.device).wait_event(self._arrived)
+            self._arrived = None
+        return self._values
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
