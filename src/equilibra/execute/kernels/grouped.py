@@ -34,6 +34,8 @@ __all__ = ["Groups", "backward", "expect", "forward", "serves"]
 TYPES = (torch.bfloat16, torch.float16)
 BM = 128
 """rows of a tile"""
+BAND = 8
+"""rows of tiles that are computed column by column, about"""
 MOST_UNIT = 1 << 20
 """bytes; of places in memory"""
 
@@ -101,13 +103,13 @@ class Groups:
 
     @property
     def tiles(self) -> Tensor:
-        """[3 * num_tiles] int32: instance, first row, end of the instance's rows."""
-        return self.table.values[: 3 * self.num_tiles]
+        """[5 * num_tiles] int32: instance, first row, end of the instance's rows, first tile and number of its band."""
+        return self.table.values[: 5 * self.num_tiles]
 
     @property
     def offsets(self) -> Tensor:
         """[I + 1] int32: first row of every instance."""
-        return self.table.values[3 * self.num_tiles :]
+        return self.table.values[5 * self.num_tiles :]
 
     @classmethod
     @lru_cache(maxsize=256)
@@ -118,11 +120,23 @@ class Groups:
         tiles_of_instance = -(-rows // BM)
         instance = np.repeat(np.arange(rows.size), tiles_of_instance)
         before = np.cumsum(tiles_of_instance) - tiles_of_instance
-        first = offsets[instance] + (np.arange(instance.size) - before[instance]) * BM
+        within = np.arange(instance.size) - before[instance]
+        first = offsets[instance] + within * BM
+        top, height = bands(within, tiles_of_instance[instance])
+        parts = instance, first, offsets[instance + 1], before[instance] + top, height, offsets
         return cls(
-            sizes=sizes, num_rows=int(offsets[-1]), num_tiles=instance.size,
-            table=Upload(np.concatenate([instance, first, offsets[instance + 1], offsets]), device),
-        )  # fmt: skip
+            sizes=sizes, num_rows=int(offsets[-1]), num_tiles=instance.size, table=Upload(np.concatenate(parts), device)
+        )
+
+
+def bands(tile: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """First tile and number of tiles of the band that a tile of an instance with `count` tiles is in: bands are about
+    as high as each other, and never of two instances, whose weights programs could not share.
+    """
+    num = np.maximum((count + BAND // 2) // BAND, 1)
+    band = ((tile + 1) * num - 1) // count
+    top = band * count // num
+    return top, (band + 1) * count // num - top
 
 
 def expect(rows_ND: Tensor, sizes: Sequence[int]) -> None:

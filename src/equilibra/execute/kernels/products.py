@@ -36,7 +36,6 @@ COUNTS = ["num_tiles", "kept_from", "kept_to", "unit", "bias_unit", "down_unit",
 TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",
           "sums_like"]  # fmt: skip
 ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
-BAND = tl.constexpr(8)
 
 
 def _once_per_shape(kernel):
@@ -50,11 +49,11 @@ def _once_per_shape(kernel):
 def _tile(tiles, num_tiles, t, columns):
     """The rows of tile t, as instance, first row and end of the instance's rows; and its column.
 
-    Tiles are numbered in bands of BAND rows of them, column by column: what all programs compute at once needs few rows
-    and few weights then, which stay in the cache.
+    Tiles are numbered band by band, in each column by column (see `Groups`): programs that run side by side share
+    weights then, and their rows stay in the cache.
     """
-    top = t // (BAND * columns) * BAND
-    height = tl.minimum(num_tiles - top, BAND)
+    at = t // columns
+    top, height = tl.load(tiles + 3 * num_tiles + at), tl.load(tiles + 4 * num_tiles + at)
     inside = t - top * columns
     tile = top + inside % height
     instance, first = tl.load(tiles + tile), tl.load(tiles + num_tiles + tile)
