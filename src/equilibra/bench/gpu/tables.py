@@ -126,7 +126,10 @@ NOTES = {
     "longer a layer takes while copies of its neighbour layers move, by where they come from: another place of the "
     "device's memory, or pinned memory of the host. One device stands for all ranks, so a copy inside it is faster "
     "than a link between two, and takes from its memory what two devices would share; it is made by a kernel that "
-    "leaves room for others (`equilibra.bench.gpu.copying`), where copy engines would work between devices. Plans "
+    "leaves room for others (`equilibra.bench.gpu.copying`), where copy engines would work between devices. Gradients "
+    "of copies are added from where they lie, as they are where ranks share a device, and read once more by the rank "
+    "that holds them; between devices they are pulled first. Before a rank the device rests for three quarters of the "
+    "time of the rank before, so that it does not get hot. Plans "
     "count what rows and copies cost on this device, and no network unless `--network` is asked for: with it they also "
     "even out traffic, which takes more copies and is not seen here.",
     "times": "`layer_us`: mean over layers and micro-batches. `copies`: flash copies per layer and micro-batch, all "
