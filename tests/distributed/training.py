@@ -27,6 +27,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.execute.copies import ipc
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.runtime import CopySetting, Runtime
@@ -279,7 +280,7 @@ def _check_counts(step: Step, gaps: Gaps) -> None:
 
 
 def _sabotage(runtime: Runtime, how: str) -> None:
-    """Negative controls: each breaks one thing that the comparison must notice."""
+    """Negative controls: each breaks one thing that the comparison must notice; but for what several GPUs would do."""
     if how == "drop gradients of copies":
         for weights in runtime.weights:
             weights.add_gradient = lambda _expert, *_rows: None
@@ -288,5 +289,7 @@ def _sabotage(runtime: Runtime, how: str) -> None:
             for part in runtime.weights[0].parts():
                 if len(part) > 1:
                     part[[0, 1]] = part[[1, 0]].clone()
+    elif how == "pull gradients":
+        ipc.share_a_gpu = lambda *_: False
     else:
         raise AssertionError(how)

@@ -36,12 +36,14 @@ def test_copies_and_moves_change_nothing(path, without_balancing):
 def test_events_have_the_times_of_the_device():
     found = run_ranks(RANKS, bf16_steps, CLUSTER, "ipc", "random", False, timeout_s=200)
     for rows, took_us in (part for rank in found for part in rank["events"]):
-        experts, copies = (rows[rows["kind"] == kind] for kind in (Kind.EXPERTS, Kind.FLASH_COPY))
+        kinds = Kind.EXPERTS, Kind.FLASH_COPY, Kind.FLASH_GRADIENT
+        experts, copies, gradients = (rows[rows["kind"] == kind] for kind in kinds)
         assert (experts["end_us"] > experts["start_us"]).all()
         assert rows["end_us"].max() <= took_us
         forward = experts[(experts["direction"] == Direction.FORWARD) & (experts["micro_batch"] == 0)]
         assert (np.diff(forward["start_us"][np.argsort(forward["layer"])]) > 0).all()
         assert (copies["end_us"] > copies["start_us"]).all()
+        assert (gradients["end_us"] >= gradients["start_us"]).all()
     assert any((part[0]["kind"] == Kind.FLASH_COPY).any() for rank in found for part in rank["events"])
 
 

@@ -10,11 +10,13 @@ from equilibra.execute.copies.transfer import Path
 ALL = tuple(Path)
 
 
-@pytest.mark.parametrize("path", ALL)
-def test_equals_the_reference_on_every_path(path):
+@pytest.mark.parametrize(
+    ("path", "how"), [*[(path, "") for path in ALL], (Path.IPC, "pull gradients"), (Path.BOTH, "pull gradients")]
+)
+def test_equals_the_reference_on_every_path(path, how):
     cluster, processes = WORLDS["4 ranks"]
     seeds = list(range(100, 104))
-    results = run_ranks(processes, train_cases, seeds, cluster, 0.0, "", "cuda", (path,), timeout_s=300)
+    results = run_ranks(processes, train_cases, seeds, cluster, 0.0, how, "cuda", (path,), timeout_s=300)
     for rank, cases in enumerate(results):
         for seed, case in zip(seeds, cases, strict=True):
             assert case.first < ROUNDING, f"rank {rank}, seed {seed}: {case}"

@@ -220,21 +220,32 @@ def test_a_rank_computes_all_its_rows_with_all_its_instances(monkeypatch):
 
 @pytest.mark.parametrize("path", ["device", "host"])
 def test_copies_really_move_into_the_other_bank(path):
-    runner = small_replay()
+    runner = Replay(TINY, Sizes(rows=20, staying=3, flash=2, served=3), device=CPU)
     before = [bank.clone() for bank in runner.banks]
-    runner.neighbour_copies.fill_(2.0)
+    runner.neighbour_copies.copy_(torch.tensor([[1.0], [10.0], [100.0]]).expand_as(runner.neighbour_copies))
     source = runner.host_source if path == "host" else runner.source
     work = RankWork(staying=(4,), flash=(3,))
-    runner.run([work], [Moves(ahead=2, returned=1, added=(1,))], path)  # rank 0 computes with bank 0
+    runner.run([work], [Moves(ahead=2, returned=1, added=(2, 1))], path)  # rank 0 computes with bank 0
     assert torch.equal(runner.banks[1][:2], source[:2])
     assert torch.equal(runner.banks[0], before[0])
-    assert (runner.host_copies[0] == (2.0 if path == "host" else 0.0)).all()
-    assert not (runner.host_copies[1] == 2.0).any()
-    assert (runner.neighbour_homes[0] == 2.0).all()
-    assert not (runner.neighbour_homes[1:] == 2.0).any()
+    assert runner.host_copies[:, 0].tolist() == ([1.0, 0.0] if path == "host" else [0.0, 0.0])
+    # through the host come those that two slots have room for, the first of them again
+    sums = [1.0, 1.0, 0.0] if path == "host" else [11.0, 100.0, 0.0]
+    assert torch.equal(runner.neighbour_homes, torch.tensor(sums)[:, None].expand_as(runner.neighbour_homes))
     runner.run([work], [Moves(exposed=1)], path)
     assert torch.equal(runner.banks[0][0], source[0])
     assert torch.equal(runner.banks[0][1], before[0][1])
+
+
+def test_the_device_rests_as_long_as_the_last_rank_was_hot(monkeypatch):
+    runner, rests = small_replay(), []
+    monkeypatch.setattr(runner.clock, "let_host_ahead", rests.append)
+    work = RankWork(staying=(4,), flash=())
+    for took in (4000.0, 9e9, 100.0):
+        monkeypatch.setattr(runner, "_times", lambda *_, took=took: RankTimes(0.0, took / 2, took / 2, 0.0))
+        runner.run([work], [STILL], None)
+    runner.run([work], [STILL], None, head_start_us=500.0)
+    assert rests == [1500.0, 3000.0, 20_000.0, 2000.0]
 
 
 def test_a_pass_ends_when_products_and_copies_have_ended(monkeypatch):

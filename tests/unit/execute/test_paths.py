@@ -15,6 +15,7 @@ from equilibra.core.plan import Stage  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
 from equilibra.execute.copies.copies import Copies  # noqa: E402
 from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
+from equilibra.execute.copies.ipc import share_a_gpu  # noqa: E402
 from equilibra.execute.copies.transfer import Path  # noqa: E402
 from equilibra.execute.group import Ready, join_expert_group  # noqa: E402
 from equilibra.execute.moe.layer import BalancedMoE  # noqa: E402
@@ -114,3 +115,18 @@ def test_streams_that_wait_for_each_other_are_refused(monkeypatch):
     monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
     with pytest.raises(InputError, match="unset it, or use the collective path"):
         DeviceEngine(join_expert_group(ALONE), torch.zeros(2, 1, 4), torch.zeros(4), path=None)
+
+
+@pytest.mark.parametrize(("names", "shared"), [("aaab", False), ("bbaa", True), ("aaaa", True), ("abab", False)])
+def test_ranks_share_a_gpu_if_all_of_the_node_name_the_same(monkeypatch, names, shared):
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(uuid=f"GPU-{names[2]}"))
+    said = []
+
+    def gather(values, what):
+        said.append(values.tobytes())
+        return [np.frombuffer(f"GPU-{name}".encode(), np.uint8) for name in names]
+
+    cluster = Cluster(num_nodes=2, ranks_per_node=2)
+    group = SimpleNamespace(index=0, num_ranks=4, first_of_node=2, cluster=cluster, gather=gather)
+    assert share_a_gpu(group, torch.zeros(1)) is shared  # of ranks 2 and 3
+    assert said == [f"GPU-{names[2]}".encode()]

@@ -32,7 +32,7 @@ __all__ = ["RankTimes", "Replay", "Sizes"]
 
 HEAD_START_US = 1500.0
 """for the host to queue a rank: kernels, copies and stamps"""
-REST = 0.75
+REST, MOST_REST_US = 0.75, 20_000.0
 """of the time of the rank before: a device that computes all the time gets hot, and its clock drifts by some percent"""
 NEIGHBOUR_HOMES = 4
 """experts of another layer: enough that caches do not keep them"""
@@ -105,7 +105,7 @@ class Replay:
         """gradients of another layer's copies, those that this rank holds or those that others do"""
         self.host_copies = torch.zeros(slots, values, pin_memory=self.cuda)
         """the same on their way through the host"""
-        self._arrived = self._zeros(1, values)
+        self._arrived = self._zeros(max(slots, sizes.served), values)
         self._read = torch.zeros(multiprocessors(device), dtype=torch.int32, device=device)
         self.rows = self._random(sizes.rows, model.hidden)
         self.dy = self._random(sizes.rows, model.hidden) * 0.01
@@ -134,7 +134,7 @@ class Replay:
         model, sizes = self.model, self.sizes
         weights = (sizes.staying + 4 * sizes.flash + 4) * model.expert_parameters * 2
         gradients = (
-            (sizes.staying + sizes.flash + max(sizes.flash, sizes.served) + NEIGHBOUR_HOMES + 4)
+            (sizes.staying + sizes.flash + 2 * max(sizes.flash, sizes.served) + NEIGHBOUR_HOMES + 4)
             * model.expert_parameters
             * 4
         )
@@ -154,7 +154,8 @@ class Replay:
             ) -> list[RankTimes]:  # fmt: skip
         """All ranks of a layer and micro-batch, one after another."""
         self.clock.settle()
-        self.clock.let_host_ahead(max(HEAD_START_US + head_start_us, REST * self._last_us))
+        rest_us = min(REST * self._last_us, MOST_REST_US)
+        self.clock.let_host_ahead(max(HEAD_START_US + head_start_us, rest_us))
         begin = perf_counter()
         stamps = [
             self._rank(work, move, path or "device", bank=rank % 2)
@@ -241,10 +242,9 @@ class Replay:
             into = self.neighbour_homes[home % len(self.neighbour_homes)]
             if path == "host":
                 for number in range(first, first + count):
-                    self._arrived[0].copy_(self.host_copies[number % len(self.host_copies)], non_blocking=True)
-                    add_in_order(into, [self._arrived[0]])
-            else:
-                add_in_order(into, list(gradients[first : first + count]))
+                    self._arrived[number].copy_(self.host_copies[number % len(self.host_copies)], non_blocking=True)
+            rows = self._arrived if path == "host" else gradients
+            add_in_order(into, list(rows[first : first + count]))
             first += count
 
     def _times(self, *stamps: Stamp) -> RankTimes:

@@ -128,8 +128,9 @@ NOTES = {
     "than a link between two, and takes from its memory what two devices would share; it is made by a kernel that "
     "leaves room for others (`equilibra.bench.gpu.copying`), where copy engines would work between devices. Gradients "
     "of copies are added from where they lie, as they are where ranks share a device, and read once more by the rank "
-    "that holds them; between devices they are pulled first. Before a rank the device rests for three quarters of the "
-    "time of the rank before, so that it does not get hot. Plans "
+    "that holds them; between devices they are pulled first. A pass ends when products and copies have; that streams "
+    "then wait for each other, some microseconds, is not counted. Before a rank the device rests for at least three "
+    "quarters of the time of the rank before, so that it does not get hot. Plans "
     "count what rows and copies cost on this device, and no network unless `--network` is asked for: with it they also "
     "even out traffic, which takes more copies and is not seen here.",
     "times": "`layer_us`: mean over layers and micro-batches. `copies`: flash copies per layer and micro-batch, all "

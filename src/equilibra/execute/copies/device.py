@@ -141,12 +141,12 @@ class DeviceEngine:
         return self.banks_2SP[self._list % 2, : copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
-        """Signal that gradients are there; pull those of others when they are."""
+        """Signal that gradients are there; those of others are pulled when they are, or added in place."""
         if copies.num_in_node == 0:
             return Ready()
         bank = self._list % 2
         self._list += 1
-        coming = _Coming(copies=copies, bank=bank, number=self._list)
+        coming = _Coming(copies=copies, bank=bank, number=self._list, add=self._add)
         self._side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._side):
             self.path.push_gradients(bank, copies.held_expert.size)
@@ -154,7 +154,7 @@ class DeviceEngine:
             if not self.path.in_place:
                 self._receive(coming)
                 self._taken(coming)
-        return _Sum(coming, self._add)
+        return coming
 
     def _receive(self, coming: _Coming) -> None:
         """When their holders have given them."""
@@ -200,6 +200,7 @@ class DeviceEngine:
         self.path.signals.release()
         with suppress(RuntimeError):  # a device that has failed must not keep us from closing
             self._side.synchronize()
+        self.path.signals.release()  # what was queued has given signals of its own since
         self.path.close()
 
 
@@ -225,26 +226,20 @@ class _Coming:
     """of their holders"""
     number: int
     """of the list"""
+    add: Callable[[_Coming], None]
+    """to where they belong"""
     rows: list[Tensor] = field(default_factory=list)
     """by holding rank and expert, once they are known"""
     start: torch.cuda.Event | None = None
     """a mark when they begin to move"""
     end: torch.cuda.Event | None = None
-    """and when holders may write others"""
-
-
-@dataclass(frozen=True)
-class _Sum:
-    """Gradients that come home, to be waited for."""
-
-    coming: _Coming
-    add: Callable[[_Coming], None]
+    """when their holders may write others: they were pulled, or added in place"""
 
     @property
     def span(self) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Marks at their beginning and end."""
-        return self.coming.start, self.coming.end
+        """Both marks, which are there when it was waited for."""
+        return self.start, self.end
 
     def wait(self) -> None:
         """Add them beside the layers that follow: `finish_sums` is the end of it."""
-        self.add(self.coming)
+        self.add(self)

@@ -25,7 +25,7 @@ from equilibra.execute.copies.standing import Sources
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup
 
-__all__ = ["BothPath", "IpcPath", "exchanged", "handle_of", "ipc_works", "opened"]
+__all__ = ["BothPath", "IpcPath", "exchanged", "handle_of", "ipc_works", "opened", "share_a_gpu"]
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +87,14 @@ def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
     return works[0]
 
 
+def share_a_gpu(group: ExpertGroup, like: Tensor) -> bool:
+    """Collective: whether all ranks of the node are on one GPU. Numbers would not tell: a process may see one only."""
+    name = str(torch.cuda.get_device_properties(like.device).uuid)
+    said = group.gather(np.frombuffer(name.encode(), np.uint8), what="asking for names of GPUs")
+    first = group.index * group.num_ranks + group.first_of_node
+    return len({part.tobytes() for part in said[first : first + group.cluster.ranks_per_node]}) == 1
+
+
 class IpcPath:
     """See DevicePath."""
 
@@ -94,7 +102,7 @@ class IpcPath:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
         self.signals, self._signals = signals_of_node(group)
         self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype)
-        self.in_place = all(bank.device == row.device for (bank,) in self._banks.values())
+        self.in_place = share_a_gpu(group, row)
         self._tensors: dict[int, list[Tensor]] = {}
         """by rank of the node: layer by layer the parts of its homes, and its standing copies at last"""
         self._shared: tuple[int, ...] = ()

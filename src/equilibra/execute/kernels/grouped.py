@@ -72,14 +72,15 @@ SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
     """Whether these kernels compute such rows: on a GPU, in types that its matrix units know; Hopper or newer."""
     return (
-        rows_ND.is_cuda
-        and rows_ND.dtype in TYPES
+        _knows(rows_ND)
         and bool(instances)
         and all(parts.gate_up.dtype == rows_ND.dtype for parts in instances)
         and all(size % 8 == 0 for size in instances[0].down.shape)
-        and has_triton()
-        and _has_room(rows_ND.device)
     )
+
+
+def _knows(rows_ND: Tensor) -> bool:
+    return rows_ND.is_cuda and rows_ND.dtype in TYPES and has_triton() and _has_room(rows_ND.device)
 
 
 @lru_cache(maxsize=64)
@@ -141,7 +142,7 @@ def bands(tile: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[NDArray[np
 
 def expect(rows_ND: Tensor, sizes: Sequence[int]) -> None:
     """Rows like these will come, `sizes` of every instance: tables can travel already."""
-    if rows_ND.is_cuda and rows_ND.dtype in TYPES and has_triton() and _has_room(rows_ND.device):
+    if _knows(rows_ND):
         Groups.of(tuple(sizes), rows_ND.device)
 
 

@@ -13,7 +13,9 @@ __all__ = ["Upload"]
 
 
 class Upload:
-    """Numbers that travel on a stream of their own. The host waits for nothing; who reads them waits on the device."""
+    """Numbers that travel on a stream of their own. The host waits for nothing; on the device the first stream that
+    reads them waits, and others must come after it.
+    """
 
     def __init__(self, numbers: NDArray[np.integer], device: torch.device) -> None:
         host = torch.from_numpy(numbers.astype(np.int32))
@@ -24,14 +26,15 @@ class Upload:
             side.wait_stream(torch.cuda.current_stream(device))  # whoever had this memory before may still use it
             with torch.cuda.stream(side):
                 self._values.copy_(host.pin_memory(), non_blocking=True)
+            self._values.record_stream(side)  # if nobody reads them, nothing else orders the two streams
             self._arrived = side.record_event()
 
     @property
     def values(self) -> Tensor:
         """int32, for what is computed on the stream that is current."""
-        if self._arrived is not None:
-            torch.cuda.current_stream(self._values.device).wait_event(self._arrived)
-            self._arrived = None
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:  # once: in a graph that is captured later, it would be an event from outside
+            torch.cuda.current_stream(self._values.device).wait_event(arrived)
         return self._values
 
 
