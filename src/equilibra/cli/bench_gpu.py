@@ -169,7 +169,7 @@ def _routings(arguments: argparse.Namespace) -> tuple[list[Routing], list[str]]:
         print("no --trace and no --traces: synthetic routing, not yours", file=sys.stderr)
         size = SynthShape(num_prompts=24, answers_per_prompt=8, num_layers=8, num_experts=64, top_k=6)
         return [
-            routing_of("synthetic", [synthesize(size, SynthKnobs(median_length=300.0, max_length=2000), seed=1)])
+            routing_of("synthetic", [synthesize(size, SynthKnobs(median_length=200.0, max_length=500), seed=1)])
         ], []
     found, missing = [], []
     for name, parts in RECORDINGS.items():

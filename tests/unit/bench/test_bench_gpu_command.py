@@ -69,6 +69,24 @@ def test_json_has_the_figures_and_files_are_written_and_drawn_again(trace, tmp_p
     assert len(load_records(tmp_path / "gpu-records.npz").cases) == 3
 
 
+def test_what_is_said_to_run_without_a_gpu_does(monkeypatch, capsys):
+    monkeypatch.delenv("EQUILIBRA_TRACES", raising=False)
+    sizes = [
+        "--device",
+        "cpu",
+        "--hidden",
+        "64",
+        "--ffn",
+        "64",
+        "--tokens-per-rank",
+        "64",
+    ]  # of the error where there is no GPU
+    assert run(*sizes, "--ranks", 8, "--repeats", 1) == 0
+    printed = capsys.readouterr()
+    assert "synthetic, 64x64, EP 8" in printed.out
+    assert "left out" not in printed.err
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
