@@ -71,17 +71,9 @@ def test_json_has_the_figures_and_files_are_written_and_drawn_again(trace, tmp_p
 
 def test_what_is_said_to_run_without_a_gpu_does(monkeypatch, capsys):
     monkeypatch.delenv("EQUILIBRA_TRACES", raising=False)
-    sizes = [
-        "--device",
-        "cpu",
-        "--hidden",
-        "64",
-        "--ffn",
-        "64",
-        "--tokens-per-rank",
-        "64",
-    ]  # of the error where there is no GPU
-    assert run(*sizes, "--ranks", 8, "--repeats", 1) == 0
+    # the sizes that the error names where there is no GPU
+    sizes = ("--hidden", 64, "--ffn", 64, "--tokens-per-rank", 64)
+    assert run("--device", "cpu", *sizes, "--ranks", 8, "--repeats", 1) == 0
     printed = capsys.readouterr()
     assert "synthetic, 64x64, EP 8" in printed.out
     assert "left out" not in printed.err
