@@ -28,6 +28,7 @@ from equilibra.bench.gpu.figures import case_result, device_named
 from equilibra.bench.gpu.measure import Measured
 from equilibra.bench.gpu.records import (
     FIELDS,
+    NEIGHBOURS,
     Records,
     layer_times,
     load_records,
@@ -322,17 +323,27 @@ def test_a_layer_takes_as_long_as_its_slowest_rank():
         layer_times(rows[2:])
 
 
-def test_ratios_are_of_ranks_beside_each_other():
-    balanced = made_records({STATIC: [[[1, 2], [4, 4]], [[2, 4], [2, 2]], [[1, 2], [3, 3]]]}, repeats=3)  # drifts
-    mine = made_records({EPLB: [[[1, 3], [4, 4]], [[2, 4], [2, 2]], [[1, 2], [3, 9]]]}, repeats=3)
-    assert relative_times(balanced, balanced).tolist() == [1, 1, 1]
-    assert relative_times(mine, balanced).tolist() == pytest.approx([(1.5 * 2 + 3) / 5, 1, (2 + 3 * 3) / 5])
+def test_ratios_are_to_what_ran_around_a_rank():
+    balanced = made_records({STATIC: [[[1, 3], [4, 4]], [[4, 4], [2, 2]], [[1, 3], [3, 3]]]}, repeats=3)  # drifts
+    mine = made_records({EPLB: [[[2, 3], [4, 4]], [[4, 4], [2, 2]], [[2, 2], [3, 9]]]}, repeats=3)
+    weights = np.array([16, 18]) / 6  # means of layers
+    slowest = np.array([[1.5, 1], [1, 1], [1, 3]])
+    assert relative_times(mine, balanced).tolist() == pytest.approx((slowest @ weights / weights.sum()).tolist())
     assert settled_ratio(mine, balanced) == 1  # slow by chance, in one repeat each
     with pytest.raises(InputError, match="missing"):
         settled_ratio(mine[2:], balanced[2:])
 
 
-def test_shares_are_of_ranks_beside_each_other(case):
+def test_ranks_far_away_do_not_count():
+    far = 2 * NEIGHBOURS + 3
+    rows = np.zeros(far, FIELDS)
+    rows["rank"], rows["forward_us"] = np.arange(far), [1.0] * (NEIGHBOURS + 1) + [2.0] * (far - NEIGHBOURS - 1)
+    mine = rows.copy()
+    mine["forward_us"][0] = 1.5  # where balanced took 1; further on, and in the median of all, it takes 2
+    assert settled_ratio(mine, rows) == pytest.approx(1.5)
+
+
+def test_shares_are_to_what_ran_around_a_rank(case):
     still = [[[2, 4], [4, 4]], [[4, 8], [8, 8]]]
     us = dict.fromkeys(NAMES, still)
     us[BALANCED] = [[[3, 3], [3, 3]], [[6, 6], [6, 6]]]  # the clock halves between repeats

@@ -3,7 +3,8 @@
 Symbols: Q repeats.
 
 The time of a layer and micro-batch is that of its slowest rank (weights that come before it starts, forward, backward),
-and what an online planner took before. Ratios are of ranks that ran beside each other, since a device's clock drifts.
+and what an online planner took before. Ratios are to what balanced ranks took around a rank: a device's clock drifts, and
+one pass differs from the next by chance.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from equilibra.core.errors import InputError
 
 __all__ = [
     "FIELDS",
+    "NEIGHBOURS",
     "Records",
     "layer_times",
     "load_records",
@@ -41,6 +43,10 @@ FIELDS = np.dtype([
 ])  # fmt: skip
 """contender: its number in NAMES; layer: of the recording; copies: weights that came in; bytes: all that moved;
 plan_us: the same on every rank; late_us: what compute waited for copies, part of the passes"""
+
+
+NEIGHBOURS = 4
+"""ranks before and after one that ran so near to it that the clock was the same"""
 
 
 @dataclass(kw_only=True, eq=False)
@@ -88,8 +94,9 @@ def layer_times(rows: NDArray[Any]) -> NDArray[np.float64]:
 def relative_times(rows: NDArray[Any], reference: NDArray[Any]) -> NDArray[np.float64]:
     """[Q] a contender's time over the reference's, in every repeat; the slowest rank of each layer and micro-batch.
 
-    Every rank's time is taken over that of the reference's same rank, which ran beside it: the reference has the same
-    work on every rank, so what differs there is the device's clock. Layers count by the reference's time.
+    The reference has the same work on every rank. What differs there is the device's clock, which drifts, and chance,
+    which no rank shares with its neighbours: every rank's time is taken over the median of the reference's ranks that
+    ran around it in the same round. Layers count by the reference's time.
     """
     return _relative(rows, reference, settle=False)
 
@@ -103,13 +110,20 @@ def settled_ratio(rows: NDArray[Any], reference: NDArray[Any]) -> float:
 
 
 def _relative(rows: NDArray[Any], reference: NDArray[Any], *, settle: bool) -> NDArray[np.float64]:
-    mine_CRQ, theirs_CRQ = _cells(rows), _cells(reference)
-    ratio_CRQ = mine_CRQ / theirs_CRQ
+    theirs_CRQ = _cells(reference)
+    ratio_CRQ = _cells(rows) / _around(theirs_CRQ)
     if settle:
         ratio_CRQ = np.median(ratio_CRQ, axis=2, keepdims=True)
     weight_C = theirs_CRQ.mean(axis=(1, 2))
     total: NDArray[np.float64] = (ratio_CRQ.max(axis=1) * weight_C[:, None]).sum(axis=0) / weight_C.sum()
     return total
+
+
+def _around(times_CRQ: NDArray[np.float64]) -> NDArray[np.float64]:
+    """[C, R, Q] the median of a rank and of its neighbours on both sides."""
+    ranks = range(times_CRQ.shape[1])
+    near = [np.median(times_CRQ[:, max(r - NEIGHBOURS, 0) : r + NEIGHBOURS + 1], axis=1) for r in ranks]
+    return np.stack(near, axis=1)
 
 
 def _cells(rows: NDArray[Any]) -> NDArray[np.float64]:

@@ -116,10 +116,10 @@ def _time_rows(case: dict[str, Any]) -> list[Row]:
 
 NOTES = {
     "cases": "Columns of contenders are shares of the balanced time. Contenders take turns rank by rank; a rank's time "
-    "is taken over that of the balanced rank beside it, since the clock drifts, and is its median over repeats; in "
-    "brackets the least and the largest of single repeats. `balanced-again` is balanced a second time: what it falls "
-    "short of 1 is noise, since the slowest of many ranks is slow by chance too; `over_again` is equilibra's share of "
-    "it, so chance is on both sides. A layer is expert compute alone, forward and backward, "
+    "is taken over the median of the nine balanced ranks around it, since the clock drifts, and is its median over "
+    "repeats; in brackets the least and the largest of single repeats. `balanced-again` is balanced a second time: "
+    "what it falls short of 1 is noise, since the slowest of many ranks is slow by chance too; `over_again` is "
+    "equilibra's share of it, so chance is on both sides. A layer is expert compute alone, forward and backward, "
     "of its slowest rank; attention, all-to-all and the optimizer are not run. `static_imbalance`: rows of slowest "
     "ranks over mean ranks. `online-exact` has its planning (on the host) and its weights' copies added to every "
     "layer; its exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much "
