@@ -31,7 +31,7 @@ from equilibra.execute.group import join_expert_group
 from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.kernels.grouped import Groups, Tile
 from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
 from equilibra.execute.moe.functions import Pass, combine, dispatch, experts
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.moe.spec import Activation, MoESpec
@@ -120,6 +120,7 @@ class Layer:
             for i in range(count)
         ]  # fmt: skip
         self.dx = torch.empty_like(self.x)
+        self.weighed = RowWeights(torch.rand(rows, device=DEVICE), torch.empty(rows, device=DEVICE))
 
 
 def bare(layer: Layer) -> Works:
@@ -147,7 +148,9 @@ def ours(layer: Layer) -> Works:
     saved = (layer.x, h, layer.dy)
     return {
         "forward": lambda: grouped.forward(kind, layer.x, groups, instances),
-        "backward": lambda: grouped.backward(kind, saved, groups, instances, layer.gradients, layer.dx),
+        "backward": lambda: grouped.backward(
+            kind, saved, groups, instances, layer.gradients, layer.dx, weighed=layer.weighed
+        ),
     }
 
 
@@ -174,7 +177,7 @@ def whole_layer(shape: str, rows: int) -> Works:
     def both() -> None:
         with micro_batch:
             visit = Pass(runtime, micro_batch.where(0), runtime.tables(0, micro_batch.experts(0, DEVICE)), micro_batch)
-            combine(experts(dispatch(x, visit), visit, moe.experts.parts()), weights, visit).backward(dout)
+            combine(experts(dispatch(x, weights, visit), visit, moe.experts.parts()), weights, visit).backward(dout)
 
     def first() -> None:
         """Gradients are written, not added, as where there are none yet; but always in the same memory."""
@@ -210,10 +213,14 @@ def check() -> list[dict[str, Any]]:
         y64, h64 = expert_math.forward(kind, layer.x.double(), layer.sizes, wide)
         g64 = [ExpertParts(*(None if p is None else torch.zeros_like(p) for p in i)) for i in wide]
         dx64 = torch.empty_like(y64)
-        expert_math.backward(kind, (layer.x.double(), h64, layer.dy.double()), layer.sizes, wide, g64, dx64)
+        weighed64 = RowWeights(layer.weighed.values_N.double(), torch.empty_like(dx64[:, 0]))
+        saved = (layer.x.double(), h64, layer.dy.double())
+        expert_math.backward(kind, saved, layer.sizes, wide, g64, dx64, weighed=weighed64)
         y, h = expert_math.forward(kind, layer.x, layer.sizes, layer.instances)
         saved = (layer.x, h, layer.dy)
-        expert_math.backward(kind, saved, layer.sizes, layer.instances, layer.gradients, layer.dx, num_last=2)
+        expert_math.backward(
+            kind, saved, layer.sizes, layer.instances, layer.gradients, layer.dx, weighed=layer.weighed, num_last=2
+        )
         pairs = [
             (a, b)
             for x, z in zip(layer.gradients, g64, strict=True)
@@ -222,7 +229,10 @@ def check() -> list[dict[str, Any]]:
         ]
         errors = {
             name: max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in group)
-            for name, group in {"y": [(y, y64)], "dx": [(layer.dx, dx64)], "weights": pairs}.items()
+            for name, group in {
+                "y": [(y, y64)], "dx": [(layer.dx, dx64)], "weights": pairs,
+                "weights of rows": [(layer.weighed.gradients_N, weighed64.gradients_N)],
+            }.items()
         }
         found.append({"shape": shape, "bias": bias, "kind": str(kind), **errors})
         assert max(errors.values()) < 0.03, found[-1]
@@ -242,7 +252,7 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
         "FIRST": lambda: grouped.first_product(kind, groups, layer.x, layer.instances, h, a),
         "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx, turned=True),
         "PRODUCT_inner": lambda: grouped.product(groups, layer.dy, layer.instances, "down", a, turned=False),
-        "activation": lambda: grouped.activation_gradient(kind, h, a, dh),
+        "activation": lambda: grouped.activation_gradient(kind, h, a, dh, layer.weighed),
         "WEIGHT_and_rows": lambda: grouped.weights_and_rows(
             launches(), groups, (layer.dy, a, h, layer.x), layer.instances, layer.gradients, slice(0, layer.count),
             layer.dx,
@@ -278,10 +288,10 @@ def passes(layer: Layer) -> Works:
     return {
         "permute": lambda: layer.x.index_select(0, layer.index),
         "gather": lambda: tokens.index_select(0, of_row),
-        "spread": lambda: rows.spread(tokens, of_pair),
+        "spread": lambda: rows.spread(tokens, of_pair, layer.dx),
+        "spread_with_weights": lambda: rows.spread(tokens, of_pair, layer.dx, weights, layer.weighed.values_N),
         "weighed_sum": lambda: rows.weighed_sum(layer.x, of_pair, weights),
-        "plain_sum": lambda: rows.weighed_sum(layer.x, of_pair, None),
-        "weighed_gradient": lambda: rows.weighed_gradient(tokens, layer.x, of_pair, weights),
+        "plain_sum_with_gradients": lambda: rows.plain_sum(layer.x, of_pair, layer.weighed.gradients_N, weights),
         "add_float32": lambda: [sums.add_(part) for sums, part in zip(layer.gradient, low, strict=True)],
     }
 

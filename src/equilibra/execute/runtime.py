@@ -19,7 +19,7 @@ from equilibra.core.placement import Placement
 from equilibra.execute.copies.copies import Copies, CopySetting
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
+from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.moe.functions import Pass, direction_now
 from equilibra.execute.moe.spec import Activation, MoESpec
 from equilibra.execute.moe.weights import ExpertWeights
@@ -231,7 +231,7 @@ class Runtime:
 
     # --- backward ---
 
-    def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor) -> None:
+    def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor, weighed: RowWeights) -> None:
         """Gradients of one visit's rows and of all instances that computed them; those of flash copies travel home."""
         tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
         instances = self.instances(visit, Direction.BACKWARD)
@@ -252,7 +252,7 @@ class Runtime:
 
         try:
             expert_math.backward(
-                self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND,
+                self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND, weighed=weighed,
                 num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
             )  # fmt: skip
         except BaseException:

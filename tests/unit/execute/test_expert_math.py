@@ -4,14 +4,15 @@ import pytest
 import torch
 
 from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
 from equilibra.execute.moe.reference import ReferenceMoE
 from equilibra.execute.moe.spec import Activation, MoESpec
 
 
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("bias", [True, False])
-def test_forward_and_backward_equal_autograd(activation, bias):
+@pytest.mark.parametrize("weigh", [True, False])
+def test_forward_and_backward_equal_autograd(activation, bias, weigh):
     torch.manual_seed(1)
     spec = MoESpec(hidden=5, expert_ffn=4, num_experts=3, top_k=1, activation=activation, expert_bias=bias)
     layer = ReferenceMoE(spec, dtype=torch.float64)
@@ -19,17 +20,20 @@ def test_forward_and_backward_equal_autograd(activation, bias):
     sizes = [4, 0, 7]
     rows = torch.randn(11, 5, dtype=torch.float64, requires_grad=True)
     wanted = torch.cat([layer.expert(0, rows[:4]), layer.expert(2, rows[4:])])
+    weights = torch.rand(11, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(wanted)
-    wanted.backward(dy)
+    (wanted * weights[:, None] if weigh else wanted).backward(dy)
     instances = [ExpertParts.named({n: p.data[e] for n, p in layer.experts.items()}) for e in range(3)]
     gradients = [
         ExpertParts.named({n: torch.zeros_like(p.data[e]) for n, p in layer.experts.items()}) for e in range(3)
     ]
     y, h = expert_math.forward(activation, rows.detach(), sizes, instances)
     dx = torch.empty_like(rows)
-    expert_math.backward(activation, (rows.detach(), h, dy), sizes, instances, gradients, dx)
+    weighed = RowWeights(weights.detach(), torch.full_like(weights, torch.nan).detach()) if weigh else None
+    expert_math.backward(activation, (rows.detach(), h, dy), sizes, instances, gradients, dx, weighed=weighed)
     assert torch.allclose(y, wanted, atol=1e-13)
     assert torch.allclose(dx, rows.grad, atol=1e-12)
+    assert not weigh or torch.allclose(weighed.gradients_N, weights.grad, atol=1e-12)
     for name, parameter in layer.experts.items():
         for expert in range(3):
             assert torch.allclose(getattr(gradients[expert], name), parameter.grad[expert], atol=1e-12), name

@@ -17,11 +17,14 @@ import numpy as np
 import torch
 from equilibra.bench.gpu.copying import copy_beside, read_beside
 from equilibra.execute.kernels import grouped, rows, sums
+from equilibra.execute.moe import laden as laden_module
+from equilibra.execute.moe.laden import Laden
 from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
+from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.moe.spec import Activation
 
 broken = sys.argv[1] == "broken"
+laden_module.on_gpu = lambda rows: True  # it is for kernels to do, on a GPU or not
 generator = torch.Generator().manual_seed(0)
 random = lambda *shape: torch.randn(*shape, generator=generator) * 0.3
 worst = {}
@@ -35,9 +38,10 @@ def see(name, found, wanted):
 SWIGLU, CLAMPED = Activation.SWIGLU, Activation.CLAMPED_SWIGLU
 SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (500, 0, 1700, 7))
 EVERY, NO_DOWN, BIASES = (1, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1)  # gate_up, down and their biases: which are learned
-for (D, F, sizes), kind, bias, learned, num_first, num_last in (
-    (SMALL, SWIGLU, False, EVERY, 0, 2), (SMALL, CLAMPED, True, EVERY, 2, 2), (SMALL, CLAMPED, True, EVERY, 0, 0),
-    (SMALL, SWIGLU, True, NO_DOWN, 0, 1), (SMALL, SWIGLU, True, BIASES, 5, 0), (LARGE, SWIGLU, False, EVERY, 2, 1),
+for (D, F, sizes), kind, bias, learned, num_first, num_last, weigh in (
+    (SMALL, SWIGLU, False, EVERY, 0, 2, True), (SMALL, CLAMPED, True, EVERY, 2, 2, True),
+    (SMALL, CLAMPED, True, EVERY, 0, 0, False), (SMALL, SWIGLU, True, NO_DOWN, 0, 1, True),
+    (SMALL, SWIGLU, True, BIASES, 5, 0, True), (LARGE, SWIGLU, False, EVERY, 2, 1, False),
 ):
     parts = lambda: ExpertParts(random(2 * F, D), random(D, F), *((random(2 * F), random(D)) if bias else ()))
     instances = [parts() for _ in sizes]
@@ -55,9 +59,14 @@ for (D, F, sizes), kind, bias, learned, num_first, num_last in (
         groups = grouped.Groups.of((*sizes[:1], sizes[2], 0, *sizes[3:]), torch.device("cpu"))
     told = []
     tell, ends = lambda: told.append(1), {"num_first": num_first, "num_last": num_last}
-    grouped.backward(kind, (x, wanted_h, dy), groups, instances, found, dx, **ends, after_last=tell)
-    expert_math.backward(kind, (x, wanted_h, dy), sizes, instances, wanted, wanted_dx, **ends)
+    of_rows = torch.rand(len(x), generator=generator)
+    mine, theirs = (RowWeights(of_rows, torch.full_like(of_rows, torch.nan)) if weigh else None for _ in range(2))
+    saved = x, wanted_h, dy
+    grouped.backward(kind, saved, groups, instances, found, dx, weighed=mine, **ends, after_last=tell)
+    expert_math.backward(kind, saved, sizes, instances, wanted, wanted_dx, weighed=theirs, **ends)
     see("dx", dx, wanted_dx)
+    if weigh:
+        see("weights of rows", mine.gradients_N, theirs.gradients_N)
     for mine, theirs in zip(found, wanted):
         for a, b in zip(mine, theirs):
             if a is not None:
@@ -71,12 +80,15 @@ row_of_pair = torch.randperm(T * K, generator=generator).view(T, K).to(torch.int
 weights, dout = torch.rand(T, K, generator=generator), random(T, D)
 chosen = values[row_of_pair.long()]
 see("sum", rows.weighed_sum(values, row_of_pair, weights), (chosen * weights[..., None]).sum(1))
-see("spread", rows.spread(dout, row_of_pair)[row_of_pair.long()], dout[:, None].expand(T, K, D))
-see("plain sum", rows.weighed_sum(values, row_of_pair, None), chosen.sum(1))
-drows, dweights = rows.weighed_gradient(dout, values, row_of_pair, weights)
-wanted = torch.empty_like(values)
-wanted[row_of_pair.long().flatten()] = (dout[:, None] * weights[..., None]).view(-1, D)
-see("drows", drows, wanted), see("dweights", dweights, (chosen * dout[:, None]).sum(2))
+for travels in (False, True):
+    laden = Laden.empty(T * K, D, values, travels=travels)
+    laden.fill(dout, None, row_of_pair, weights)
+    see("spread", laden.rows_ND[row_of_pair.long()], dout[:, None].expand(T, K, D))
+    see("numbers", laden.numbers_N[row_of_pair.long()], weights)
+    laden.rows_ND.copy_(values)
+    pairs = torch.empty_like(weights)
+    see("plain sum", laden.sum_of_choices(row_of_pair, pairs), chosen.sum(1))
+    see("numbers", pairs, weights)
 for count in (1, 3, 6):
     given, total = [random(7001) for _ in range(count)], random(7001)
     wanted = total.clone()
@@ -111,7 +123,8 @@ def worst_of(how: str) -> dict[str, float]:
 def test_kernels_equal_the_definition():
     worst = worst_of("as it is")
     assert set(worst) == {
-        "y", "h", "dx", "gradients", "sum", "plain sum", "drows", "dweights", "spread", "added to the bit", "copied"
+        "y", "h", "dx", "gradients", "weights of rows", "sum", "plain sum", "numbers", "spread", "added to the bit",
+        "copied",
     }  # fmt: skip
     assert max(worst.values()) < 1e-5, worst
 

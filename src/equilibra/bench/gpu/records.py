@@ -3,8 +3,8 @@
 Symbols: Q repeats.
 
 The time of a layer and micro-batch is that of its slowest rank (weights that come before it starts, forward, backward),
-and what an online planner took before. Ratios are to what balanced ranks took around a rank: a device's clock drifts, and
-one pass differs from the next by chance.
+and what an online planner took before. Ratios are to what balanced ranks took around a rank: a device's clock drifts,
+and one pass differs from the next by chance.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ from equilibra.bench.gpu.work import Moves, RankWork
 from equilibra.core.errors import BudgetError
 from equilibra.core.model import MoEModel
 from equilibra.execute.kernels import add_in_order, has_triton, multiprocessors
-from equilibra.execute.moe.expert_math import ExpertParts, backward, forward
+from equilibra.execute.moe.expert_math import ExpertParts, RowWeights, backward, forward
 from equilibra.execute.moe.spec import Activation, MoESpec
 from equilibra.execute.moe.weights import FlatLayout
 
@@ -110,6 +110,7 @@ class Replay:
         self.rows = self._random(sizes.rows, model.hidden)
         self.dy = self._random(sizes.rows, model.hidden) * 0.01
         self.dx = torch.empty_like(self.rows)
+        self.weights_N, self.dweights_N = torch.rand(2, sizes.rows, device=device)
         torch.empty(self._scratch_bytes(), dtype=torch.uint8, device=device)  # given back, and kept by the allocator
 
     def _random(self, *shape: int) -> Tensor:
@@ -184,7 +185,10 @@ class Replay:
         )
         if count:
             saved = (rows, h, dy)
-            backward(Activation.SWIGLU, saved, sizes, instances, gradients, dx, num_last=len(work.flash))
+            weighed = RowWeights(self.weights_N[:count], self.dweights_N[:count])
+            backward(
+                Activation.SWIGLU, saved, sizes, instances, gradients, dx, weighed=weighed, num_last=len(work.flash)
+            )
         return stamps + self._together(copied)
 
     def _beside(self, moving: Callable[[], None], *amounts: int) -> Stamp | None:

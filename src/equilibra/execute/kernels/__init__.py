@@ -12,7 +12,7 @@ from importlib.util import find_spec
 import torch
 from torch import Tensor
 
-__all__ = ["add_in_order", "has_triton", "multiprocessors", "on_gpu", "spread", "weighed_gradient", "weighed_sum"]
+__all__ = ["add_in_order", "has_triton", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighed_sum"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = 3
@@ -47,24 +47,27 @@ def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
             into += row
 
 
-def spread(tokens_TD: Tensor, row_of_pair_TK: Tensor) -> Tensor:
-    """[T * K, D] every token once for each of its choices: each is read once."""
-    from equilibra.execute.kernels import rows  # noqa: PLC0415
-
-    return rows.spread(tokens_TD, row_of_pair_TK)
-
-
-def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, D] each token's rows, summed in the order of its choices, weighed if there are weights."""
+def spread(
+    tokens_TD: Tensor, row_of_pair_TK: Tensor, rows_ND: Tensor, pairs_TK: Tensor | None = None,
+    numbers_N: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write every token once for each of its choices, each read once; and numbers of rows from those of pairs."""
     from equilibra.execute.kernels import rows  # noqa: PLC0415 - needs Triton
+
+    rows.spread(tokens_TD, row_of_pair_TK, rows_ND, pairs_TK, numbers_N)
+
+
+def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] each token's rows, weighed and summed in the order of its choices."""
+    from equilibra.execute.kernels import rows  # noqa: PLC0415
 
     return rows.weighed_sum(rows_ND, row_of_pair_TK, weights_TK)
 
 
-def weighed_gradient(
-    dout_TD: Tensor, rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, D] and of weights [T, K]."""
+def plain_sum(
+    rows_ND: Tensor, row_of_pair_TK: Tensor, numbers_N: Tensor | None = None, pairs_TK: Tensor | None = None
+) -> Tensor:
+    """The same without weights; numbers of pairs are written from those of rows."""
     from equilibra.execute.kernels import rows  # noqa: PLC0415
 
-    return rows.weighed_gradient(dout_TD, rows_ND, row_of_pair_TK, weights_TK)
+    return rows.plain_sum(rows_ND, row_of_pair_TK, numbers_N, pairs_TK)

@@ -27,7 +27,7 @@ from equilibra.execute.kernels.upload import Upload
 from equilibra.execute.moe.spec import Activation
 
 if TYPE_CHECKING:
-    from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
+    from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
 
 __all__ = ["Groups", "backward", "expect", "forward", "serves"]
 
@@ -63,8 +63,8 @@ DX = replace(WEIGHT, bk=64, stages=4)
 """in one launch with WEIGHT, so its tiles are as large"""
 SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
-ELEMENTS = 2048
-"""values of a program that works on one value at a time"""
+ELEMENTS, ROWS = 2048, 8
+"""values that a program works on at a time, and of how many rows they are"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
@@ -197,8 +197,8 @@ def _share_task(groups: Groups, rows_ND: Tensor, inner: int, *, learned: tuple[b
 
 def backward(
     kind: Activation, saved: tuple[Tensor, Tensor, Tensor], groups: Groups, instances: Sequence[ExpertParts],
-    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, num_first: int = 0,
-    num_last: int = 0, after_last: Callable[[], None] | None = None,
+    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, weighed: RowWeights | None = None,
+    num_first: int = 0, num_last: int = 0, after_last: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """As `expert_math.backward`."""
     rows_ND, h, dy = saved
@@ -210,7 +210,9 @@ def backward(
         if any(weights):  # tables travel beside the first product
             launches = Shares.of(_share_task(groups, dy, a.shape[1], learned=weights), dy.device)
         product(groups, dy, instances, "down", a, turned=False)
-        activation_gradient(kind, h, a, dh)
+        if weighed is not None and instances[0].down_bias is not None:
+            bias_products(groups, dy, instances, weighed.gradients_N)
+        activation_gradient(kind, h, a, dh, weighed, added=instances[0].down_bias is not None)
     kept = slice(num_first, len(instances) - num_last)
     afresh = [*learned[: kept.start], *learned[kept.stop :]]
     if launches:
@@ -219,11 +221,11 @@ def backward(
         product(groups, dh, instances, "gate_up", dx_ND, turned=False)
     else:
         _zero([part for wanted in afresh for part in (wanted.down, wanted.gate_up) if part is not None])
-    for left, name in ((dy, "down_bias"), (dh, "gate_up_bias")):
+    for left, name, weights_N in ((dy, "down_bias", weighed and weighed.values_N), (dh, "gate_up_bias", None)):
         biases = [getattr(wanted, name) for wanted in learned]
         if learned and biases[0] is not None:
             _zero([getattr(wanted, name) for wanted in afresh])
-            bias_gradient(left, biases, groups.offsets)
+            bias_gradient(left, biases, groups.offsets, weights_N)
     if after_last is not None:
         after_last()
 
@@ -338,10 +340,25 @@ def product(
     )  # fmt: skip
 
 
-def activation_gradient(kind: Activation, h: Tensor, da: Tensor, dh: Tensor) -> None:
-    """Write dh, from h and da, which becomes a. In one kernel with the product before it, it took longer."""
-    _kernels().activation_gradient[(-(-da.numel() // ELEMENTS),)](
-        h, da, dh, da.numel(), F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU, BLOCK=ELEMENTS
+def activation_gradient(
+    kind: Activation, h: Tensor, da: Tensor, dh: Tensor, weighed: RowWeights | None = None, *, added: bool = False
+) -> None:
+    """Write dh, from h and da, which becomes a, and gradients of weights, or add them to those that are there.
+
+    In one kernel with the product before it, it took longer.
+    """
+    weights, dweights = (da, da) if weighed is None else weighed
+    _kernels().activation_gradient[(-(-len(da) // ROWS),)](
+        h, da, dh, weights, dweights, len(da), F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU,
+        WEIGHED=weighed is not None, ADDED=added, ROWS=ROWS, BLOCK=ELEMENTS // ROWS,
+    )  # fmt: skip
+
+
+def bias_products(groups: Groups, dy: Tensor, instances: Sequence[ExpertParts], into_N: Tensor) -> None:
+    """Write every row's product with its instance's bias."""
+    biases = [parts.down_bias for parts in instances if parts.down_bias is not None]
+    _kernels().bias_products[(groups.num_tiles,)](
+        dy, *Places.of(biases), groups.tiles, groups.num_tiles, into_N, dy, C=dy.shape[1], BM=BM, BK=64
     )
 
 
@@ -365,11 +382,12 @@ def weights_and_rows(
         )  # fmt: skip
 
 
-def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor) -> None:
-    """Add column sums of every instance's rows."""
+def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor, weights_N: Tensor | None) -> None:
+    """Add column sums of every instance's rows, weighed if there are weights."""
     _kernels().bias_gradient[(-(-left.shape[1] // 64), len(into))](
-        left, *Places.of(into), offsets, into[0], A=left.shape[1], BN=64, BK=64
-    )
+        left, left if weights_N is None else weights_N, *Places.of(into), offsets, into[0], A=left.shape[1],
+        WEIGHED=weights_N is not None, BN=64, BK=64,
+    )  # fmt: skip
 
 
 def _weights_and_bias(instances: Sequence[ExpertParts], name: str) -> tuple[Any, ...]:

@@ -9,9 +9,10 @@ result does not depend on what else is computed.
 
     first_product        h = x W1.T + b1, a = act(h)
     product              y = a W2.T + b2; da = dy W2; dx = dh W1
-    activation_gradient  dh = act'(h) da, a = act(h)
+    activation_gradient  dh = act'(h) w da, a = w act(h), dw = act(h) . da, where rows are weighed
     gradients            dW2 += dy.T a, dW1 += dh.T x, both in float32, where they are summed; dx = dh W1
     bias_gradient        db += column sums
+    bias_products        dw += dy . b2
 
 Activations are computed in float32 from h as it is stored, so the backward pass sees the same values.
 
@@ -28,13 +29,13 @@ import inspect
 import triton
 import triton.language as tl
 
-__all__ = ["activation_gradient", "bias_gradient", "first_product", "gradients", "product"]
+__all__ = ["activation_gradient", "bias_gradient", "bias_products", "first_product", "gradients", "product"]
 
 
-COUNTS = ["num_tiles", "kept_from", "kept_to", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights", "biases",
-          "sums", "down_sums", "gate_up_sums"]  # fmt: skip
+COUNTS = ["num_tiles", "num_rows", "kept_from", "kept_to", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights",
+          "biases", "sums", "down_sums", "gate_up_sums"]  # fmt: skip
 TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",
-          "sums_like"]  # fmt: skip
+          "sums_like", "weights_of_rows", "dweights"]  # fmt: skip
 ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
 
 
@@ -209,18 +210,60 @@ def product(
     )  # fmt: skip
 
 
-@triton.jit
-def activation_gradient(h, da, dh, count, F: tl.constexpr, CLAMPED: tl.constexpr, BLOCK: tl.constexpr):
-    """Writes dh [N, 2F] from h and da [N, F], which becomes a; `count` values of da."""
-    at = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    mask = at < count
-    both = (at // F) * (2 * F) + at % F
-    gate = tl.load(h + both, mask=mask, other=0.0).to(tl.float32)
-    up = tl.load(h + both + F, mask=mask, other=0.0).to(tl.float32)
-    dgate, dup = _activation_gradients(gate, up, tl.load(da + at, mask=mask, other=0.0).to(tl.float32), CLAMPED)
-    tl.store(dh + both, dgate.to(dh.dtype.element_ty), mask=mask)
-    tl.store(dh + both + F, dup.to(dh.dtype.element_ty), mask=mask)
-    tl.store(da + at, _activate(gate, up, CLAMPED).to(da.dtype.element_ty), mask=mask)
+@_once_per_shape
+def activation_gradient(
+    h, da, dh, weights_of_rows, dweights, num_rows,
+    F: tl.constexpr, CLAMPED: tl.constexpr, WEIGHED: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Writes dh [N, 2F] from h and da [N, F], which becomes a.
+
+    If WEIGHED, da is that of weighed rows, a becomes weighed too, and a row's weight gets its gradient: da . a, added
+    to what is there if ADDED.
+    """
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < num_rows
+    weight = tl.zeros((ROWS,), tl.float32) + 1.0
+    if WEIGHED:
+        weight = tl.load(weights_of_rows + row, mask=inside, other=0.0)
+    total = tl.zeros((ROWS,), tl.float32)
+    for first in range(0, F, BLOCK):
+        cols = first + tl.arange(0, BLOCK)
+        mask = inside[:, None] & (cols < F)[None, :]
+        at = row[:, None].to(tl.int64) * F + cols[None, :]
+        both = row[:, None].to(tl.int64) * (2 * F) + cols[None, :]
+        gate = tl.load(h + both, mask=mask, other=0.0).to(tl.float32)
+        up = tl.load(h + both + F, mask=mask, other=0.0).to(tl.float32)
+        values = tl.load(da + at, mask=mask, other=0.0).to(tl.float32)
+        a = _activate(gate, up, CLAMPED)
+        if WEIGHED:
+            total += tl.sum(values * a, axis=1)
+            values, a = values * weight[:, None], a * weight[:, None]
+        dgate, dup = _activation_gradients(gate, up, values, CLAMPED)
+        tl.store(dh + both, dgate.to(dh.dtype.element_ty), mask=mask)
+        tl.store(dh + both + F, dup.to(dh.dtype.element_ty), mask=mask)
+        tl.store(da + at, a.to(da.dtype.element_ty), mask=mask)
+    if WEIGHED:
+        if ADDED:
+            total += tl.load(dweights + row, mask=inside)
+        tl.store(dweights + row, total, mask=inside)
+
+
+@_once_per_shape
+def bias_products(
+    rows_NC, biases, places, unit, tiles, num_tiles, into, like, C: tl.constexpr, BM: tl.constexpr, BK: tl.constexpr
+):
+    """Writes [N]: every row times its instance's bias."""
+    t = tl.program_id(0)
+    g, first, last = tl.load(tiles + t), tl.load(tiles + num_tiles + t), tl.load(tiles + 2 * num_tiles + t)
+    row = first + tl.arange(0, BM)
+    total = tl.zeros((BM,), tl.float32)
+    for start in range(0, C, BK):
+        cols = start + tl.arange(0, BK)
+        mask = (row < last)[:, None] & (cols < C)[None, :]
+        values = tl.load(rows_NC + row[:, None].to(tl.int64) * C + cols[None, :], mask=mask, other=0.0)
+        total += tl.sum(values.to(tl.float32) * _bias(biases, places, g, unit, cols, C, like).to(tl.float32), axis=1)
+    tl.store(into + row, total, mask=row < last)
 
 
 @triton.jit
@@ -306,8 +349,11 @@ def gradients(
 
 
 @_once_per_shape
-def bias_gradient(rows_NA, sums, places, unit, offsets, like, A: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr):
-    """Adds the column sums [A] of an instance's rows to its gradient."""
+def bias_gradient(
+    rows_NA, weights_of_rows, sums, places, unit, offsets, like,
+    A: tl.constexpr, WEIGHED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+):  # fmt: skip
+    """Adds the column sums [A] of an instance's rows to its gradient; of weighed rows if WEIGHED."""
     g = tl.program_id(1)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     mask = cols < A
@@ -317,6 +363,9 @@ def bias_gradient(rows_NA, sums, places, unit, offsets, like, A: tl.constexpr, B
         for start in range(first, last, BK):
             rows = start + tl.arange(0, BK)
             at = rows_NA + rows[:, None].to(tl.int64) * A + cols[None, :]
-            total += tl.sum(tl.load(at, mask=(rows < last)[:, None] & mask[None, :], other=0.0).to(tl.float32), axis=0)
+            values = tl.load(at, mask=(rows < last)[:, None] & mask[None, :], other=0.0).to(tl.float32)
+            if WEIGHED:
+                values *= tl.load(weights_of_rows + rows, mask=rows < last, other=0.0)[:, None]
+            total += tl.sum(values, axis=0)
         into = sums.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit + cols
         tl.store(into, tl.load(into, mask=mask, other=0.0) + total, mask=mask)

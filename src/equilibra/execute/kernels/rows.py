@@ -2,103 +2,108 @@
 
 Symbols: T tokens, K experts per token, N rows, D width.
 
-    spread             rows[row_of_pair[t, k]] = tokens[t]
-    weighed_sum        out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices
-    weighed_gradient   drows[row_of_pair[t, k]] = w[t, k] dout[t], dw[t, k] = rows[row_of_pair[t, k]] . dout[t]
+    spread        rows[row_of_pair[t, k]] = tokens[t]; numbers of pairs too, if there are any
+    weighed_sum   out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices
+    plain_sum     the same without weights; numbers of rows back to pairs too, if there are any
 
-Sums are taken in float32. A program has one token.
+Sums are taken in float32. A program has one token. Rows may lie apart from each other, as may numbers of rows.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-__all__ = ["spread", "weighed_gradient", "weighed_sum"]
+__all__ = ["plain_sum", "spread", "weighed_sum"]
 
 
-def spread(tokens_TD: Tensor, row_of_pair_TK: Tensor) -> Tensor:
-    """[T * K, D] every token once for each of its choices."""
+def spread(
+    tokens_TD: Tensor, row_of_pair_TK: Tensor, rows_ND: Tensor, pairs_TK: Tensor | None = None,
+    numbers_N: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Write every token once for each of its choices; and numbers of rows from those of pairs."""
     (num_tokens, top_k), width = row_of_pair_TK.shape, tokens_TD.shape[1]
-    rows_ND = tokens_TD.new_empty(num_tokens * top_k, width)
     if num_tokens:
         _spread[(num_tokens,)](
-            tokens_TD.contiguous(), row_of_pair_TK, rows_ND, K=top_k, D=width, BLOCK=triton.next_power_of_2(width),
-            num_warps=_warps(width),
+            tokens_TD.contiguous(), row_of_pair_TK, *_numbers(rows_ND, numbers_N, pairs_TK), rows_ND,
+            K=top_k, D=width, STRIDE=rows_ND.stride(0), NUMBERED=pairs_TK is not None,
+            BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
         )  # fmt: skip
-    return rows_ND
 
 
-def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor | None) -> Tensor:
-    """[T, D] each token's rows, weighed if there are weights."""
-    (num_tokens, top_k), width = row_of_pair_TK.shape, rows_ND.shape[1]
-    out_TD = rows_ND.new_empty(num_tokens, width)
-    if num_tokens:
-        _weighed_sum[(num_tokens,)](
-            rows_ND, row_of_pair_TK, rows_ND if weights_TK is None else weights_TK.contiguous(), out_TD,
-            K=top_k, D=width, WEIGHED=weights_TK is not None, BLOCK=triton.next_power_of_2(width),
-            num_warps=_warps(width),
-        )  # fmt: skip
+def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] each token's rows, weighed."""
+    out_TD = rows_ND.new_empty(len(row_of_pair_TK), rows_ND.shape[1])
+    _launch_sum(rows_ND, row_of_pair_TK, (rows_ND, 1, weights_TK.contiguous()), out_TD, weighed=True, numbered=False)
     return out_TD
 
 
-def weighed_gradient(
-    dout_TD: Tensor, rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, D] and weights [T, K]."""
+def plain_sum(
+    rows_ND: Tensor, row_of_pair_TK: Tensor, numbers_N: Tensor | None = None, pairs_TK: Tensor | None = None
+) -> Tensor:
+    """[T, D] each token's rows; write numbers of pairs from those of rows."""
+    out_TD = rows_ND.new_empty(len(row_of_pair_TK), rows_ND.shape[1])
+    numbers = _numbers(rows_ND, numbers_N, pairs_TK)
+    _launch_sum(rows_ND, row_of_pair_TK, numbers, out_TD, weighed=False, numbered=pairs_TK is not None)
+    return out_TD
+
+
+def _numbers(rows_ND: Tensor, numbers_N: Tensor | None, pairs_TK: Tensor | None) -> tuple[Tensor, int, Tensor]:
+    """Numbers of rows, how far they are apart, and those of pairs; anything where there are none."""
+    if numbers_N is None or pairs_TK is None:
+        return rows_ND, 1, rows_ND
+    return numbers_N, numbers_N.stride(0), pairs_TK
+
+
+def _launch_sum(
+    rows_ND: Tensor, row_of_pair_TK: Tensor, numbers: tuple[Tensor, int, Tensor], out_TD: Tensor, *, weighed: bool,
+    numbered: bool,
+) -> None:  # fmt: skip
     (num_tokens, top_k), width = row_of_pair_TK.shape, rows_ND.shape[1]
-    drows_ND, dweights_TK = torch.empty_like(rows_ND), weights_TK.new_empty(num_tokens, top_k)
     if num_tokens:
-        _weighed_gradient[(num_tokens,)](
-            dout_TD.contiguous(), rows_ND, row_of_pair_TK, weights_TK.contiguous(), drows_ND, dweights_TK,
-            K=top_k, D=width, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
+        _sum[(num_tokens,)](
+            rows_ND, row_of_pair_TK, *numbers, out_TD, K=top_k, D=width, STRIDE=rows_ND.stride(0), WEIGHED=weighed,
+            NUMBERED=numbered, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
         )  # fmt: skip
-    return drows_ND, dweights_TK
 
 
 def _warps(width: int) -> int:
     return 4 if width <= 2048 else 8
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_of_pair"])
-def _spread(tokens, row_of_pair, rows, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr):
+@triton.jit(do_not_specialize_on_alignment=["row_of_pair", "numbers", "pairs"])
+def _spread(
+    tokens, row_of_pair, numbers, apart, pairs, rows,
+    K: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, NUMBERED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     t = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     values = tl.load(tokens + t * D + cols, mask=cols < D)
     for k in range(K):
         row = tl.load(row_of_pair + t * K + k).to(tl.int64)
-        tl.store(rows + row * D + cols, values, mask=cols < D)
+        tl.store(rows + row * STRIDE + cols, values, mask=cols < D)
+        if NUMBERED:
+            tl.store(numbers + row * apart, tl.load(pairs + t * K + k).to(numbers.dtype.element_ty))
 
 
-@triton.jit(do_not_specialize_on_alignment=["row_of_pair", "weights"])
-def _weighed_sum(
-    rows, row_of_pair, weights, out, K: tl.constexpr, D: tl.constexpr, WEIGHED: tl.constexpr, BLOCK: tl.constexpr
-):
+@triton.jit(do_not_specialize_on_alignment=["row_of_pair", "numbers", "pairs"])
+def _sum(
+    rows, row_of_pair, numbers, apart, pairs, out,
+    K: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, WEIGHED: tl.constexpr, NUMBERED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """pairs: weights that are read if WEIGHED, numbers that are written if NUMBERED."""
     t = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in range(K):
         row = tl.load(row_of_pair + t * K + k).to(tl.int64)
-        values = tl.load(rows + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
+        values = tl.load(rows + row * STRIDE + cols, mask=cols < D, other=0.0).to(tl.float32)
         if WEIGHED:
-            values *= tl.load(weights + t * K + k).to(tl.float32)
+            values *= tl.load(pairs + t * K + k).to(tl.float32)
+        if NUMBERED:
+            tl.store(pairs + t * K + k, tl.load(numbers + row * apart).to(pairs.dtype.element_ty))
         total += values
     tl.store(out + t * D + cols, total.to(out.dtype.element_ty), mask=cols < D)
-
-
-@triton.jit(do_not_specialize_on_alignment=["row_of_pair", "weights", "dweights"])
-def _weighed_gradient(
-    dout, rows, row_of_pair, weights, drows, dweights, K: tl.constexpr, D: tl.constexpr, BLOCK: tl.constexpr
-):
-    t = tl.program_id(0).to(tl.int64)
-    cols = tl.arange(0, BLOCK)
-    gradient = tl.load(dout + t * D + cols, mask=cols < D, other=0.0).to(tl.float32)
-    for k in range(K):
-        row = tl.load(row_of_pair + t * K + k).to(tl.int64)
-        values = tl.load(rows + row * D + cols, mask=cols < D, other=0.0).to(tl.float32)
-        tl.store(dweights + t * K + k, tl.sum(values * gradient, axis=0).to(dweights.dtype.element_ty))
-        weight = tl.load(weights + t * K + k).to(tl.float32)
-        tl.store(drows + row * D + cols, (gradient * weight).to(drows.dtype.element_ty), mask=cols < D)

@@ -3,7 +3,11 @@
 Symbols: N rows, D width, F inner width, I instances of experts on this rank.
 
 The backward pass is written out because copies must not be kept for it: their slots serve other layers in between, and
-autograd would hold on to the weights. What is kept per row is the input and the product of the first matrix.
+autograd would hold on to the weights. What is kept per row is the input and the product of the first matrix. Results
+are not kept: where they are weighed later, gradients of those weights are computed here too, from the inner width:
+
+    dw = dout . y = dout . (W2 a + b2) = (dout W2) . a + dout . b2
+
 Every product is over one instance's rows, so an instance's result does not depend on what else the rank computes.
 
 This file is the definition. On a GPU, in types of 16 bits, `kernels.grouped` computes it for all instances at once.
@@ -22,7 +26,7 @@ from torch.nn import functional
 from equilibra.execute.kernels import grouped
 from equilibra.execute.moe.spec import Activation
 
-__all__ = ["ExpertGradients", "ExpertParts", "activate", "activation_gradient", "backward", "forward"]
+__all__ = ["ExpertGradients", "ExpertParts", "RowWeights", "activate", "activation_gradient", "backward", "forward"]
 
 
 class ExpertParts(NamedTuple):
@@ -54,6 +58,15 @@ class ExpertGradients(NamedTuple):
     """[2F]"""
     down_bias: Tensor | None = None
     """[D]"""
+
+
+class RowWeights(NamedTuple):
+    """What results of rows are weighed with, by whoever sums them."""
+
+    values_N: Tensor
+    """float32, or more"""
+    gradients_N: Tensor
+    """where their gradients are written"""
 
 
 def activate(kind: Activation, h_N2F: Tensor) -> Tensor:
@@ -120,20 +133,21 @@ def backward(
     gradients: Sequence[ExpertParts | ExpertGradients | None],
     dx_ND: Tensor,
     *,
+    weighed: RowWeights | None = None,
     num_first: int = 0,
     num_last: int = 0,
     after_last: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
 
-    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]. Parameters' gradients of
-    the first `num_first` and the last `num_last` instances are written over whatever was there; `after_last` is called
-    when those of the last are there.
+    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]; if they are weighed, that
+    of the weighed results. Parameters' gradients of the first `num_first` and the last `num_last` instances are written
+    over whatever was there; `after_last` is called when those of the last are there.
     """
     if grouped.serves(saved[0], instances):
         groups = grouped.Groups.of(tuple(sizes), saved[0].device)
         grouped.backward(
-            kind, saved, groups, instances, gradients, dx_ND, num_first=num_first, num_last=num_last,
+            kind, saved, groups, instances, gradients, dx_ND, weighed=weighed, num_first=num_first, num_last=num_last,
             after_last=after_last,
         )  # fmt: skip
         return
@@ -146,25 +160,41 @@ def backward(
     for are_last in (True, False):
         for span, (parts, wanted, at) in every:
             if (at >= first) is are_last:
-                a, dh = activation_gradient(kind, h[span], torch.mm(dy[span], parts.down.to(dy.dtype)))
+                da = torch.mm(dy[span], parts.down.to(dy.dtype))
+                weights = None if weighed is None else weighed.values_N[span, None]
+                a, dh = activation_gradient(kind, h[span], da if weights is None else (da * weights).to(da.dtype))
+                if weighed is not None and weights is not None:
+                    weighed.gradients_N[span] = _gradient_of_weights(dy[span], parts, a, da, weighed.gradients_N.dtype)
+                    a = (a * weights).to(a.dtype)
                 torch.mm(dh, parts.gate_up.to(dy.dtype), out=dx_ND[span])
                 if wanted is not None:
-                    _add_products(wanted, (dy[span], a), (dh, rows[span]))
+                    _add_products(wanted, (dy[span], a), (dh, rows[span]), weights)
         if are_last:
             after_last()
 
 
+def _gradient_of_weights(dy_ND: Tensor, parts: ExpertParts, a_NF: Tensor, da_NF: Tensor, dtype: torch.dtype) -> Tensor:
+    """[N] dy . y, without y."""
+    products_N: Tensor = torch.linalg.vecdot(da_NF.to(dtype), a_NF.to(dtype))
+    return products_N if parts.down_bias is None else products_N + dy_ND.to(dtype) @ parts.down_bias.to(dtype)
+
+
 def _add_products(
-    wanted: ExpertParts | ExpertGradients, second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor]
-) -> None:
-    """Gradients of both matrices from (gradient of the product, its input), and of biases."""
-    for weight, bias, (gradient, rows) in (
-        (wanted.down, wanted.down_bias, second), (wanted.gate_up, wanted.gate_up_bias, first)
+    wanted: ExpertParts | ExpertGradients, second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor],
+    weights_N1: Tensor | None,
+) -> None:  # fmt: skip
+    """Gradients of both matrices from (gradient of the product, its input), and of biases.
+
+    Rows of the second input are weighed already; the bias beside it has weights of its own.
+    """
+    for weight, bias, (gradient, rows), weights in (
+        (wanted.down, wanted.down_bias, second, weights_N1), (wanted.gate_up, wanted.gate_up_bias, first, None)
     ):  # fmt: skip
         if weight is not None:
             _add_product(weight, gradient, rows)
         if bias is not None:
-            bias.add_(gradient.sum(dim=0, dtype=bias.dtype))
+            weighed = gradient if weights is None else gradient * weights
+            bias.add_(weighed.sum(dim=0, dtype=bias.dtype))
 
 
 def _add_product(into: Tensor, left_NA: Tensor, right_NB: Tensor) -> None:

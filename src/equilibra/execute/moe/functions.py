@@ -6,6 +6,9 @@ Every rank runs all three, forward and backward, whatever it has to compute: the
 so no rank leaves a collective out. They keep the same number of tensors on every rank (activation checkpointing stops
 a recomputation at the last of them). Sums over a token's experts are taken in the order of its choices, so the result
 does not depend on where experts are.
+
+Results are weighed at their tokens, by combine, and not kept. Gradients of weights are computed where experts are,
+which can do without results: backward, weights go there with the gradients of rows and come back as gradients.
 """
 
 from __future__ import annotations
@@ -19,8 +22,10 @@ from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.execute.group import Channel
-from equilibra.execute.kernels import grouped, on_gpu, spread, weighed_gradient, weighed_sum
+from equilibra.execute.kernels import grouped, on_gpu, spread, weighed_sum
 from equilibra.execute.moe import expert_math
+from equilibra.execute.moe.expert_math import RowWeights
+from equilibra.execute.moe.laden import Laden
 from equilibra.execute.visits.visit import Tables, Where
 from equilibra.measure.events import Direction, Kind, Resource
 
@@ -44,6 +49,15 @@ class Pass:
         self.runtime, self.where, self.tables, self.micro_batch = runtime, where, tables, micro_batch
         self.direction = direction_now()
         self.version = runtime.version
+        self.numbers_N: Tensor | None = None
+        """of rows, in the backward pass: weights from combine to experts, their gradients from there to dispatch"""
+
+    def take_numbers(self) -> Tensor:
+        """What the step before left."""
+        numbers_N, self.numbers_N = self.numbers_N, None
+        if numbers_N is None:
+            raise ExecuteError("dispatch, experts and combine of a visit must be gone through together, also backward")
+        return numbers_N
 
     def begin_backward(self) -> None:
         """The backward pass must run under the micro-batch and the weights of the forward pass."""
@@ -83,7 +97,9 @@ class Pass:
 def _rows_of(tokens_TD: Tensor, tables: Tables) -> Tensor:
     """[N, D] every token once for each of its choices, in the order in which rows are sent."""
     if on_gpu(tokens_TD):
-        return spread(tokens_TD, tables.row_of_pair)
+        rows_ND = tokens_TD.new_empty(tables.row_of_pair.numel(), tokens_TD.shape[1])
+        spread(tokens_TD, tables.row_of_pair, rows_ND)
+        return rows_ND
     return tokens_TD.index_select(0, tables.token_of_row)
 
 
@@ -92,15 +108,8 @@ def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
     return rows_ND if index is None else rows_ND.index_select(0, index)
 
 
-def _sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, summed in the order of its choices, each row read once."""
-    if on_gpu(rows_ND):
-        return weighed_sum(rows_ND, row_of_pair_TK, None)
-    return embedding_bag(row_of_pair_TK, rows_ND, mode="sum")
-
-
 def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] the same, of weighed rows."""
+    """[T, D] each token's rows, weighed and summed in the order of its choices, each row read once."""
     if on_gpu(rows_ND):
         return weighed_sum(rows_ND, row_of_pair_TK, weights_TK)
     if rows_ND.dtype == weights_TK.dtype:
@@ -112,41 +121,33 @@ def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK:
     return total_TD
 
 
-def _weighed_gradient(dout_TD: Tensor, rows_ND: Tensor, tables: Tables, weights_TK: Tensor) -> tuple[Tensor, Tensor]:
-    """Gradients of rows [N, D] and of weights [T, K]."""
-    if on_gpu(rows_ND):
-        return weighed_gradient(dout_TD, rows_ND, tables.row_of_pair, weights_TK)
-    row_of_pair = tables.row_of_pair.flatten().long()
-    weight_of_row = weights_TK.new_empty(rows_ND.shape[0])
-    weight_of_row[row_of_pair] = weights_TK.flatten()
-    drows_ND = dout_TD.index_select(0, tables.token_of_row)
-    dweight_of_row = torch.linalg.vecdot(rows_ND.to(weights_TK.dtype), drows_ND.to(weights_TK.dtype))
-    dweights_TK = dweight_of_row.index_select(0, row_of_pair).view_as(weights_TK)
-    return drows_ND.mul_(weight_of_row[:, None].to(drows_ND.dtype)), dweights_TK
-
-
 class Dispatch(torch.autograd.Function):
-    """Tokens [T, D] to rows [N, D] grouped by this rank's instances."""
+    """Tokens [T, D] to rows [N, D] grouped by this rank's instances. Weights [T, K] get their gradients here."""
 
     @staticmethod
-    def forward(ctx: Any, tokens_TD: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tokens_TD: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
         """Copy, send, group."""
-        ctx.visit = visit
+        ctx.visit, ctx.kind_of_weights = visit, weights_TK.dtype
         tables = visit.tables
         grouped.expect(tokens_TD, tables.instance_sizes)
         received = visit.exchange(Kind.DISPATCH, visit.direction, _rows_of(tokens_TD, tables), out=True)
         return _in_order(received, tables.received_of_grouped)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None]:  # noqa: ANN401
-        """Ungroup, send back, sum."""
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
+        """Ungroup, send back, sum; gradients of weights come with the rows."""
         (drows_ND,) = gradients
         visit: Pass = ctx.visit
-        tables = visit.tables
-        ungrouped = _in_order(drows_ND, tables.grouped_of_received)
-        returned = visit.exchange(Kind.DISPATCH, Direction.BACKWARD, ungrouped, out=False)
+        tables, dweights_N = visit.tables, visit.take_numbers()
+        laden = Laden(drows_ND, dweights_N)
+        from_row, to_row = tables.grouped_of_received, tables.received_of_grouped
+        if from_row is not None and to_row is not None:
+            laden = Laden.empty(len(drows_ND), drows_ND.shape[1], drows_ND, travels=True)
+            laden.fill(drows_ND, lambda: from_row, to_row[:, None], dweights_N[:, None])
+        returned = laden.sent(lambda every: visit.exchange(Kind.DISPATCH, Direction.BACKWARD, every, out=False))
         visit.runtime.leave_layer()
-        return _sum_of_choices(returned, tables.row_of_pair), None
+        dweights_TK = drows_ND.new_empty(tables.row_of_pair.shape, dtype=ctx.kind_of_weights)
+        return returned.sum_of_choices(tables.row_of_pair, dweights_TK), dweights_TK, None
 
 
 class Experts(torch.autograd.Function):
@@ -173,8 +174,10 @@ class Experts(torch.autograd.Function):
         (dy_ND,) = gradients
         visit: Pass = ctx.visit
         rows_ND, h = ctx.saved_tensors
-        dx_ND = torch.empty_like(rows_ND)
-        visit.runtime.backward(visit, (rows_ND, h, dy_ND.contiguous()), dx_ND)
+        dx_ND, weights_N = torch.empty_like(rows_ND), visit.take_numbers()
+        weighed = RowWeights(weights_N, torch.empty_like(weights_N))
+        visit.runtime.backward(visit, (rows_ND, h, dy_ND.contiguous()), dx_ND, weighed)
+        visit.numbers_N = weighed.gradients_N
         return (dx_ND, None, *(None for _ in range(len(ctx.needs_input_grad) - 2)))
 
 
@@ -188,28 +191,33 @@ class Combine(torch.autograd.Function):
         tables = visit.tables
         ungrouped = _in_order(results_ND, tables.grouped_of_received)
         returned = visit.exchange(Kind.COMBINE, visit.direction, ungrouped, out=False)
-        ctx.save_for_backward(returned, weights_TK)
+        ctx.save_for_backward(weights_TK)  # results are not needed: see `expert_math`
         out_TD = _weighed_sum_of_choices(returned, tables.row_of_pair, weights_TK)
         visit.runtime.leave_layer()
         return out_TD.to(results_ND.dtype)
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
-        """The gradient of every row, and of every weight."""
+    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:  # noqa: ANN401
+        """Every row gets its token's gradient and the weight of the pair; the expert does what is left."""
         (dout_TD,) = gradients
         visit: Pass = ctx.visit
         visit.begin_backward()
         visit.runtime.enter_layer(visit.where, Direction.BACKWARD)
         tables = visit.tables
-        returned, weights_TK = ctx.saved_tensors
-        drows, dweights_TK = _weighed_gradient(dout_TD, returned, tables, weights_TK)
-        received = visit.exchange(Kind.COMBINE, Direction.BACKWARD, drows.to(returned.dtype), out=True)
-        return _in_order(received, tables.received_of_grouped), dweights_TK, None
+        (weights_TK,) = ctx.saved_tensors
+        laden = Laden.empty(tables.row_of_pair.numel(), dout_TD.shape[1], dout_TD, travels=len(tables.sent_sizes) > 1)
+        laden.fill(dout_TD, lambda: tables.token_of_row, tables.row_of_pair, weights_TK)
+        received = laden.sent(lambda every: visit.exchange(Kind.COMBINE, Direction.BACKWARD, every, out=True))
+        visit.numbers_N = _in_order(received.numbers_N, tables.received_of_grouped)
+        return _in_order(received.rows_ND, tables.received_of_grouped), None, None
 
 
-def dispatch(tokens_TD: Tensor, visit: Pass) -> Tensor:
-    """Rows [N, D] of this rank's instances, grouped by instance, from all ranks' tokens."""
-    rows_ND: Tensor = Dispatch.apply(tokens_TD, visit)  # type: ignore[no-untyped-call]
+def dispatch(tokens_TD: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
+    """Rows [N, D] of this rank's instances, grouped by instance, from all ranks' tokens.
+
+    The weights are those that `combine` will weigh results with; their gradients come back with the rows.
+    """
+    rows_ND: Tensor = Dispatch.apply(tokens_TD, weights_TK, visit)  # type: ignore[no-untyped-call]
     return rows_ND
 
 
@@ -221,5 +229,5 @@ def experts(rows_ND: Tensor, visit: Pass, parameters: Sequence[Tensor]) -> Tenso
 
 def combine(results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
     """[T, D] every token's results, weighed and summed."""
-    out_TD: Tensor = Combine.apply(results_ND, weights_TK, visit)  # type: ignore[no-untyped-call]
+    out_TD: Tensor = Combine.apply(results_ND, weights_TK.detach(), visit)  # type: ignore[no-untyped-call]
     return out_TD

@@ -63,7 +63,7 @@ class BalancedMoE(nn.Module):
             tokens_TD, recorded, complete=micro_batch is not None and micro_batch.planned
         )
         visit = Pass(runtime, where, runtime.tables(self.layer, experts_TK), micro_batch)
-        rows_ND = dispatch(self._cast(tokens_TD), visit)
+        rows_ND = dispatch(self._cast(tokens_TD), weights_TK, visit)
         results_ND = experts(rows_ND, visit, self.experts.parts())
         out_TD = combine(results_ND, weights_TK, visit)
         if self.shared is not None:

@@ -145,7 +145,7 @@ def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK:
         if rows is not None:
             experts_TK, weights_TK = experts_TK.index_select(0, rows), weights_TK.index_select(0, rows)
     visit = Pass(runtime, where, runtime.tables(place.layer, experts_TK), micro_batch)
-    results_ND = functions.experts(functions.dispatch(tokens_TD, visit), visit, place.weights.parts())
+    results_ND = functions.experts(functions.dispatch(tokens_TD, weights_TK, visit), visit, place.weights.parts())
     out_TD = functions.combine(results_ND, weights_TK, visit)
     if rows is None:
         return out_TD
