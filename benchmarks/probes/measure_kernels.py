@@ -87,6 +87,15 @@ def us(work: Callable[[], Any]) -> float:
     return in_turn({"": work})[""]
 
 
+def chosen(shape: str, rows: int) -> np.ndarray:
+    """[T, K] experts of every token, some more often than others."""
+    count = SHAPES[shape][2]
+    top_k = 8 if count >= 16 else 4
+    random = np.random.default_rng(0)
+    liked = np.log(random.random(count) + 0.5) + random.gumbel(size=(rows // top_k, count))
+    return np.argsort(-liked, axis=1)[:, :top_k]
+
+
 class Layer:
     """One rank's experts and rows."""
 
@@ -94,9 +103,7 @@ class Layer:
         width, inner, count = SHAPES[shape]
         torch.manual_seed(0)
         self.width, self.inner, self.count, self.rows = width, inner, count, rows
-        part = torch.rand(count) + 0.5
-        sizes = (part / part.sum() * rows).long().tolist()
-        sizes[0] += rows - sum(sizes)
+        sizes = np.bincount(chosen(shape, rows).ravel(), minlength=count).tolist()
         self.sizes = sizes
         new = {"device": DEVICE, "dtype": dtype}
         self.gate_up = torch.randn(count, 2 * inner, width, **new) * 0.02
@@ -157,16 +164,15 @@ def ours(layer: Layer) -> Works:
 def whole_layer(shape: str, rows: int) -> Works:
     """BalancedMoE of one rank, forward and backward, from tokens to tokens without the router; and from a graph."""
     width, inner, count = SHAPES[shape]
-    top_k = 8 if count >= 16 else 4
-    tokens = rows // top_k
+    ids = chosen(shape, rows)
+    tokens, top_k = ids.shape
     cluster = Cluster(num_nodes=1, ranks_per_node=1)
     runtime = Runtime(join_expert_group(cluster), contiguous(cluster, num_layers=1, num_experts=count))
     spec = MoESpec(hidden=width, expert_ffn=inner, num_experts=count, top_k=top_k)
     moe = BalancedMoE(spec, runtime, device=DEVICE, dtype=torch.bfloat16)
     runtime.recorder.on = False
     balancer = Balancer(runtime, BalancerSetting(tokens_per_rank=tokens, planner="static", rates=Rates.free()))
-    ids = np.argsort(np.random.default_rng(0).random((tokens, count)), axis=1)[:, None, :top_k].astype(np.uint8)
-    routing = RoutingTrace(ids=ids, offsets=np.array([0, tokens], np.int64), num_experts=count)
+    routing = RoutingTrace(ids=ids[:, None].astype(np.uint8), offsets=np.array([0, tokens], np.int64), num_experts=count)
     (micro_batch,) = balancer.begin(routing).micro_batches(Stage.UPDATE)
     x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(x)
@@ -324,7 +330,7 @@ def table(result: dict[str, Any]) -> str:
         lines.append("| " + " | ".join([*shown, *ratios]) + " |")
     lines += [
         "",
-        "Bare: the two products of the forward and the four of the backward pass by torch's grouped_mm, results in bf16. float32 sums: adding those "
+        "Bare: the two products of the forward and the four of the backward pass by torch's grouped_mm on the same rows, results in bf16. float32 sums: adding those "
         "gradients to float32 ones, which every training does. Our experts: products, activation, gradients summed in float32. Layer: BalancedMoE of one "
         "rank from tokens to tokens (permutation, experts, weighing), router left out; where it takes longer than from a CUDA graph, the host queues too "
         "slowly. First micro-batch: of a step, from a graph; gradients are written as those of the bare products are, in others they are added. Ratios are of "

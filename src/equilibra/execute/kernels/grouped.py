@@ -63,8 +63,6 @@ DX = replace(WEIGHT, bk=64, stages=4)
 """in one launch with WEIGHT, so its tiles are as large"""
 SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
-ELEMENTS, ROWS = 2048, 8
-"""values that a program works on at a time, and of how many rows they are"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
@@ -348,9 +346,10 @@ def activation_gradient(
     In one kernel with the product before it, it took longer.
     """
     weights, dweights = (da, da) if weighed is None else weighed
-    _kernels().activation_gradient[(-(-len(da) // ROWS),)](
-        h, da, dh, weights, dweights, len(da), F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU,
-        WEIGHED=weighed is not None, ADDED=added, ROWS=ROWS, BLOCK=ELEMENTS // ROWS,
+    block = 2048 if 1024 < da.shape[1] <= 2048 else 1024  # values at a time: few are beyond the row's end
+    _kernels().activation_gradient[(len(da),)](
+        h, da, dh, weights, dweights, F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU,
+        WEIGHED=weighed is not None, ADDED=added, BLOCK=block, num_warps=block // 256,
     )  # fmt: skip
 
 

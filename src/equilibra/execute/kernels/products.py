@@ -32,7 +32,7 @@ import triton.language as tl
 __all__ = ["activation_gradient", "bias_gradient", "bias_products", "first_product", "gradients", "product"]
 
 
-COUNTS = ["num_tiles", "num_rows", "kept_from", "kept_to", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights",
+COUNTS = ["num_tiles", "kept_from", "kept_to", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights",
           "biases", "sums", "down_sums", "gate_up_sums"]  # fmt: skip
 TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",
           "sums_like", "weights_of_rows", "dweights"]  # fmt: skip
@@ -212,41 +212,37 @@ def product(
 
 @_once_per_shape
 def activation_gradient(
-    h, da, dh, weights_of_rows, dweights, num_rows,
-    F: tl.constexpr, CLAMPED: tl.constexpr, WEIGHED: tl.constexpr, ADDED: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    h, da, dh, weights_of_rows, dweights,
+    F: tl.constexpr, CLAMPED: tl.constexpr, WEIGHED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Writes dh [N, 2F] from h and da [N, F], which becomes a.
+    """Writes dh [N, 2F] from h and da [N, F], which becomes a. A program has one row.
 
     If WEIGHED, da is that of weighed rows, a becomes weighed too, and a row's weight gets its gradient: da . a, added
     to what is there if ADDED.
     """
-    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = row < num_rows
-    weight = tl.zeros((ROWS,), tl.float32) + 1.0
-    if WEIGHED:
-        weight = tl.load(weights_of_rows + row, mask=inside, other=0.0)
-    total = tl.zeros((ROWS,), tl.float32)
+    row = tl.program_id(0).to(tl.int64)
+    products = tl.zeros((BLOCK,), tl.float32)
     for first in range(0, F, BLOCK):
         cols = first + tl.arange(0, BLOCK)
-        mask = inside[:, None] & (cols < F)[None, :]
-        at = row[:, None].to(tl.int64) * F + cols[None, :]
-        both = row[:, None].to(tl.int64) * (2 * F) + cols[None, :]
+        mask = cols < F
+        at, both = row * F + cols, row * (2 * F) + cols
         gate = tl.load(h + both, mask=mask, other=0.0).to(tl.float32)
         up = tl.load(h + both + F, mask=mask, other=0.0).to(tl.float32)
         values = tl.load(da + at, mask=mask, other=0.0).to(tl.float32)
         a = _activate(gate, up, CLAMPED)
         if WEIGHED:
-            total += tl.sum(values * a, axis=1)
-            values, a = values * weight[:, None], a * weight[:, None]
+            weight = tl.load(weights_of_rows + row)
+            products += values * a
+            values, a = values * weight, a * weight
         dgate, dup = _activation_gradients(gate, up, values, CLAMPED)
         tl.store(dh + both, dgate.to(dh.dtype.element_ty), mask=mask)
         tl.store(dh + both + F, dup.to(dh.dtype.element_ty), mask=mask)
         tl.store(da + at, a.to(da.dtype.element_ty), mask=mask)
     if WEIGHED:
+        total = tl.sum(products, axis=0)
         if ADDED:
-            total += tl.load(dweights + row, mask=inside)
-        tl.store(dweights + row, total, mask=inside)
+            total += tl.load(dweights + row)
+        tl.store(dweights + row, total)
 
 
 @_once_per_shape
