@@ -56,11 +56,18 @@ class Rates:
     update its gradient is written"""
     serve_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     """what it costs the rank it comes from, by stage: in the update the returned gradient is added"""
+    move_beside_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """what weights or a gradient of another layer's copy cost the rank that holds it, while they move beside this one"""
+    add_beside_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    """what adding a returned gradient of another layer costs the rank that the copy came from"""
+    tile_rows: int = 1
+    """rows of an instance that kernels compute together; it counts where what moves beside a layer has a price"""
     token_cost: int = 24_576
     """what a token costs besides attention, in units of s² of a sequence of s tokens (the default: what verl uses)"""
 
     def __post_init__(self) -> None:
-        by_stage = ("row_us", "flash_copy_us", "link_us", "gap_us", "gap_row_us", "hold_us", "serve_us")
+        by_stage = ("row_us", "flash_copy_us", "link_us", "gap_us", "gap_row_us", "hold_us", "serve_us",
+                    "move_beside_us", "add_beside_us")  # fmt: skip
         for name in by_stage:
             if set(getattr(self, name)) != set(Stage):
                 raise InputError(f"{name} needs the stages {', '.join(Stage)}, not {', '.join(getattr(self, name))}")
@@ -69,6 +76,8 @@ class Rates:
         numbers += [self.move_us, self.move_inside_us, self.exposed_share]
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise InputError(f"rates must be finite and not negative: {numbers}")
+        if not 1 <= self.tile_rows <= MOST_ROWS:
+            raise InputError(f"tile_rows must be from 1 to {MOST_ROWS}, not {self.tile_rows}")
         if not 0 <= self.token_cost <= 10**7:
             raise InputError(f"token_cost must be from 0 to 10 million, not {self.token_cost}")
         if min(self.row_us.values()) <= 0:

@@ -23,6 +23,7 @@ from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
 from equilibra.plan import bounds
+from equilibra.plan.beside import level_beside
 from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
 from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
 from equilibra.plan.micro_batch import NO_EXCHANGE
@@ -107,12 +108,18 @@ class Equilibra:
             for layer, filled in zip(stale, self._fill_some(stale, layers, choices, ranks), strict=True):
                 done[layer] = filled
         home_LE = np.stack([filled.choice.home_of_expert for filled in done])
+        placement = Placement(home_of_expert=home_LE, cluster=problem.cluster)
+        standing = _standing([filled.choice for filled in done], ranks)
+        stages = {stage: stage_plan([filled.copies[stage] for filled in done]) for stage in Stage}
         plan = StepPlan(
             planner=self.name,
-            placement=Placement(home_of_expert=home_LE, cluster=problem.cluster),
+            placement=placement,
             previous=problem.home_now,
-            standing=_standing([filled.choice for filled in done], ranks),
-            stages={stage: stage_plan([filled.copies[stage] for filled in done]) for stage in Stage},
+            standing=standing,
+            stages={
+                stage: level_beside(part, load, placement, standing, problem.rates, stage)
+                for stage, part in stages.items()
+            },
             bound_LM=bounds.any_plan(load),
             schedule=schedule,
         )

@@ -161,7 +161,7 @@ def test_copies_of_neighbour_layers_move_and_none_is_forgotten():
 
 @pytest.fixture
 def free_copies(monkeypatch):
-    for name in ("HOLD_US_PER_MB", "SERVE_US_PER_MB"):
+    for name in ("HOLD_US_PER_MB", "MOVE_US_PER_MB", "ADD_US_PER_MB"):
         monkeypatch.setattr(f"equilibra.bench.gpu.contenders.{name}", 0.0)
 
 

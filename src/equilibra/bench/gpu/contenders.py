@@ -42,10 +42,17 @@ NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN
 """in the order of records"""
 PRODUCT_TFLOPS = 650.0
 """of a rank's rows, forward and backward, in our kernels on an H200"""
-HOLD_US_PER_MB, SERVE_US_PER_MB = 0.85, 0.0
+HOLD_US_PER_MB = 0.85
 """what a flash copy costs in its layer besides its rows, by the size of its weights: the rank that holds it reads them
 and writes a gradient. Between what benchmarks/probes/measure_prices.py finds for the shapes, and best of what was tried
-in plans. What moves costs other layers, which are planned without knowing of it; so serving is free here."""
+in plans"""
+MOVE_US_PER_MB, ADD_US_PER_MB = 0.145, 0.27
+"""what weights or a gradient that move beside another layer cost it, and a gradient that is added there; the same for
+all shapes to a tenth, by regression over ranks (docs/experiments.md)"""
+TILE_ROWS = 128
+"""of the products (`kernels.grouped.BM`)"""
+MICRO_BATCHES = 32
+"""of a training step, of which the bench plans and runs a few: they pay their part of what is paid once a step"""
 TRIES = 3
 """of the online planner: other programs must not be charged to it"""
 
@@ -120,12 +127,18 @@ def _rates(case: Case, setting: GpuSetting) -> Rates:
     """Prices of what is run here: rows and copies on one device, and no network unless it is asked for."""
     known = rates_for(case.model, hardware_named("h200"), num_nodes=case.cluster.num_nodes)
     expert_mb = case.model.expert_bytes * 1e-6
+    part = min(setting.micro_batches / MICRO_BATCHES, 1.0)
     return replace(
         known,
         row_us={**known.row_us, Stage.UPDATE: 6e-6 * case.model.expert_parameters / PRODUCT_TFLOPS},
         hold_us={**known.hold_us, Stage.UPDATE: HOLD_US_PER_MB * expert_mb},
-        serve_us={**known.serve_us, Stage.UPDATE: SERVE_US_PER_MB * expert_mb},
+        move_beside_us={**known.move_beside_us, Stage.UPDATE: MOVE_US_PER_MB * expert_mb},
+        add_beside_us={**known.add_beside_us, Stage.UPDATE: ADD_US_PER_MB * expert_mb},
+        tile_rows=TILE_ROWS,
         cross_row_us=known.cross_row_us if setting.network else 0.0,
+        standing_copy_us=known.standing_copy_us * part,
+        move_us=known.move_us * part,
+        move_inside_us=known.move_inside_us * part,
     )
 
 

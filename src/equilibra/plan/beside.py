@@ -1,0 +1,196 @@
+"""What moves beside a layer costs its ranks time too: quotas of copies are levelled once more, when all are known.
+
+Symbols: M micro-batches, L layers, E experts, R ranks, F flash copies, C standing copies, P = L * M problems.
+
+While a layer computes, weights of the flash copies of the visits before and after it move, and gradients of the latter
+leave and are added at their homes. That takes from the ranks that hold and serve them, and no layer and micro-batch
+that is planned by itself can know of it. So copies stay as they are, and how many of its expert's tokens each of them
+takes is levelled anew, with all of it counted as rows. (Copies chosen anew as well were no better.)
+
+Kernels compute rows in tiles, and the last tile of an instance takes as long as a full one in all products but those of
+the weights' gradients, two thirds of the work. Shares that fill tiles take less: they are looked for around the level.
+
+A visit is a layer of a micro-batch; visits are in the order of micro-batches, inside them of layers, and go round.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.kernel import inlined, kernel
+from equilibra.core.load import StepLoad
+from equilibra.core.placement import Placement
+from equilibra.core.plan import Stage, StagePlan, StandingCopies
+from equilibra.cost.rates import Rates
+from equilibra.plan.level import level_nodes
+
+__all__ = ["THIRDS", "base_rows", "level_beside", "thirds"]
+
+THIRDS = 3
+"""costs are counted in thirds of rows where tiles count"""
+_SWEEPS = 16
+
+
+def level_beside(
+    part: StagePlan, load: StepLoad, placement: Placement, standing: StandingCopies, rates: Rates, stage: Stage
+) -> StagePlan:
+    """The same copies with other quotas, where rates have a price for what moves beside a layer.
+
+    Where traffic across nodes costs something, quotas were chosen for it and stay.
+    """
+    counts_traffic = rates.cross_row_us > 0 and placement.cluster.num_nodes > 1
+    priced = rates.move_beside_us[stage] + rates.add_beside_us[stage] > 0
+    if not priced or part.num_copies == 0 or counts_traffic:
+        return part
+    tokens_FR, standing_CMR = part.tokens_FR.copy(), part.standing_tokens_CMR.copy()
+    _level(
+        load.tokens_MLER, placement.home_of_expert, part.first_of_problem, part.expert, part.rank, standing.layer,
+        standing.expert, standing.rank, base_rows(part, load, standing, rates, stage), rates.tile_rows, tokens_FR,
+        standing_CMR,
+    )  # fmt: skip
+    return replace(part, tokens_FR=tokens_FR, standing_tokens_CMR=standing_CMR)
+
+
+def base_rows(
+    part: StagePlan, load: StepLoad, standing: StandingCopies, rates: Rates, stage: Stage
+) -> NDArray[np.int64]:
+    """[P, R] what copies cost every rank besides their rows, those of the neighbour visits too; in rows."""
+    num_micro_batches, num_layers, _, num_ranks = load.tokens_MLER.shape
+    shape = num_layers * num_micro_batches, num_ranks
+    first = part.problem_of_copy() * num_ranks
+    flash_PR, served_PR = (
+        np.bincount(first + ranks, minlength=shape[0] * shape[1]).reshape(shape) for ranks in (part.rank, part.origin)
+    )
+    held_PR = flash_PR.copy()
+    copy, micro_batch = np.nonzero(part.standing_tokens_CMR.any(axis=2))
+    np.add.at(held_PR, (standing.layer[copy] * num_micro_batches + micro_batch, standing.rank[copy]), 1)
+    visit = np.arange(shape[0]).reshape(num_micro_batches, num_layers).T.ravel()
+    problem_of_visit = np.argsort(visit)
+    after, before = (problem_of_visit[(visit + step) % visit.size] for step in (1, -1))
+    moved_PR = 2 * flash_PR[after] + flash_PR[before]  # weights forward and a gradient; weights backward
+    us_PR = rates.hold_us[stage] * held_PR + rates.serve_us[stage] * served_PR
+    us_PR += rates.move_beside_us[stage] * moved_PR + rates.add_beside_us[stage] * served_PR[after]
+    rows_PR: NDArray[np.int64] = (us_PR / rates.row_us[stage]).round().astype(np.int64)
+    return rows_PR
+
+
+@inlined
+def _with_tokens(layer, m, begin, end, st_layer, standing_CMR):  # type: ignore[no-untyped-def]
+    """Copies of a layer and micro-batch: standing ones by their number, flash copies after all of those."""
+    copies = np.empty(st_layer.size + end - begin, np.int64)
+    n = 0
+    for c in range(st_layer.size):
+        if st_layer[c] == layer and standing_CMR[c, m].any():
+            copies[n] = c
+            n += 1
+    for f in range(begin, end):
+        copies[n] = st_layer.size + f
+        n += 1
+    return copies[:n]
+
+
+@kernel
+def _level(  # type: ignore[no-untyped-def]
+    tokens_MLER, home_LE, first, expert, rank, st_layer, st_expert, st_rank, base_PR, tile, tokens_FR, standing_CMR
+):
+    """Level every problem, and split by sources what changes hands."""
+    num_micro_batches, _, num_experts, num_ranks = tokens_MLER.shape
+    at_home_ER = np.empty((num_experts, num_ranks), np.int32)
+    for p in range(first.size - 1):
+        layer, m = p // num_micro_batches, p % num_micro_batches
+        if first[p] == first[p + 1]:
+            continue
+        copies = _with_tokens(layer, m, first[p], first[p + 1], st_layer, standing_CMR)
+        n = copies.size
+        of, on, share = np.zeros((3, n), np.int64)
+        for k in range(n):
+            c, f = copies[k], copies[k] - st_layer.size
+            of[k] = st_expert[c] if f < 0 else expert[f]
+        order = np.argsort(of, kind="mergesort")  # those of one expert must stand next to each other
+        copies, of = copies[order], of[order]
+        rows = base_PR[p].copy()
+        at_home_ER[:] = tokens_MLER[m, layer]
+        for k in range(n):
+            c, f = copies[k], copies[k] - st_layer.size
+            taken = standing_CMR[c, m] if f < 0 else tokens_FR[f]
+            on[k] = st_rank[c] if f < 0 else rank[f]
+            share[k] = taken.sum()
+            rows[on[k]] += share[k]
+            at_home_ER[of[k]] -= taken
+        load = np.empty(num_experts, np.int64)
+        for e in range(num_experts):
+            load[e] = tokens_MLER[m, layer, e].sum()
+            rows[home_LE[layer, e]] += at_home_ER[e].sum()
+        level_nodes(rows, share, load, of, on, home_LE[layer].astype(np.int64), n)
+        if share.min() <= 0:
+            continue  # a copy that nobody needs: better as it was
+        if tile > 1:
+            _fill_tiles(tile, base_PR[p], share, load, of, on, home_LE[layer], n)
+        for giving in (True, False):  # what copies give back must be there before others take it
+            for k in range(n):
+                c, f = copies[k], copies[k] - st_layer.size
+                taken = standing_CMR[c, m] if f < 0 else tokens_FR[f]
+                more = share[k] - taken.sum()
+                if (more < 0) == giving:
+                    _move(more, on[k], at_home_ER[of[k]], taken)
+
+
+@inlined
+def thirds(rows, tile):  # type: ignore[no-untyped-def]
+    """What an instance's rows take: its last tile is computed whole in two thirds of the work."""
+    return THIRDS * rows + (THIRDS - 1) * (-rows % tile)
+
+
+@kernel
+def _fill_tiles(tile, base_R, share, load, of, on, home, n):  # type: ignore[no-untyped-def]
+    """Change shares so that tiles are fuller, as long as that brings down the slower of the two ranks it concerns."""
+    left, cost = load.copy(), THIRDS * base_R
+    for k in range(n):
+        left[of[k]] -= share[k]
+        # A copy's price has what its last tile wastes in the mean; here it is counted as it is.
+        cost[on[k]] += thirds(share[k], tile) - (THIRDS - 1) * tile // 2
+    for e in range(load.size):
+        cost[home[e]] += thirds(left[e], tile)
+    wanted = np.empty(16, np.int64)
+    for _ in range(_SWEEPS):
+        changed = False
+        for k in range(n):
+            e, r, h = of[k], on[k], home[of[k]]
+            here, both = share[k], share[k] + left[e]
+            even = here + (cost[h] - cost[r]) // (2 * THIRDS)
+            for d in range(5):
+                wanted[d] = (here // tile + d - 2) * tile
+                wanted[5 + d] = both - (left[e] // tile + d - 2) * tile
+            wanted[10], wanted[11], wanted[12] = even, even // tile * tile, (even // tile + 1) * tile
+            wanted[13] = both - (both - even) // tile * tile
+            wanted[14] = wanted[13] - tile
+            wanted[15] = here
+            best, best_r, best_h = here, cost[r], cost[h]
+            for new in wanted:
+                if 0 < new <= both:
+                    at_r = cost[r] - thirds(here, tile) + thirds(new, tile)
+                    at_h = cost[h] - thirds(left[e], tile) + thirds(both - new, tile)
+                    now, then = max(best_r, best_h), max(at_r, at_h)
+                    if then < now or (then == now and at_r + at_h < best_r + best_h):
+                        best, best_r, best_h = new, at_r, at_h
+            if best != here:
+                share[k], left[e], cost[r], cost[h] = best, both - best, best_r, best_h
+                changed = True
+        if not changed:
+            break
+
+
+@inlined
+def _move(more, own, left, taken):  # type: ignore[no-untyped-def]
+    """Give a copy on rank `own` more of what is left, by source, or fewer: its own tokens come first and go last."""
+    for turn in range(left.size):
+        other = turn - 1 if more > 0 else turn  # of all sources but its own
+        other += other >= own
+        r = own if turn == (0 if more > 0 else left.size - 1) else other
+        some = min(more, np.int64(left[r])) if more > 0 else -min(-more, np.int64(taken[r]))
+        left[r] -= some
+        taken[r] += some
+        more -= some
