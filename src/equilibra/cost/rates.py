@@ -57,7 +57,7 @@ class Rates:
     serve_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     """what it costs the rank it comes from, by stage: in the update the returned gradient is added"""
     move_beside_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
-    """what weights or a gradient of another layer's copy cost the rank that holds it, while they move beside this one"""
+    """what weights or a gradient of another layer's copy cost the rank that holds it, as they move beside this one"""
     add_beside_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
     """what adding a returned gradient of another layer costs the rank that the copy came from"""
     tile_rows: int = 1

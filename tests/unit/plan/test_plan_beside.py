@@ -1,0 +1,153 @@
+"""What moves beside a layer: quotas are as level as a linear program makes them, and copies stay what they are."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.load import StepLoad
+from equilibra.core.plan import Stage
+from equilibra.cost.rates import Rates
+from equilibra.plan.beside import base_rows, level_beside, thirds
+from equilibra.plan.planner import StepProblem
+from equilibra.plan.step import Equilibra
+from references.nodes import lowest_level
+
+UPDATE, TILE = Stage.UPDATE, 32
+FREE = dict.fromkeys(Stage, 0.0)
+PRICED = replace(
+    Rates.free(), hold_us={**FREE, UPDATE: 30.0}, serve_us={**FREE, UPDATE: 5.0},
+    move_beside_us={**FREE, UPDATE: 12.0}, add_beside_us={**FREE, UPDATE: 20.0},
+)  # fmt: skip
+BLIND = replace(PRICED, move_beside_us=FREE, add_beside_us=FREE)
+
+
+def problem(seed, rates, *, nodes=1):
+    """Skewed experts on 8 ranks, 3 micro-batches of 2 layers."""
+    rng = np.random.default_rng(seed)
+    weights = rng.dirichlet(np.full(16, 0.8), size=(3, 2))[..., None] * rng.dirichlet(np.full(8, 5.0), size=(3, 2, 1))
+    tokens = np.array([rng.multinomial(16_000, part.ravel()).reshape(16, 8) for part in weights.reshape(6, 16, 8)])
+    load = StepLoad(tokens_MLER=tokens.reshape(3, 2, 16, 8).astype(np.int32))
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=8 // nodes)
+    return StepProblem(cluster=cluster, given_load=load, rates=rates, spare_slots=2, standing_slots=2)
+
+
+def planned(seed, rates, **shape):
+    step = problem(seed, rates, **shape)
+    plan = Equilibra().plan(step)
+    plan.check(step.load, spare_slots=2, standing_slots=2)
+    return step, plan
+
+
+def levelled(seed, rates=PRICED, **shape):
+    """A plan that does not know what moves, and its update with quotas that do."""
+    step, plan = planned(seed, replace(rates, move_beside_us=FREE, add_beside_us=FREE), **shape)
+    part = plan.stages[UPDATE]
+    return step, plan, part, level_beside(part, step.load, plan.placement, plan.standing, rates, UPDATE)
+
+
+def costs(step, plan, part, rates=PRICED):
+    """[L * M, R] rows, and what copies cost besides."""
+    rows_LMR = replace(plan, stages=dict.fromkeys(Stage, part)).rank_load(step.load, UPDATE)
+    return rows_LMR.reshape(-1, 8) + base_rows(part, step.load, plan.standing, rates, UPDATE)
+
+
+def copies_of(plan, part, p):
+    layer, m = divmod(p, 3)
+    flash = range(part.first_of_problem[p], part.first_of_problem[p + 1])
+    stands = [c for c in np.flatnonzero(plan.standing.layer == layer) if part.standing_tokens_CMR[c, m].any()]
+    return [(plan.standing.expert[c], plan.standing.rank[c]) for c in stands] + [
+        (part.expert[f], part.rank[f]) for f in flash
+    ]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+@pytest.mark.parametrize("seed", range(6))
+def test_quotas_are_those_of_the_linear_program(seed, nodes):
+    step, plan, part, found = levelled(seed, nodes=nodes)
+    for name in ("first_of_problem", "expert", "rank", "origin"):
+        assert np.array_equal(getattr(found, name), getattr(part, name))
+    replace(plan, stages=dict.fromkeys(Stage, found)).check(step.load, spare_slots=2, standing_slots=2)
+    base_PR, after, before = (
+        base_rows(part, step.load, plan.standing, PRICED, UPDATE), costs(step, plan, found), costs(step, plan, part)
+    )  # fmt: skip
+    reached = 0
+    for p in range(6):
+        layer, m = divmod(p, 3)
+        amounts = np.concatenate([step.load.expert_load()[m, layer], base_PR[p]])
+        homes = np.concatenate([plan.placement.home_of_expert[layer], np.arange(8)])
+        best = lowest_level(amounts, homes, copies_of(plan, part, p), 8)
+        assert best - 1 <= after[p].max() <= before[p].max()
+        reached += after[p].max() <= best * 1.002 + 2
+    assert reached >= 5  # where a copy would be left without tokens, all stay as they were
+
+
+def test_a_plan_that_does_not_know_is_worse():
+    gaps = [
+        costs(*levelled(seed)[:3]).max(axis=1).sum() / costs(*_with(levelled(seed))).max(axis=1).sum()
+        for seed in range(6)
+    ]
+    assert np.mean(gaps) > 1.005
+
+
+def _with(found):
+    step, plan, _, part = found
+    return step, plan, part
+
+
+def test_the_planner_levels_by_itself():
+    step, plan = planned(1, PRICED)
+    assert np.array_equal(plan.stages[UPDATE].tokens_FR, levelled(1)[3].tokens_FR)
+    assert not np.array_equal(plan.stages[UPDATE].tokens_FR, planned(1, BLIND)[1].stages[UPDATE].tokens_FR)
+    assert step.load.tokens_MLER.sum() == plan.rank_load(step.load, UPDATE).sum()
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_fuller_tiles_make_no_rank_slower_than_the_slowest(seed):
+    step, plan, _, level = levelled(seed)
+    tiled = replace(PRICED, tile_rows=TILE)
+    part = planned(seed, BLIND)[1].stages[UPDATE]
+    full = level_beside(part, step.load, plan.placement, plan.standing, tiled, UPDATE)
+    replace(plan, stages=dict.fromkeys(Stage, full)).check(step.load, spare_slots=2)
+    slow, fast = (_in_thirds(step, plan, one).max(axis=1) for one in (level, full))
+    assert (fast <= slow).all()
+    assert fast.sum() < slow.sum()
+
+
+def _in_thirds(step, plan, part):
+    """[L * M, R] what ranks take, last tiles counted whole; in thirds of rows."""
+    cost_PR = 3 * base_rows(part, step.load, plan.standing, PRICED, UPDATE)
+    for p in range(6):
+        layer, m = divmod(p, 3)
+        left = step.load.expert_load()[m, layer].astype(np.int64)
+        for f in range(part.first_of_problem[p], part.first_of_problem[p + 1]):
+            served = int(part.tokens_FR[f].sum())
+            left[part.expert[f]] -= served
+            cost_PR[p, part.rank[f]] += thirds(served, TILE) - TILE
+        np.add.at(cost_PR[p], plan.placement.home_of_expert[layer], 3 * left + 2 * (-left % TILE))
+    return cost_PR
+
+
+def test_without_a_price_or_with_traffic_nothing_changes():
+    step, plan, part, _ = levelled(0, nodes=2)
+    assert level_beside(part, step.load, plan.placement, plan.standing, BLIND, UPDATE) is part
+    assert level_beside(part, step.load, plan.placement, plan.standing, PRICED, Stage.RECOMPUTE) is part
+    dear = replace(PRICED, cross_row_us=1.0)
+    assert level_beside(part, step.load, plan.placement, plan.standing, dear, UPDATE) is part
+
+
+def test_neighbours_are_the_visits_before_and_after():
+    step, plan, part, _ = levelled(2)
+    only = replace(Rates.free(), move_beside_us={**FREE, UPDATE: 1.0})
+    moved_PR = base_rows(part, step.load, plan.standing, only, UPDATE)
+    held = [np.bincount(part.rank[part.problem_of_copy() == p], minlength=8) for p in range(6)]
+    visits = [layer * 3 + m for m in range(3) for layer in range(2)]
+    for at, p in enumerate(visits):
+        assert np.array_equal(moved_PR[p], 2 * held[visits[(at + 1) % 6]] + held[visits[at - 1]])
+
+
+def test_tiles_have_rows():
+    with pytest.raises(InputError, match="tile_rows"):
+        replace(PRICED, tile_rows=0)
