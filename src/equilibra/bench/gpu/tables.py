@@ -130,8 +130,9 @@ NOTES = {
     "of copies are added from where they lie, as they are where ranks share a device, and read once more by the rank "
     "that holds them; between devices they are pulled first. A pass ends when products and copies have; that streams "
     "then wait for each other, some microseconds, is not counted. Before a rank the device rests for at least three "
-    "quarters of the time of the rank before, so that it does not get hot. Plans "
-    "count what rows and copies cost on this device, and no network unless `--network` is asked for: with it they also "
+    "quarters of the time of the rank before, so that it does not get hot. Plans count what rows, copies and moves "
+    "beside a layer cost on this device (regressions over earlier runs of this bench), rows in whole tiles, a 32nd of "
+    "what is paid once a step for every micro-batch, and no network unless `--network` is asked for: with it they also "
     "even out traffic, which takes more copies and is not seen here.",
     "times": "`layer_us`: mean over layers and micro-batches. `copies`: flash copies per layer and micro-batch, all "
     "ranks together. `late`: part of the ranks that waited for copies at the end of a pass. `plan_us`, `copy_us`: "
