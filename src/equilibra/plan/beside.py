@@ -24,10 +24,10 @@ from equilibra.core.kernel import inlined, kernel
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies
-from equilibra.cost.rates import Rates
+from equilibra.cost.rates import MOST_ROWS, Rates
 from equilibra.plan.level import level_nodes
 
-__all__ = ["THIRDS", "base_rows", "level_beside", "thirds"]
+__all__ = ["base_rows", "level_beside", "thirds"]
 
 THIRDS = 3
 """costs are counted in thirds of rows where tiles count"""
@@ -70,10 +70,14 @@ def base_rows(
     visit = np.arange(shape[0]).reshape(num_micro_batches, num_layers).T.ravel()
     problem_of_visit = np.argsort(visit)
     after, before = (problem_of_visit[(visit + step) % visit.size] for step in (1, -1))
-    moved_PR = 2 * flash_PR[after] + flash_PR[before]  # weights forward and a gradient; weights backward
+    moved_PR, added_PR = flash_PR[after], served_PR[after]
+    if stage is Stage.UPDATE:
+        moved_PR = 2 * moved_PR + flash_PR[before]  # weights forward and a gradient; weights backward
+    else:
+        added_PR = np.zeros_like(added_PR)
     us_PR = rates.hold_us[stage] * held_PR + rates.serve_us[stage] * served_PR
-    us_PR += rates.move_beside_us[stage] * moved_PR + rates.add_beside_us[stage] * served_PR[after]
-    rows_PR: NDArray[np.int64] = (us_PR / rates.row_us[stage]).round().astype(np.int64)
+    us_PR += rates.move_beside_us[stage] * moved_PR + rates.add_beside_us[stage] * added_PR
+    rows_PR: NDArray[np.int64] = np.minimum(us_PR / rates.row_us[stage], MOST_ROWS).round().astype(np.int64)
     return rows_PR
 
 
@@ -101,10 +105,10 @@ def _level(  # type: ignore[no-untyped-def]
     at_home_ER = np.empty((num_experts, num_ranks), np.int32)
     for p in range(first.size - 1):
         layer, m = p // num_micro_batches, p % num_micro_batches
-        if first[p] == first[p + 1]:
-            continue
         copies = _with_tokens(layer, m, first[p], first[p + 1], st_layer, standing_CMR)
         n = copies.size
+        if n == 0:
+            continue
         of, on, share = np.zeros((3, n), np.int64)
         for k in range(n):
             c, f = copies[k], copies[k] - st_layer.size

@@ -21,6 +21,7 @@ from equilibra.bench.gpu.contenders import (
     OTHER_PATH,
     STATIC,
     STILL_ONE,
+    TILE_ROWS,
     contenders,
     seconds_to_plan,
 )
@@ -48,6 +49,7 @@ from equilibra.cost.calibrate import calibrate
 from equilibra.cost.compute import ExpertLaw, row_bytes
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import rates_for
+from equilibra.execute.kernels import grouped
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
@@ -163,6 +165,10 @@ def test_copies_of_neighbour_layers_move_and_none_is_forgotten():
 def free_copies(monkeypatch):
     for name in ("HOLD_US_PER_MB", "MOVE_US_PER_MB", "ADD_US_PER_MB"):
         monkeypatch.setattr(f"equilibra.bench.gpu.contenders.{name}", 0.0)
+
+
+def test_plans_count_the_tiles_of_the_kernels():
+    assert TILE_ROWS == grouped.BM
 
 
 def test_a_few_rows_are_not_worth_a_copy(case):

@@ -36,7 +36,7 @@ def problem(seed, rates, *, nodes=1):
 
 def planned(seed, rates, **shape):
     step = problem(seed, rates, **shape)
-    plan = Equilibra().plan(step)
+    plan = Equilibra(reorder=False).plan(step)  # nodes are levelled by standing copies then
     plan.check(step.load, spare_slots=2, standing_slots=2)
     return step, plan
 
@@ -81,6 +81,7 @@ def test_quotas_are_those_of_the_linear_program(seed, nodes):
         best = lowest_level(amounts, homes, copies_of(plan, part, p), 8)
         assert best - 1 <= after[p].max() <= before[p].max()
         reached += after[p].max() <= best * 1.002 + 2
+    assert (plan.standing.num_copies > 0) == (nodes > 1)
     assert reached >= 5  # where a copy would be left without tokens, all stay as they were
 
 
@@ -151,3 +152,14 @@ def test_neighbours_are_the_visits_before_and_after():
 def test_tiles_have_rows():
     with pytest.raises(InputError, match="tile_rows"):
         replace(PRICED, tile_rows=0)
+
+
+def test_prices_beyond_all_rows_are_cut_and_recompute_has_no_gradients():
+    step, plan, part, _ = levelled(2)
+    absurd = replace(PRICED, hold_us={**FREE, UPDATE: 1e300})
+    assert base_rows(part, step.load, plan.standing, absurd, UPDATE).max() == 2**31
+    same = dict.fromkeys(Stage, 1.0)
+    moves = replace(Rates.free(), move_beside_us=same, add_beside_us=same)
+    forward = base_rows(part, step.load, plan.standing, moves, Stage.RECOMPUTE)
+    assert forward.sum() == part.num_copies
+    assert base_rows(part, step.load, plan.standing, moves, UPDATE).sum() == 4 * part.num_copies

@@ -34,7 +34,7 @@ from equilibra.plan.planner import Planner, StepProblem
 from equilibra.plan.step import Equilibra
 
 __all__ = ["AGAIN", "BALANCED", "EPLB", "EQUILIBRA", "NAMES", "ONLINE", "OTHER_PATH", "STATIC", "STILL_ONE",
-           "Contender", "contenders", "seconds_to_plan"]  # fmt: skip
+           "TILE_ROWS", "Contender", "contenders", "seconds_to_plan"]  # fmt: skip
 
 STATIC, EPLB, ONLINE, EQUILIBRA, BALANCED = "static", "eplb-oracle", "online-exact", "equilibra", "balanced"
 OTHER_PATH, STILL_ONE, AGAIN = "equilibra-host", "equilibra-still", "balanced-again"
@@ -47,8 +47,8 @@ HOLD_US_PER_MB = 0.85
 and writes a gradient. Between what benchmarks/probes/measure_prices.py finds for the shapes, and best of what was tried
 in plans"""
 MOVE_US_PER_MB, ADD_US_PER_MB = 0.145, 0.27
-"""what weights or a gradient that move beside another layer cost it, and a gradient that is added there; the same for
-all shapes to a tenth, by regression over ranks (docs/experiments.md)"""
+"""what weights or a gradient that move beside another layer cost it, and a gradient that is added there: by regression
+over ranks of an earlier run (benchmarks/probes/price_of_moves.py)"""
 TILE_ROWS = 128
 """of the products (`kernels.grouped.BM`)"""
 MICRO_BATCHES = 32

@@ -116,7 +116,7 @@ def _time_rows(case: dict[str, Any]) -> list[Row]:
 
 NOTES = {
     "cases": "Columns of contenders are shares of the balanced time. Contenders take turns rank by rank; a rank's time "
-    "is taken over the median of the nine balanced ranks around it, since the clock drifts, and is its median over "
+    "is taken over the median of up to nine balanced ranks around it, since the clock drifts, and is its median over "
     "repeats; in brackets the least and the largest of single repeats. `balanced-again` is balanced a second time: "
     "what it falls short of 1 is noise, since the slowest of many ranks is slow by chance too; `over_again` is "
     "equilibra's share of it, so chance is on both sides. A layer is expert compute alone, forward and backward, "

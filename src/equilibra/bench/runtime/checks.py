@@ -30,9 +30,11 @@ def check_results(layers: RankLayers, contender: Contender) -> float:
     outputs = []
     layers.prepare()
     layers.plain_step(contender.experts_MR, outputs)
-    wanted = [*outputs, *layers.gradients()]
-    least = ROUNDING * max(float(part.abs().max()) for part in wanted[len(outputs) :] if part.numel())
-    difference = layers.largest(max(_difference(*pair, least) for pair in zip(found, wanted, strict=True)))
+    gradients = layers.gradients()
+    least = ROUNDING * max((float(part.abs().max()) for part in gradients if part.numel()), default=0.0)
+    floors = [0.0] * len(outputs) + [least] * len(gradients)
+    pairs = zip(found, [*outputs, *gradients], floors, strict=True)
+    difference = layers.largest(max(_difference(*pair) for pair in pairs))
     if not difference <= TOLERANCE:
         raise ExecuteError(
             f"{contender.name}: outputs or gradients differ from the plain layer's by {difference:.1e} of the largest "

@@ -25,7 +25,7 @@ from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
 from equilibra.measure.events import Events, Kind
 
 __all__ = ["measure"]
@@ -110,6 +110,7 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
     rows_ND = torch.randn(num_rows, weights.spec.hidden)
     results, h = expert_math.forward(kind, rows_ND, [num_rows], home)
     gradient = ExpertParts.named({name: torch.zeros(shape) for name, shape in weights.layout.shapes.items()})
+    weighed = RowWeights(torch.ones(num_rows), torch.empty(num_rows))
     row = torch.zeros(weights.layout.size)
     received = torch.empty_like(row)
     sizes = [int(rank != group.rank) for rank in range(group.num_ranks)]
@@ -118,7 +119,8 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
         expert_math.forward(kind, rows_ND, [num_rows], home)
 
     def backward() -> None:
-        expert_math.backward(kind, (rows_ND, h, results), [num_rows], home, [gradient], torch.empty_like(rows_ND))
+        saved, dx_ND = (rows_ND, h, results), torch.empty_like(rows_ND)
+        expert_math.backward(kind, saved, [num_rows], home, [gradient], dx_ND, weighed=weighed)
 
     def copy() -> None:
         weights.write_flat(int(weights.experts[0]), row)

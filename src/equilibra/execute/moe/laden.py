@@ -2,7 +2,8 @@
 
 Symbols: N rows, D width, T tokens, K experts per token.
 
-In the backward pass a row's weight goes to the instance that computed the row, and comes back as its gradient.
+In the backward pass a row's weight goes to the instance that computed the row, and comes back as its gradient. What is
+sent beside rows of 16 bits is not a number in their type: whoever looks for NaN in what travels will find some.
 """
 
 from __future__ import annotations
