@@ -23,6 +23,9 @@ from equilibra.bench.gpu.setting import RANKS, GpuSetting
 from equilibra.cli.bench_gpu import _models, _routings
 
 
+COMMAND = "PYTHONPATH=src:. python benchmarks/probes/price_of_moves.py --results benchmarks/results --traces DIR"
+
+
 def times(records: Records, case: Case, name: str) -> dict[tuple[int, int, int], float]:
     """Median microseconds by layer, micro-batch and rank."""
     rows = records.of(case.name, name)
@@ -65,7 +68,8 @@ def main() -> None:
     medians = {name: float(np.median([one[name] for one in found])) for name in ("move_us_per_mb", "add_us_per_mb")}
     print(json.dumps({"medians": medians}))
     if parsed.output:
-        parsed.output.write_text(json.dumps({"medians": medians, "cases": found}, indent=1) + "\n")
+        about = {"command": COMMAND, "about": "measured: fitted to the records of the GPU bench"}
+        parsed.output.write_text(json.dumps({**about, "medians": medians, "cases": found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -76,8 +76,8 @@ class Rates:
         numbers += [self.move_us, self.move_inside_us, self.exposed_share]
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise InputError(f"rates must be finite and not negative: {numbers}")
-        if not 1 <= self.tile_rows <= MOST_ROWS:
-            raise InputError(f"tile_rows must be from 1 to {MOST_ROWS}, not {self.tile_rows}")
+        if not (isinstance(self.tile_rows, int) and 1 <= self.tile_rows <= MOST_ROWS):
+            raise InputError(f"tile_rows must be a whole number from 1 to {MOST_ROWS}, not {self.tile_rows!r}")
         if not 0 <= self.token_cost <= 10**7:
             raise InputError(f"token_cost must be from 0 to 10 million, not {self.token_cost}")
         if min(self.row_us.values()) <= 0:

@@ -149,9 +149,10 @@ def test_neighbours_are_the_visits_before_and_after():
         assert np.array_equal(moved_PR[p], 2 * held[visits[(at + 1) % 6]] + held[visits[at - 1]])
 
 
-def test_tiles_have_rows():
-    with pytest.raises(InputError, match="tile_rows"):
-        replace(PRICED, tile_rows=0)
+@pytest.mark.parametrize("rows", [0, 2**31 + 1, 1.5, "128"])
+def test_tiles_have_whole_rows(rows):
+    with pytest.raises(InputError, match="tile_rows must be a whole number"):
+        replace(PRICED, tile_rows=rows)
 
 
 def test_prices_beyond_all_rows_are_cut_and_recompute_has_no_gradients():
