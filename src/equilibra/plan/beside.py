@@ -4,8 +4,8 @@ Symbols: M micro-batches, L layers, E experts, R ranks, F flash copies, C standi
 
 While a layer computes, weights of the flash copies of the visits before and after it move, and gradients of the latter
 leave and are added at their homes. That takes from the ranks that hold and serve them, and no layer and micro-batch
-that is planned by itself can know of it. So copies stay as they are, and how many of its expert's tokens each of them
-takes is levelled anew, with all of it counted as rows. (Copies chosen anew as well were no better.)
+that is planned by itself can know of it. So copies stay where they are, and how many of its expert's tokens each of
+them takes is levelled anew, with all of it counted as rows. (Copies chosen anew as well were no better.)
 
 Kernels compute rows in tiles, and the last tile of an instance takes as long as a full one in all products but those of
 the weights' gradients, two thirds of the work. Shares that fill tiles take less: they are looked for around the level.
@@ -39,19 +39,33 @@ def level_beside(
 ) -> StagePlan:
     """The same copies with other quotas, where rates have a price for what moves beside a layer.
 
-    Where traffic across nodes costs something, quotas were chosen for it and stay.
+    Flash copies that are left without tokens are given up, and all is levelled once more without what they cost. Where
+    traffic across nodes costs something, quotas were chosen for it and stay.
     """
     counts_traffic = rates.cross_row_us > 0 and placement.cluster.num_nodes > 1
     priced = rates.move_beside_us[stage] + rates.add_beside_us[stage] > 0
-    if not priced or part.num_copies == 0 or counts_traffic:
+    if not priced or counts_traffic:
         return part
-    tokens_FR, standing_CMR = part.tokens_FR.copy(), part.standing_tokens_CMR.copy()
-    _level(
-        load.tokens_MLER, placement.home_of_expert, part.first_of_problem, part.expert, part.rank, standing.layer,
-        standing.expert, standing.rank, base_rows(part, load, standing, rates, stage), rates.tile_rows, tokens_FR,
-        standing_CMR,
+    needless = True
+    while needless and part.num_copies > 0:
+        tokens_FR, standing_CMR = part.tokens_FR.copy(), part.standing_tokens_CMR.copy()
+        needless = _level(
+            load.tokens_MLER, placement.home_of_expert, part.first_of_problem, part.expert, part.rank, standing.layer,
+            standing.expert, standing.rank, base_rows(part, load, standing, rates, stage), rates.tile_rows, tokens_FR,
+            standing_CMR,
+        )  # fmt: skip
+        part = _with_work(replace(part, tokens_FR=tokens_FR, standing_tokens_CMR=standing_CMR))
+    return part
+
+
+def _with_work(part: StagePlan) -> StagePlan:
+    """Without flash copies that take no tokens."""
+    used = part.tokens_FR.any(axis=1)
+    num_before = np.concatenate([[0], np.cumsum(used)])
+    return replace(
+        part, first_of_problem=num_before[part.first_of_problem], expert=part.expert[used], rank=part.rank[used],
+        origin=part.origin[used], tokens_FR=part.tokens_FR[used],
     )  # fmt: skip
-    return replace(part, tokens_FR=tokens_FR, standing_tokens_CMR=standing_CMR)
 
 
 def base_rows(
@@ -100,9 +114,10 @@ def _with_tokens(layer, m, begin, end, st_layer, standing_CMR):  # type: ignore[
 def _level(  # type: ignore[no-untyped-def]
     tokens_MLER, home_LE, first, expert, rank, st_layer, st_expert, st_rank, base_PR, tile, tokens_FR, standing_CMR
 ):
-    """Level every problem, and split by sources what changes hands."""
+    """Level every problem, and split by sources what changes hands; whether a copy is left without tokens."""
     num_micro_batches, _, num_experts, num_ranks = tokens_MLER.shape
     at_home_ER = np.empty((num_experts, num_ranks), np.int32)
+    needless = False
     for p in range(first.size - 1):
         layer, m = p // num_micro_batches, p % num_micro_batches
         copies = _with_tokens(layer, m, first[p], first[p + 1], st_layer, standing_CMR)
@@ -129,9 +144,9 @@ def _level(  # type: ignore[no-untyped-def]
             load[e] = tokens_MLER[m, layer, e].sum()
             rows[home_LE[layer, e]] += at_home_ER[e].sum()
         level_nodes(rows, share, load, of, on, home_LE[layer].astype(np.int64), n)
-        if share.min() <= 0:
-            continue  # a copy that nobody needs: better as it was
-        if tile > 1:
+        if share.min() == 0:
+            needless = True  # levelled once more, without it
+        elif tile > 1:
             _fill_tiles(tile, base_PR[p], share, load, of, on, home_LE[layer], n)
         for giving in (True, False):  # what copies give back must be there before others take it
             for k in range(n):
@@ -140,6 +155,7 @@ def _level(  # type: ignore[no-untyped-def]
                 more = share[k] - taken.sum()
                 if (more < 0) == giving:
                     _move(more, on[k], at_home_ER[of[k]], taken)
+    return needless
 
 
 @inlined

@@ -1,0 +1,109 @@
+"""What copies and their moves cost a rank, in the worth of rows, by regression over the ranks of a GPU bench.
+
+    PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR [--output FILE]
+
+For every shape, times of ranks over those of balanced ranks around them, with and without moves, are fitted by their
+rows, by what last tiles lack, by instances beyond homes, by weights and gradients that their own copies move, and by
+gradients that they add. A price is what one of these costs over what a row costs, times what plans think that a row
+costs: they level rows, and a row more or less changes a rank's time by 0.3 to 0.8 of its mean cost. The price of an
+instance has half of a tile, as plans count it.
+
+Plans are made anew, which takes the code that made the records: cases whose rows differ are refused.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from equilibra.bench.gpu.case import Case, cases_for
+from equilibra.bench.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
+from equilibra.bench.gpu.records import Records, load_records, rank_times
+from equilibra.bench.gpu.setting import RANKS, GpuSetting
+from equilibra.cli.bench_gpu import _models, _routings
+from equilibra.core.errors import InputError
+
+COMMAND = "PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR"
+PARTS = ("rows", "tile_ends", "instances", "moved", "added")
+
+
+def times(records: Records, case: Case, name: str) -> dict[tuple[int, int, int], float]:
+    """Median microseconds by layer, micro-batch and rank."""
+    rows = records.of(case.name, name)
+    keys, number = np.unique(rows[["layer", "micro_batch", "rank"]], return_inverse=True)
+    us = rank_times(rows)
+    return {tuple(key): float(np.median(us[number == at])) for at, key in enumerate(keys.tolist())}
+
+
+def ranks_of(records: Records, case: Case, setting: GpuSetting) -> list[tuple[list[float], float, float]]:
+    """(PARTS, time without moves, time with them) of every rank that was run, over balanced rows and times."""
+    (ours,) = (one for one in contenders(case, setting) if one.name == EQUILIBRA)
+    homes = case.cluster.experts_per_rank(case.load.num_experts)
+    still, moving = times(records, case, STILL_ONE), times(records, case, EQUILIBRA)
+    even = np.median(list(times(records, case, BALANCED).values()))
+    ran = {tuple(row) for row in records.of(case.name, EQUILIBRA)[["layer", "micro_batch", "rank", "rows"]].tolist()}
+    found = []
+    for layer, m in sorted({key[:2] for key in moving}):
+        works = ours.works[case.layers.index(layer)][m]
+        mean = np.mean([work.num_rows for work in works])
+        for rank, (work, move) in enumerate(zip(works, ours.moves(case.layers.index(layer), m), strict=True)):
+            if (layer, m, rank, work.num_rows) not in ran:
+                raise InputError(f"{case.name}: its records are of another plan; use the code of their commit")
+            tile_ends = sum(-size % TILE_ROWS for size in work.sizes)
+            moved = move.ahead + move.behind + move.returned
+            parts = [work.num_rows / mean - 1, tile_ends / mean, work.num_instances - homes, moved, sum(move.added)]
+            found.append((parts, still[layer, m, rank] / even, moving[layer, m, rank] / even))
+    return found
+
+
+def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str, Any]:
+    """Of the cases of one shape; each has a constant of its own."""
+    parts, took, number, rows = [], [], [], []
+    for at, case in enumerate(cases):
+        rows.append(case.load.tokens_MLER.sum(axis=(2, 3)).mean() / case.cluster.num_ranks)
+        for part, still, moving in ranks_of(records, case, setting):
+            parts += [part[:3] + [0.0, 0.0], part]
+            took += [still, moving]
+            number += [at, at]
+    known = np.concatenate([np.array(parts), np.eye(len(cases))[number]], axis=1)
+    found, *_ = np.linalg.lstsq(known, np.array(took), rcond=None)
+    model = cases[0].model
+    worth = found[2:5] / found[0] * np.mean(rows) + np.array([TILE_ROWS / 3, 0.0, 0.0])
+    us_per_mb = worth * (6 * model.expert_parameters / PRODUCT_TFLOPS) / model.expert_bytes
+    return {
+        "shape": model.name,
+        **{f"{name}_us_per_mb": round(float(us), 3) for name, us in zip(("hold", "move", "add"), us_per_mb, strict=True)},
+        "fitted": {name: round(float(value), 4) for name, value in zip(PARTS, found, strict=False)},
+        "left": round(float((np.array(took) - known @ found).std()), 4), "ranks": len(took) // 2,
+    }  # fmt: skip
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--results", type=Path, required=True)
+    parser.add_argument("--traces", required=True)
+    parser.add_argument("--output", type=Path)
+    parsed = parser.parse_args()
+    known = argparse.Namespace(trace=None, traces=parsed.traces, model=None, hidden=None, ffn=None)
+    setting = GpuSetting(paths=("device",))
+    records = load_records(parsed.results / "gpu-records.npz")
+    of_shape = defaultdict(list)
+    for case in cases_for(_routings(known)[0], _models(known), list(RANKS), setting)[0]:
+        if case.name in records.cases:
+            of_shape[case.model.name].append(case)
+    found = [prices(records, cases, setting) for cases in of_shape.values()]
+    for one in found:
+        print(json.dumps(one))
+    if parsed.output:
+        commit = json.loads((parsed.results / "gpu.json").read_text())["cases"][0]["measured_on"]["commit"]
+        about = {"command": COMMAND, "about": f"measured: fitted to the records of the GPU bench of commit {commit}"}
+        parsed.output.write_text(json.dumps({**about, "shapes": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
