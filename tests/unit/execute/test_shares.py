@@ -14,22 +14,23 @@ PROGRAMS = 132
 
 
 def random_groups(rng, programs):
-    """Groups of weights with one of dx at last, and rounds of it that go before."""
+    """Groups of weights, the number of that of dx after them, and rounds of it that go before; some halves at last."""
     groups = [
         (part, int(rng.integers(0, 400)), 1000 * i, int(rng.integers(1, 50)), int(rng.integers(1, 9)))
         for part in (Part.DOWN, Part.GATE_UP)
         for i in range(rng.integers(1, 5))
     ]
     num_dx = int(rng.integers(0, 5 * programs))
-    return np.array([*groups, (Part.ROWS_AFTER, num_dx, 7, 5, 1)]), int(rng.integers(0, num_dx // programs + 1))
+    every = [*groups, (Part.ROWS_AFTER, num_dx, 7, 5, 1), (Part.HALVES, int(rng.integers(0, 100)), 70, 3, 1)]
+    return np.array(every), len(groups), int(rng.integers(0, num_dx // programs + 1))
 
 
-def greedy(groups, rounds, programs):
+def greedy(groups, dx, rounds, programs):
     """[P] ends: every tile to the program that comes to its end first, the one with the lowest number among them."""
-    heap = [(rounds * int(groups[-1, 3]), program) for program in range(programs)]
+    heap = [(rounds * int(groups[dx, 3]), program) for program in range(programs)]
     heapify(heap)
     for at, (_, count, _, cost, _) in enumerate(groups.tolist()):
-        for _ in range(count - (rounds * programs if at == len(groups) - 1 else 0)):
+        for _ in range(count - (rounds * programs if at == dx else 0)):
             end, program = heap[0]
             heapreplace(heap, (end + cost, program))
     return [end for end, _ in sorted(heap, key=lambda entry: entry[1])]
@@ -61,14 +62,15 @@ def ends_and_tiles(work, table, groups):
 def test_shares_are_those_of_the_greedy_rule(seed):
     rng = np.random.default_rng(seed)
     programs = int(rng.choice([1, 2, 7, PROGRAMS]))
-    groups, rounds = random_groups(rng, programs)
-    work, table = shares_of(groups, rounds, programs)
+    groups, dx, rounds = random_groups(rng, programs)
+    work, table, latest = shares_of(groups, dx, rounds, programs)
     ends, found = ends_and_tiles(work, table, groups)
-    assert ends == greedy(groups, rounds, programs)
-    for part in (Part.DOWN, Part.GATE_UP):
+    assert ends == greedy(groups, dx, rounds, programs)
+    assert latest == max(ends)
+    for part in (Part.DOWN, Part.GATE_UP, Part.HALVES):
         wanted = [first + i for of, count, first, _, _ in groups.tolist() if of == part for i in range(count)]
         assert sorted(found[part]) == sorted(wanted)
-    assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(7, 7 + groups[-1, 1]))
+    assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(7, 7 + groups[dx, 1]))
     first_half = -(-programs // 2)
     assert len(found[Part.ROWS_BEFORE]) == rounds * first_half
 
@@ -90,22 +92,62 @@ def test_all_tiles_of_a_layer_once_and_programs_end_together(sizes, width, inner
         for part in (Part.DOWN, Part.GATE_UP) for i in range(len(sizes)) for tile in range(each[part - 1])
     ]  # fmt: skip
     groups += [(Part.ROWS_AFTER, 1, tile, 2 * inner + grouped.STORE_COST, 1) for tile in range(num_dx)]
+    half = int(2 * inner * grouped.HALF_COST) + grouped.STORE_COST
+    groups += [(Part.HALVES, 1, number, half, 1) for number in range(2 * num_dx)]
     found, idle = {part: [] for part in Part}, 0.0
     for work, table in (tables[:2], tables[2:]):
         ends, tiles = ends_and_tiles(work, table, np.array(groups))
         found = {part: found[part] + tiles[part] for part in Part}
         idle += max(ends) - float(np.mean(ends))
-    assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(num_dx))
+    halved = sorted(found[Part.HALVES])
+    assert halved == list(range(2 * num_dx - len(halved), 2 * num_dx))
+    assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(num_dx - len(halved) // 2))
     for part in (Part.DOWN, Part.GATE_UP):
         assert sorted(found[part]) == list(range(len(sizes) * each[part - 1] * learned[part - 1]))
     assert len(tables[0]) > 0 or max(each) < PROGRAMS
     assert idle < 2 * inner + grouped.STORE_COST  # less than one tile of dx
 
 
+@pytest.mark.parametrize("sizes", [(9728, 6784), (4000, 4100, 4200, 4084), (9000, 7000, 300, 100)])
+def test_programs_end_sooner_with_halves_and_short_tiles_last(sizes):
+    """gpt-oss: a tile of dx is a thirtieth of what a program does."""
+    width = inner = 2880
+    task = grouped.ShareTask(sizes, width, inner, (True, True), (grouped.WEIGHT, grouped.DX), PROGRAMS)
+    num_dx = sum(-(-size // 128) for size in sizes) * 12
+    each = -(-width // 128) * -(-inner // 256), -(-2 * inner // 128) * -(-width // 256)
+    costs = [-(-size // 32) * 32 + grouped.SUM_COST for size in sorted(sizes, reverse=True)]
+    heap = [0] * PROGRAMS  # leftover tiles of weights in their order, then dx: as it was without halves
+    whole_rounds = sum(count // PROGRAMS * cost for count in each for cost in costs)
+    for count in each:
+        for cost in costs:
+            for _ in range(count % PROGRAMS):
+                heapreplace(heap, heap[0] + cost)
+    for _ in range(num_dx):
+        heapreplace(heap, heap[0] + 2 * inner + grouped.STORE_COST)
+    assert _last_end(task) < whole_rounds + max(heap)
+
+
+def _last_end(task):
+    """When the last program ends, of both launches."""
+    groups, end = [], 0
+    each = -(-task.width // 128) * -(-task.inner // 256), -(-2 * task.inner // 128) * -(-task.width // 256)
+    for part in (Part.DOWN, Part.GATE_UP):
+        for i, size in enumerate(task.sizes):
+            steps = -(-size // 32)
+            groups.append((part, each[part - 1], i * each[part - 1], steps * 32 + grouped.SUM_COST, steps))
+    num_dx = sum(-(-size // 128) for size in task.sizes) * -(-task.width // 256)
+    whole, half = 2 * task.inner + grouped.STORE_COST, int(2 * task.inner * grouped.HALF_COST) + grouped.STORE_COST
+    groups += [(Part.ROWS_AFTER, num_dx, 0, whole, 1), (Part.HALVES, 2 * num_dx, 0, half, 1)]
+    tables = task.share_out()
+    for work, table in (tables[:2], tables[2:]):
+        end += max(ends_and_tiles(work, table, np.array(groups))[0])
+    return end
+
+
 def test_a_share_left_out_is_noticed():
     rng = np.random.default_rng(0)
-    groups, rounds = random_groups(rng, 7)
-    work, table = shares_of(groups, rounds, 7)
+    groups, dx, rounds = random_groups(rng, 7)
+    work, table, _ = shares_of(groups, dx, rounds, 7)
     table[3, 1:] = 0
     ends, _ = ends_and_tiles(work, table, groups)
-    assert ends != greedy(groups, rounds, 7)
+    assert ends != greedy(groups, dx, rounds, 7)

@@ -63,6 +63,8 @@ DX = replace(WEIGHT, bk=64, stages=4)
 """in one launch with WEIGHT, so its tiles are as large"""
 SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
+HALF_COST = 0.58
+"""what half of a tile of dx takes, of all of it"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
@@ -245,7 +247,7 @@ class Shares(NamedTuple):
 
     @property
     def shares(self) -> Tensor:
-        """[P * 8] int32: as of `shares_of`."""
+        """[P * 10] int32: as of `shares_of`."""
         return self.table.values[self.num_tiles :]
 
     @classmethod
@@ -284,7 +286,7 @@ class ShareTask(NamedTuple):
         num_dx = sum(-(-size // dx.bm) for size in self.sizes) * -(-self.width // dx.bn)
         found: tuple[NDArray[np.int32], ...] = launches_of(
             np.array(self.sizes, np.int64), np.array(each) * self.learned, num_dx, weight.bk, SUM_COST,
-            2 * self.inner + STORE_COST, self.num_programs,
+            2 * self.inner + STORE_COST, int(2 * self.inner * HALF_COST) + STORE_COST, self.num_programs,
         )  # fmt: skip
         return found
 

@@ -163,24 +163,28 @@ def first_product(
 
 @triton.jit
 def _multiply(
-    rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like, work, begin, end,
+    tiles_r, tiles_w, tiles_i, places, biases, bias_places, bias_unit, tiles, num_tiles, like, work, begin, end,
     K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr,
-    PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr,
-    STEP: tl.constexpr,
+    HALVES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    STAGES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     """Writes tiles of [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED.
 
-    Every STEP-th tile from `begin` to `end`; if LISTED, of those that `work` names.
+    Every STEP-th tile from `begin` to `end`; if LISTED, of those that `work` names; if HALVES, the left (even) or the
+    right half of a tile, whose columns are BN then.
     """
-    tiles_r = _rows(rows_NK, K, K, BM, BK)
-    tiles_i = _rows(into, C, C, BM, BN // 2)
-    tiles_w = _places(weights, unit, like, C, K, BN, BK) if TURNED else _places(weights, unit, like, K, C, BK, BN)
-    columns = tl.cdiv(C, BN)
+    WHOLE: tl.constexpr = 2 * BN if HALVES else BN
+    columns = tl.cdiv(C, WHOLE)
     for t in tl.range(begin, end, STEP, num_stages=STAGES, flatten=True):
         if LISTED:
             t = tl.load(work + t)  # noqa: PLW2901
-        g, first, last, column = _tile(tiles, num_tiles, t, columns)
-        row, col, place = first + FAR - last, column * BN, tl.load(places + g)
+        if HALVES:
+            g, first, last, column = _tile(tiles, num_tiles, t // 2, columns)
+            col = column * WHOLE + (t % 2) * BN
+        else:
+            g, first, last, column = _tile(tiles, num_tiles, t, columns)
+            col = column * BN
+        row, place = first + FAR - last, tl.load(places + g)
         total = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, K, BK, num_stages=STAGES):
             tile_r = tiles_r.load([FAR, last, row, k]).reshape(BM, BK)
@@ -191,9 +195,12 @@ def _multiply(
             total = tl.dot(tile_r, tile_w, total, input_precision=PRECISION)
         if BIAS:
             total += _bias(biases, bias_places, g, bias_unit, col + tl.arange(0, BN), C, like)
-        left, right = _halves(total.to(into.dtype.element_ty), BM, BN)
-        tiles_i.store([FAR, last, row, col], left.reshape(1, 1, BM, BN // 2))
-        tiles_i.store([FAR, last, row, col + BN // 2], right.reshape(1, 1, BM, BN // 2))
+        if HALVES:
+            tiles_i.store([FAR, last, row, col], total.to(tiles_i.dtype).reshape(1, 1, BM, BN))
+        else:
+            left, right = _halves(total.to(tiles_i.dtype), BM, BN)
+            tiles_i.store([FAR, last, row, col], left.reshape(1, 1, BM, BN // 2))
+            tiles_i.store([FAR, last, row, col + BN // 2], right.reshape(1, 1, BM, BN // 2))
 
 
 @_once_per_shape
@@ -203,10 +210,11 @@ def product(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
     """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
+    tiles_w = _places(weights, unit, like, C, K, BN, BK) if TURNED else _places(weights, unit, like, K, C, BK, BN)
     _multiply(
-        rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like, tiles,
-        tl.program_id(0), num_tiles * tl.cdiv(C, BN), K=K, C=C, TURNED=TURNED, BIAS=BIAS, LISTED=False,
-        PRECISION=PRECISION, BM=BM, BN=BN, BK=BK, STAGES=STAGES, STEP=NUM,
+        _rows(rows_NK, K, K, BM, BK), tiles_w, _rows(into, C, C, BM, BN // 2), places, biases, bias_places, bias_unit,
+        tiles, num_tiles, like, tiles, tl.program_id(0), num_tiles * tl.cdiv(C, BN), K=K, C=C, TURNED=TURNED, BIAS=BIAS,
+        LISTED=False, HALVES=False, PRECISION=PRECISION, BM=BM, BN=BN, BK=BK, STAGES=STAGES, STEP=NUM,
     )  # fmt: skip
 
 
@@ -322,11 +330,13 @@ def gradients(
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, DX_BK: tl.constexpr, DX_STAGES: tl.constexpr,
 ):  # fmt: skip
     """dW2 += dy.T a, dW1 += dh.T x, dx = dh W1: every program has its share of each (see `shares`)."""
-    share = shares + tl.program_id(0) * 8  # two numbers for each of four parts
+    share = shares + tl.program_id(0) * 10  # two numbers for each of five parts
+    tiles_r, tiles_i = _rows(dh, 2 * F, 2 * F, BM, DX_BK), _rows(dx, D, D, BM, BN // 2)
+    tiles_w = _places(weights, unit, like, 2 * F, D, DX_BK, BN)
     _multiply(
-        dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share),
-        tl.load(share) + tl.load(share + 1), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, PRECISION=PRECISION,
-        BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
+        tiles_r, tiles_w, tiles_i, places, weights, places, unit, tiles, num_tiles, like, work, tl.load(share),
+        tl.load(share) + tl.load(share + 1), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, HALVES=False,
+        PRECISION=PRECISION, BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
     )  # fmt: skip
     _add_products(
         dy, a, down_sums, down_places, down_unit, offsets, kept_from, kept_to, sums_like, work, tl.load(share + 2),
@@ -338,10 +348,17 @@ def gradients(
         BK=BK,
     )  # fmt: skip
     _multiply(
-        dh, weights, places, unit, weights, places, unit, dx, tiles, num_tiles, like, work, tl.load(share + 6),
-        tl.load(share + 6) + tl.load(share + 7), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True,
+        tiles_r, tiles_w, tiles_i, places, weights, places, unit, tiles, num_tiles, like, work, tl.load(share + 6),
+        tl.load(share + 6) + tl.load(share + 7), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, HALVES=False,
         PRECISION=PRECISION, BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
     )  # fmt: skip
+    if tl.load(share + 9) > 0:
+        _multiply(
+            tiles_r, _places(weights, unit, like, 2 * F, D, DX_BK, BN // 2), tiles_i, places, weights, places, unit,
+            tiles, num_tiles, like, work, tl.load(share + 8), tl.load(share + 8) + tl.load(share + 9), K=2 * F, C=D,
+            TURNED=False, BIAS=False, LISTED=True, HALVES=True, PRECISION=PRECISION, BM=BM, BN=BN // 2, BK=DX_BK,
+            STAGES=DX_STAGES, STEP=1,
+        )  # fmt: skip
 
 
 @_once_per_shape

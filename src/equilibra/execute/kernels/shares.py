@@ -3,17 +3,19 @@
 Symbols: P programs, n tiles, G groups.
 
 Gradients of the weights and of the rows are three products that do not need each other, of tiles that take as long as
-their sums are: the rows of an instance for weights, 2F for rows. One launch computes all three, in four parts:
+their sums are: the rows of an instance for weights, 2F for rows. One launch computes all three, in five parts:
 
     ROWS_BEFORE   some tiles of dx, by the first half of the programs
     DOWN          dW2
     GATE_UP       dW1
     ROWS_AFTER    as many tiles of dx, by the second half; then those left, by all
+    HALVES        the last tiles of dx in two halves each, where programs end sooner with them
 
 So half of the programs multiply while the other half waits for memory, which adding to float32 sums mostly is. Tiles
 of weights go to programs one by one in the order of their computation, each to the program that comes to its end first:
-tiles beside each other are computed at the same time, and caches serve what they share. The last tiles of dx, which are
-short, fill what the others left: each product by itself would end with most programs waiting for a few.
+tiles beside each other are computed at the same time, and caches serve what they share. Tiles of dx, and then whatever
+is shorter, longest first, fill what the others left: each product by itself would end with most programs waiting for a
+few. Halves take a little longer than the whole, but a tile of dx may be a thirtieth of all that a program does.
 
 Where instances have more tiles than there are programs, whole rounds of them have a launch of their own, in which all
 programs are at the same rows of an instance all the time: caches need that where instances have many rows.
@@ -38,10 +40,11 @@ class Part(IntEnum):
     DOWN = 1
     GATE_UP = 2
     ROWS_AFTER = 3
+    HALVES = 4
 
 
 NUM_PARTS = len(Part)
-ROWS_BEFORE, DOWN, GATE_UP, ROWS_AFTER = (int(part) for part in Part)
+ROWS_BEFORE, DOWN, GATE_UP, ROWS_AFTER, HALVES = (int(part) for part in Part)
 
 
 @inlined
@@ -66,18 +69,18 @@ def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, progra
 @inlined
 def _listed(
     program_of_tile: NDArray[np.int32], part_of_tile: NDArray[np.int8], number_of_tile: NDArray[np.int32],
-    steps_P4: NDArray[np.int64],
+    steps_PK: NDArray[np.int64],
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
     """Work and shares: tiles sorted by program and part."""
-    following = np.zeros(steps_P4.size + 1, np.int64)
+    following = np.zeros(steps_PK.size + 1, np.int64)
     for tile in range(len(program_of_tile)):
         following[program_of_tile[tile] * NUM_PARTS + part_of_tile[tile] + 1] += 1
     following = np.cumsum(following)
-    shares = np.empty((len(steps_P4), 2 * NUM_PARTS), np.int32)
-    for program in range(len(steps_P4)):
+    shares = np.empty((len(steps_PK), 2 * NUM_PARTS), np.int32)
+    for program in range(len(steps_PK)):
         for part in range(NUM_PARTS):
             shares[program, 2 * part] = following[program * NUM_PARTS + part]
-            shares[program, 2 * part + 1] = steps_P4[program, part]
+            shares[program, 2 * part + 1] = steps_PK[program, part]
     work = np.empty(len(program_of_tile), np.int32)
     for tile in range(len(program_of_tile)):
         key = program_of_tile[tile] * NUM_PARTS + part_of_tile[tile]
@@ -88,35 +91,34 @@ def _listed(
 
 @kernel
 def shares_of(
-    groups_G5: NDArray[np.int64], rounds: int, num_programs: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Work [n] (numbers of tiles) and shares [P, 2 * NUM_PARTS]: of each part, where a program's tiles begin in the
-    work, and how many steps they take.
+    groups_G5: NDArray[np.int64], dx: int, rounds: int, num_programs: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
+    """Work [n] (numbers of tiles), shares [P, 2 * NUM_PARTS] (of each part, where a program's tiles begin in the work,
+    and how many steps they take), and when the last program ends.
 
     A group is tiles that take as long: their part, how many they are, the number of the first, cost and steps of each.
-    Groups are in the order of parts; the last is that of dx. Of that, every program has `rounds` tiles before others
-    are given out.
+    Groups are given out in their order. Of group `dx`, every program has `rounds` tiles before others are.
     """
     num_tiles = 0
     for group in range(len(groups_G5)):
         num_tiles += groups_G5[group, 1]
     program_of_tile, part_of_tile = np.empty(num_tiles, np.int32), np.empty(num_tiles, np.int8)
     number_of_tile = np.empty(num_tiles, np.int32)
-    steps_P4 = np.zeros((num_programs, NUM_PARTS), np.int64)
-    last = groups_G5[-1]
+    steps_PK = np.zeros((num_programs, NUM_PARTS), np.int64)
+    of_dx = groups_G5[dx]
     at = 0
     for program in range(num_programs):
         part = ROWS_BEFORE if 2 * program < num_programs else ROWS_AFTER
         for number in range(rounds):
             program_of_tile[at], part_of_tile[at] = program, part
-            number_of_tile[at] = last[2] + number * num_programs + program
+            number_of_tile[at] = of_dx[2] + number * num_programs + program
             at += 1
-        steps_P4[program, part] = rounds * last[4]
-    ends, programs = np.full(num_programs, rounds * last[3]), np.arange(num_programs)
-    latest, in_order = rounds * last[3], True  # of all ends; whether ends ascend
+        steps_PK[program, part] = rounds * of_dx[4]
+    ends, programs = np.full(num_programs, rounds * of_dx[3]), np.arange(num_programs)
+    latest, in_order = rounds * of_dx[3], True  # of all ends; whether ends ascend
     for group in range(len(groups_G5)):
         part, count, first, cost, steps = groups_G5[group]
-        tile = rounds * num_programs if group == len(groups_G5) - 1 else 0
+        tile = rounds * num_programs if group == dx else 0
         while tile < count:
             if latest - ends[0] < cost and (in_order or count - tile > 3 * num_programs):
                 # each program that gets a tile is the last one then: they take turns
@@ -133,48 +135,57 @@ def shares_of(
                 for place in range(num_programs):
                     more = turns + 1 if place < some else turns
                     ends[place] += more * cost
-                    steps_P4[programs[place], part] += more * steps
+                    steps_PK[programs[place], part] += more * steps
                 ends, programs = np.roll(ends, -some), np.roll(programs, -some)
                 in_order, latest = True, ends[-1]
             else:
                 program, end = programs[0], ends[0] + cost
                 program_of_tile[at], part_of_tile[at], number_of_tile[at] = program, part, first + tile
-                steps_P4[program, part] += steps
+                steps_PK[program, part] += steps
                 at, tile = at + 1, tile + 1
                 in_order, latest = False, max(latest, end)
                 _sink(ends, programs, end, program)
-    work, shares = _listed(program_of_tile, part_of_tile, number_of_tile, steps_P4)
-    return work, shares
+    work, shares = _listed(program_of_tile, part_of_tile, number_of_tile, steps_PK)
+    return work, shares, latest
 
 
 @kernel
 def launches_of(
     rows_I: NDArray[np.int64], each_2: NDArray[np.int64], num_dx: int, step: int, sum_cost: int, cost_of_dx: int,
-    num_programs: int,
+    cost_of_half: int, num_programs: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
     """Work and shares of both launches; the first may be empty. each_2: tiles of an instance's dW2 and dW1, 0 if it is
-    not learned; num_dx: tiles of dx; step: rows of a step; costs in rows, of a sum and of a tile of dx.
+    not learned; num_dx: tiles of dx; step: rows of a step; costs in rows, of a sum, of a tile of dx and of half of one.
     """
     order = np.argsort(-rows_I, kind="mergesort")
     together_2 = each_2 // num_programs * num_programs
     longest = max((rows_I[order[0]] + step - 1) // step, 1) * step + sum_cost
     rounds = max(num_dx // num_programs - longest // cost_of_dx - 2, 0)  # the rest fills what tiles of weights leave
     of_dx = rounds * num_programs if together_2.any() else 0
+    dx, halves = 2 * rows_I.size, 2 * rows_I.size + 1
+    groups_G5 = np.zeros((2 * rows_I.size + 2, 5), np.int64)
+    for part in (DOWN, GATE_UP):
+        for at, instance in enumerate(order):
+            steps = max((rows_I[instance] + step - 1) // step, 1)
+            group = groups_G5[(part - DOWN) * rows_I.size + at]
+            group[0], group[1], group[2] = part, together_2[part - DOWN], instance * each_2[part - DOWN]
+            group[3], group[4] = steps * step + sum_cost, steps
+    groups_G5[dx] = ROWS_AFTER, of_dx, 0, cost_of_dx, 1
+    groups_G5[halves] = HALVES, 0, 0, cost_of_half, 1
+    first_work, first_shares, _ = shares_of(groups_G5, dx, rounds if of_dx else 0, num_programs)
+    for part in (DOWN, GATE_UP):
+        each, together = each_2[part - DOWN], together_2[part - DOWN]
+        for at in range(rows_I.size):
+            group = groups_G5[(part - DOWN) * rows_I.size + at]
+            group[1], group[2] = each - together, group[2] + together
+    if of_dx:
+        rounds = 0
+    shorter_last = np.argsort(-np.minimum(groups_G5[:, 3], cost_of_dx), kind="mergesort")
+    dx = np.flatnonzero(shorter_last == dx)[0]
     found = []
-    for is_last in (False, True):
-        groups_G5 = np.empty((2 * rows_I.size + 1, 5), np.int64)
-        for part in (DOWN, GATE_UP):
-            each, together = each_2[part - DOWN], together_2[part - DOWN]
-            for at, instance in enumerate(order):
-                steps = max((rows_I[instance] + step - 1) // step, 1)
-                group = groups_G5[(part - DOWN) * rows_I.size + at]
-                group[0], group[3], group[4] = part, steps * step + sum_cost, steps
-                group[1] = each - together if is_last else together
-                group[2] = instance * each + (together if is_last else 0)
-        last = groups_G5[-1]
-        last[0], last[3], last[4] = ROWS_AFTER, cost_of_dx, 1
-        last[1], last[2] = (num_dx - of_dx, of_dx) if is_last else (of_dx, 0)
-        if is_last and of_dx:
-            rounds = 0
-        found.append(shares_of(groups_G5, rounds if is_last or of_dx else 0, num_programs))
-    return found[0][0], found[0][1], found[1][0], found[1][1]
+    for in_halves in (0, min(num_programs // 2, num_dx - of_dx - rounds * num_programs)):
+        groups_G5[-2] = ROWS_AFTER, num_dx - of_dx - in_halves, of_dx, cost_of_dx, 1
+        groups_G5[-1] = HALVES, 2 * in_halves, 2 * (num_dx - in_halves), cost_of_half, 1
+        found.append(shares_of(groups_G5[shorter_last], dx, rounds, num_programs))
+    work, shares, _ = found[0] if found[0][2] <= found[1][2] else found[1]
+    return first_work, first_shares, work, shares
