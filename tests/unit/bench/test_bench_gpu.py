@@ -19,11 +19,9 @@ from equilibra.bench.gpu.contenders import (
     NAMES,
     ONLINE,
     OTHER_PATH,
-    PRICES,
     STATIC,
     STILL_ONE,
     TILE_ROWS,
-    Prices,
     contenders,
     seconds_to_plan,
 )
@@ -42,7 +40,7 @@ from equilibra.bench.gpu.records import (
 )
 from equilibra.bench.gpu.replay import RankTimes, Replay, Sizes
 from equilibra.bench.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
-from equilibra.bench.gpu.setting import MODELS, GpuSetting
+from equilibra.bench.gpu.setting import GpuSetting
 from equilibra.bench.gpu.work import STILL, Moves, RankWork, balanced_works, moves_of, works_of
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
@@ -165,15 +163,12 @@ def test_copies_of_neighbour_layers_move_and_none_is_forgotten():
 
 @pytest.fixture
 def free_copies(monkeypatch):
-    monkeypatch.setattr("equilibra.bench.gpu.contenders.OTHER_SHAPES", Prices(0.0, 0.0, 0.0))
+    for name in ("HOLD_US_PER_MB", "MOVE_US_PER_MB", "ADD_US_PER_MB"):
+        monkeypatch.setattr(f"equilibra.bench.gpu.contenders.{name}", 0.0)
 
 
 def test_plans_count_the_tiles_of_the_kernels():
     assert TILE_ROWS == grouped.BM
-
-
-def test_usual_shapes_have_prices_of_their_own():
-    assert set(PRICES) == set(MODELS)
 
 
 def test_a_few_rows_are_not_worth_a_copy(case):

@@ -30,6 +30,8 @@ __all__ = ["Case", "Routing", "case_of", "cases_for", "routing_of"]
 
 FULL = 0.9
 """part of its budget that a micro-batch must fill to be chosen"""
+SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
+"""to queue a rank's kernels, and to run them and rest"""
 MOST_SEQUENCES = 1 << 20
 """of a step, repeats counted"""
 
@@ -72,8 +74,10 @@ class Case:
 
     @property
     def weight(self) -> float:
-        """FLOP of a pass, for what takes how long."""
-        return 6.0 * self.model.expert_parameters * float(self.load.tokens_MLER.sum(dtype=np.int64))
+        """Seconds that a round takes for one contender on an H200, about: for what takes how long."""
+        ranks = len(self.layers) * self.load.num_micro_batches * self.cluster.num_ranks
+        flop = 6.0 * self.model.expert_parameters * float(self.load.tokens_MLER.sum(dtype=np.int64))
+        return SECONDS_PER_RANK * ranks + SECONDS_PER_FLOP * flop
 
     def static_imbalance(self) -> dict[str, float]:
         """Of contiguous homes: over layers and micro-batches, and of all rows that slowest ranks compute together."""

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 
@@ -44,29 +43,11 @@ NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN
 PRODUCT_TFLOPS = 650.0
 """of a rank's rows, forward and backward, in our kernels on an H200"""
 
-
-class Prices(NamedTuple):
-    """What copies cost a rank besides their rows, in microseconds per MB of an expert's weights, in the worth of rows.
-
-    By regression over ranks of an earlier run of this bench (benchmarks/probes/fit_prices.py).
-    """
-
-    hold: float
-    """in its layer: the rank that holds a copy reads its weights and writes a gradient"""
-    move: float
-    """weights or a gradient that move beside another layer"""
-    add: float
-    """a gradient that is added beside another layer"""
-
-
-PRICES = {
-    "gpt-oss-20b": Prices(0.58, 0.19, 0.37),
-    "qwen3-30b-a3b": Prices(0.80, 0.42, 0.78),
-    "qwen3-235b-a22b": Prices(1.08, 0.25, 0.39),
-    "deepseek-v3": Prices(0.59, 0.18, 0.29),
-}
-OTHER_SHAPES = Prices(0.69, 0.22, 0.38)
-"""medians"""
+HOLD_US_PER_MB, MOVE_US_PER_MB, ADD_US_PER_MB = 1.0, 0.27, 0.51
+"""what copies cost besides their rows, by the size of an expert's weights and in the worth of rows: in its layer the
+rank that holds one reads its weights and writes a gradient; weights or a gradient that move beside another layer; a
+gradient that is added there. About the same for all shapes, by regression over ranks of earlier runs
+(benchmarks/probes/fit_prices.py)"""
 TILE_ROWS = 128
 """of the products (`kernels.grouped.BM`)"""
 MICRO_BATCHES = 32
@@ -145,14 +126,13 @@ def _rates(case: Case, setting: GpuSetting) -> Rates:
     """Prices of what is run here: rows and copies on one device, and no network unless it is asked for."""
     known = rates_for(case.model, hardware_named("h200"), num_nodes=case.cluster.num_nodes)
     expert_mb = case.model.expert_bytes * 1e-6
-    prices = PRICES.get(case.model.name, OTHER_SHAPES)
     part = min(setting.micro_batches / MICRO_BATCHES, 1.0)
     return replace(
         known,
         row_us={**known.row_us, Stage.UPDATE: 6e-6 * case.model.expert_parameters / PRODUCT_TFLOPS},
-        hold_us={**known.hold_us, Stage.UPDATE: prices.hold * expert_mb},
-        move_beside_us={**known.move_beside_us, Stage.UPDATE: prices.move * expert_mb},
-        add_beside_us={**known.add_beside_us, Stage.UPDATE: prices.add * expert_mb},
+        hold_us={**known.hold_us, Stage.UPDATE: HOLD_US_PER_MB * expert_mb},
+        move_beside_us={**known.move_beside_us, Stage.UPDATE: MOVE_US_PER_MB * expert_mb},
+        add_beside_us={**known.add_beside_us, Stage.UPDATE: ADD_US_PER_MB * expert_mb},
         tile_rows=TILE_ROWS,
         cross_row_us=known.cross_row_us if setting.network else 0.0,
         standing_copy_us=known.standing_copy_us * part,
