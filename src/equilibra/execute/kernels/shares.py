@@ -13,9 +13,10 @@ their sums are: the rows of an instance for weights, 2F for rows. One launch com
 
 So half of the programs multiply while the other half waits for memory, which adding to float32 sums mostly is. Tiles
 of weights go to programs one by one in the order of their computation, each to the program that comes to its end first:
-tiles beside each other are computed at the same time, and caches serve what they share. Tiles of dx, and then whatever
-is shorter, longest first, fill what the others left: each product by itself would end with most programs waiting for a
-few. Halves take a little longer than the whole, but a tile of dx may be a thirtieth of all that a program does.
+tiles beside each other are computed at the same time, and caches serve what they share. (Tiles of small instances given
+out at last would fill better, but take longer.) The last tiles of dx, which are short, fill what the others left: each
+product by itself would end with most programs waiting for a few. Halves take a little longer than the whole, but a tile
+of dx may be a thirtieth of all that a program does.
 
 Where instances have more tiles than there are programs, whole rounds of them have a launch of their own, in which all
 programs are at the same rows of an instance all the time: caches need that where instances have many rows.
@@ -67,6 +68,34 @@ def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, progra
 
 
 @inlined
+def _latest(
+    heap: NDArray[np.int64], of: NDArray[np.int64], count: int, cost: int, short_count: int, short_cost: int
+) -> int:
+    """When the last program ends that has so many tiles more, and then short ones."""
+    ends, programs = heap.copy(), of.copy()
+    latest = int(heap.max())
+    for tile in range(count + short_count):
+        end = int(ends[0]) + (cost if tile < count else short_cost)
+        latest = max(latest, end)
+        _sink(ends, programs, end, programs[0])
+    return latest
+
+
+@inlined
+def _settle_halves(
+    groups_G5: NDArray[np.int64], counts_G: NDArray[np.int64], ends: NDArray[np.int64], programs: NDArray[np.int64],
+    given: int,
+) -> None:  # fmt: skip
+    """Take halves whole unless programs end sooner with them; so many tiles of dx are given out already."""
+    cost, short_cost = groups_G5[-2:, 3]
+    left, halves = counts_G[-2] - given, counts_G[-1]
+    if halves > 0:
+        whole = _latest(ends, programs, left + halves // 2, cost, 0, short_cost)
+        if whole <= _latest(ends, programs, left, cost, halves, short_cost):
+            counts_G[-2:] = counts_G[-2] + halves // 2, 0
+
+
+@inlined
 def _listed(
     program_of_tile: NDArray[np.int32], part_of_tile: NDArray[np.int8], number_of_tile: NDArray[np.int32],
     steps_PK: NDArray[np.int64],
@@ -91,13 +120,14 @@ def _listed(
 
 @kernel
 def shares_of(
-    groups_G5: NDArray[np.int64], dx: int, rounds: int, num_programs: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32], int]:
-    """Work [n] (numbers of tiles), shares [P, 2 * NUM_PARTS] (of each part, where a program's tiles begin in the work,
-    and how many steps they take), and when the last program ends.
+    groups_G5: NDArray[np.int64], rounds: int, num_programs: int
+) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+    """Work [n] (numbers of tiles) and shares [P, 2 * NUM_PARTS]: of each part, where a program's tiles begin in the
+    work, and how many steps they take.
 
     A group is tiles that take as long: their part, how many they are, the number of the first, cost and steps of each.
-    Groups are given out in their order. Of group `dx`, every program has `rounds` tiles before others are.
+    Groups are in the order of parts; the last two are those of dx and its halves, which are taken whole unless programs
+    end sooner. Of dx, every program has `rounds` tiles before others are given out.
     """
     num_tiles = 0
     for group in range(len(groups_G5)):
@@ -105,6 +135,7 @@ def shares_of(
     program_of_tile, part_of_tile = np.empty(num_tiles, np.int32), np.empty(num_tiles, np.int8)
     number_of_tile = np.empty(num_tiles, np.int32)
     steps_PK = np.zeros((num_programs, NUM_PARTS), np.int64)
+    dx, counts = len(groups_G5) - 2, groups_G5[:, 1].copy()
     of_dx = groups_G5[dx]
     at = 0
     for program in range(num_programs):
@@ -117,8 +148,12 @@ def shares_of(
     ends, programs = np.full(num_programs, rounds * of_dx[3]), np.arange(num_programs)
     latest, in_order = rounds * of_dx[3], True  # of all ends; whether ends ascend
     for group in range(len(groups_G5)):
-        part, count, first, cost, steps = groups_G5[group]
-        tile = rounds * num_programs if group == dx else 0
+        tile = 0
+        if group == dx:
+            tile = rounds * num_programs
+            _settle_halves(groups_G5, counts, ends, programs, tile)
+        part, _, first, cost, steps = groups_G5[group]
+        count = counts[group]
         while tile < count:
             if latest - ends[0] < cost and (in_order or count - tile > 3 * num_programs):
                 # each program that gets a tile is the last one then: they take turns
@@ -145,8 +180,8 @@ def shares_of(
                 at, tile = at + 1, tile + 1
                 in_order, latest = False, max(latest, end)
                 _sink(ends, programs, end, program)
-    work, shares = _listed(program_of_tile, part_of_tile, number_of_tile, steps_PK)
-    return work, shares, latest
+    work, shares = _listed(program_of_tile[:at], part_of_tile[:at], number_of_tile[:at], steps_PK)
+    return work, shares
 
 
 @kernel
@@ -162,7 +197,6 @@ def launches_of(
     longest = max((rows_I[order[0]] + step - 1) // step, 1) * step + sum_cost
     rounds = max(num_dx // num_programs - longest // cost_of_dx - 2, 0)  # the rest fills what tiles of weights leave
     of_dx = rounds * num_programs if together_2.any() else 0
-    dx, halves = 2 * rows_I.size, 2 * rows_I.size + 1
     groups_G5 = np.zeros((2 * rows_I.size + 2, 5), np.int64)
     for part in (DOWN, GATE_UP):
         for at, instance in enumerate(order):
@@ -170,9 +204,8 @@ def launches_of(
             group = groups_G5[(part - DOWN) * rows_I.size + at]
             group[0], group[1], group[2] = part, together_2[part - DOWN], instance * each_2[part - DOWN]
             group[3], group[4] = steps * step + sum_cost, steps
-    groups_G5[dx] = ROWS_AFTER, of_dx, 0, cost_of_dx, 1
-    groups_G5[halves] = HALVES, 0, 0, cost_of_half, 1
-    first_work, first_shares, _ = shares_of(groups_G5, dx, rounds if of_dx else 0, num_programs)
+    groups_G5[-2] = ROWS_AFTER, of_dx, 0, cost_of_dx, 1
+    first_work, first_shares = shares_of(groups_G5, rounds if of_dx else 0, num_programs)
     for part in (DOWN, GATE_UP):
         each, together = each_2[part - DOWN], together_2[part - DOWN]
         for at in range(rows_I.size):
@@ -180,12 +213,8 @@ def launches_of(
             group[1], group[2] = each - together, group[2] + together
     if of_dx:
         rounds = 0
-    shorter_last = np.argsort(-np.minimum(groups_G5[:, 3], cost_of_dx), kind="mergesort")
-    dx = np.flatnonzero(shorter_last == dx)[0]
-    found = []
-    for in_halves in (0, min(num_programs // 2, num_dx - of_dx - rounds * num_programs)):
-        groups_G5[-2] = ROWS_AFTER, num_dx - of_dx - in_halves, of_dx, cost_of_dx, 1
-        groups_G5[-1] = HALVES, 2 * in_halves, 2 * (num_dx - in_halves), cost_of_half, 1
-        found.append(shares_of(groups_G5[shorter_last], dx, rounds, num_programs))
-    work, shares, _ = found[0] if found[0][2] <= found[1][2] else found[1]
+    in_halves = min(num_programs // 2, num_dx - of_dx - rounds * num_programs)
+    groups_G5[-2] = ROWS_AFTER, num_dx - of_dx - in_halves, of_dx, cost_of_dx, 1
+    groups_G5[-1] = HALVES, 2 * in_halves, 2 * (num_dx - in_halves), cost_of_half, 1
+    work, shares = shares_of(groups_G5, rounds, num_programs)
     return first_work, first_shares, work, shares
