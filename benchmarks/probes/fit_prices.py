@@ -2,11 +2,12 @@
 
     PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR [--output FILE]
 
-For every shape, times of ranks over those of balanced ranks around them, with and without moves, are fitted by their
+For every shape, times of ranks over the median balanced rank of their case, with and without moves, are fitted by their
 rows, by what last tiles lack, by instances beyond homes, by weights and gradients that their own copies move, and by
-gradients that they add. A price is what one of these costs over what a row costs, times what plans think that a row
-costs: they level rows, and a row more or less changes a rank's time by 0.3 to 0.8 of its mean cost. The price of an
-instance has half of a tile, as plans count it.
+gradients that they add, all over a balanced rank's rows. A price is what one of these costs over what a row costs, times
+what plans think that a row costs: they level rows, and a row more or less changes a rank's time by about two thirds of
+what a row costs in the mean. The price of an instance has what its last tile lacks in the mean, two thirds of half a
+tile, as plans count it.
 
 Plans are made anew, which takes the code that made the records: cases whose rows differ are refused.
 """
@@ -56,16 +57,17 @@ def ranks_of(records: Records, case: Case, setting: GpuSetting) -> list[tuple[li
                 raise InputError(f"{case.name}: its records are of another plan; use the code of their commit")
             tile_ends = sum(-size % TILE_ROWS for size in work.sizes)
             moved = move.ahead + move.behind + move.returned
-            parts = [work.num_rows / mean - 1, tile_ends / mean, work.num_instances - homes, moved, sum(move.added)]
-            found.append((parts, still[layer, m, rank] / even, moving[layer, m, rank] / even))
+            counts = work.num_rows - mean, tile_ends, work.num_instances - homes, moved, sum(move.added)
+            found.append(
+                ([count / mean for count in counts], still[layer, m, rank] / even, moving[layer, m, rank] / even)
+            )
     return found
 
 
 def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str, Any]:
     """Of the cases of one shape; each has a constant of its own."""
-    parts, took, number, rows = [], [], [], []
+    parts, took, number = [], [], []
     for at, case in enumerate(cases):
-        rows.append(case.load.tokens_MLER.sum(axis=(2, 3)).mean() / case.cluster.num_ranks)
         for part, still, moving in ranks_of(records, case, setting):
             parts += [part[:3] + [0.0, 0.0], part]
             took += [still, moving]
@@ -73,12 +75,12 @@ def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str
     known = np.concatenate([np.array(parts), np.eye(len(cases))[number]], axis=1)
     found, *_ = np.linalg.lstsq(known, np.array(took), rcond=None)
     model = cases[0].model
-    worth = found[2:5] / found[0] * np.mean(rows) + np.array([TILE_ROWS / 3, 0.0, 0.0])
+    worth = found[2:5] / found[0] + np.array([TILE_ROWS / 3, 0.0, 0.0])
     us_per_mb = worth * (6 * model.expert_parameters / PRODUCT_TFLOPS) / model.expert_bytes
     return {
         "shape": model.name,
         **{f"{name}_us_per_mb": round(float(us), 3) for name, us in zip(("hold", "move", "add"), us_per_mb, strict=True)},
-        "fitted": {name: round(float(value), 4) for name, value in zip(PARTS, found, strict=False)},
+        "fitted": {name: round(float(value), 2) for name, value in zip(PARTS, found, strict=False)},
         "left": round(float((np.array(took) - known @ found).std()), 4), "ranks": len(took) // 2,
     }  # fmt: skip
 

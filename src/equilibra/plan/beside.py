@@ -5,7 +5,8 @@ Symbols: M micro-batches, L layers, E experts, R ranks, F flash copies, C standi
 While a layer computes, weights of the flash copies of the visits before and after it move, and gradients of the latter
 leave and are added at their homes. That takes from the ranks that hold and serve them, and no layer and micro-batch
 that is planned by itself can know of it. So copies stay where they are, and how many of its expert's tokens each of
-them takes is levelled anew, with all of it counted as rows. (Copies chosen anew as well were no better.)
+them takes is levelled anew, with all of it counted as rows; those that are left without tokens are given up. (Copies
+chosen anew as well were no better.)
 
 Kernels compute rows in tiles, and the last tile of an instance takes as long as a full one in all products but those of
 the weights' gradients, two thirds of the work. Shares that fill tiles take less: they are looked for around the level.
@@ -44,21 +45,21 @@ def level_beside(
     """
     counts_traffic = rates.cross_row_us > 0 and placement.cluster.num_nodes > 1
     priced = rates.move_beside_us[stage] + rates.add_beside_us[stage] > 0
-    if not priced or counts_traffic:
+    if not priced or counts_traffic or part.num_copies == 0:
         return part
     needless = True
-    while needless and part.num_copies > 0:
+    while needless:
         tokens_FR, standing_CMR = part.tokens_FR.copy(), part.standing_tokens_CMR.copy()
         needless = _level(
             load.tokens_MLER, placement.home_of_expert, part.first_of_problem, part.expert, part.rank, standing.layer,
             standing.expert, standing.rank, base_rows(part, load, standing, rates, stage), rates.tile_rows, tokens_FR,
             standing_CMR,
         )  # fmt: skip
-        part = _with_work(replace(part, tokens_FR=tokens_FR, standing_tokens_CMR=standing_CMR))
+        part = _without_idle_copies(replace(part, tokens_FR=tokens_FR, standing_tokens_CMR=standing_CMR))
     return part
 
 
-def _with_work(part: StagePlan) -> StagePlan:
+def _without_idle_copies(part: StagePlan) -> StagePlan:
     """Without flash copies that take no tokens."""
     used = part.tokens_FR.any(axis=1)
     num_before = np.concatenate([[0], np.cumsum(used)])

@@ -158,6 +158,11 @@ def test_copies_of_neighbour_layers_move_and_none_is_forgotten():
     assert Moves(ahead=1, behind=2, returned=1, added=(3, 1)).num_bytes(10, 100) == 530
 
 
+def test_cases_share_time_by_ranks_and_rows(case):
+    wider = replace(case, model=replace(case.model, expert_ffn=2 * case.model.expert_ffn))
+    assert 0 < case.round_s < wider.round_s
+
+
 # --- contenders ---
 
 

@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from equilibra.execute.kernels import grouped  # noqa: E402
 from equilibra.execute.kernels.shares import Part, shares_of  # noqa: E402
 
-PROGRAMS = 132
+PROGRAMS, SEEDS = 132, range(60)
 
 
 def random_groups(rng, programs):
@@ -71,11 +71,16 @@ def ends_and_tiles(work, table, groups):
     return ends, found
 
 
-@pytest.mark.parametrize("seed", range(30))
-def test_shares_are_those_of_the_greedy_rule(seed):
+def drawn(seed):
+    """Programs, groups and rounds."""
     rng = np.random.default_rng(seed)
     programs = int(rng.choice([1, 2, 7, PROGRAMS]))
-    groups, rounds = random_groups(rng, programs)
+    return programs, *random_groups(rng, programs)
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_shares_are_those_of_the_greedy_rule(seed):
+    programs, groups, rounds = drawn(seed)
     work, table = shares_of(groups, rounds, programs)
     groups = sooner(groups, rounds, programs)
     ends, found = ends_and_tiles(work, table, groups)
@@ -88,82 +93,75 @@ def test_shares_are_those_of_the_greedy_rule(seed):
     assert len(found[Part.ROWS_BEFORE]) == rounds * first_half
 
 
+def test_halves_are_chosen_and_not_chosen_with_rounds_and_without():
+    chosen = set()
+    for seed in SEEDS:
+        programs, groups, rounds = drawn(seed)
+        _, table = shares_of(groups, rounds, programs)
+        chosen.add((bool(table[:, 2 * Part.HALVES + 1].any()), rounds > 0))
+    assert len(chosen) == 4
+
+
+class Layer:
+    """Tiles of a layer's gradients on a GPU, and what each costs."""
+
+    def __init__(self, sizes, width, inner, learned=(True, True)):
+        weight, dx = grouped.WEIGHT, grouped.DX
+        self.task = grouped.ShareTask(sizes, width, inner, learned, (weight, dx), PROGRAMS)
+        self.each = grouped._num_tiles(width, inner, weight), grouped._num_tiles(2 * inner, width, weight)
+        self.num_dx = sum(grouped._num_tiles(size, width, dx) for size in sizes)
+        self.whole = 2 * inner + grouped.STORE_COST
+        self.half = int(2 * inner * grouped.HALF_COST) + grouped.STORE_COST
+        self.steps = [max(-(-size // weight.bk), 1) for size in sizes]
+        self.costs = [steps * weight.bk + grouped.SUM_COST for steps in self.steps]
+
+    def groups(self):
+        """Of all tiles that there may be."""
+        weights = [
+            (part, self.each[part - 1], i * self.each[part - 1], cost, steps)
+            for part in (Part.DOWN, Part.GATE_UP)
+            for i, (cost, steps) in enumerate(zip(self.costs, self.steps, strict=True))
+        ]
+        of_rows = (Part.ROWS_AFTER, self.num_dx, 0, self.whole, 1), (Part.HALVES, 2 * self.num_dx, 0, self.half, 1)
+        return np.array([*weights, *of_rows])
+
+    def launches(self):
+        """Ends and tiles of both."""
+        tables = self.task.share_out()
+        return [ends_and_tiles(work, table, self.groups()) for work, table in (tables[:2], tables[2:])]
+
+
 @pytest.mark.parametrize("learned", [(True, True), (False, True), (True, False)])
 @pytest.mark.parametrize(
     ("sizes", "width", "inner"),
     [((5000, 4000, 6000, 0, 500), 2048, 768), ((2500,) * 8 + (700, 300), 7168, 2048), ((16000, 200), 2880, 2880)],
 )
 def test_all_tiles_of_a_layer_once_and_programs_end_together(sizes, width, inner, learned):
-    weight, dx = grouped.WEIGHT, grouped.DX
-    task = grouped.ShareTask(sizes, width, inner, learned, (weight, dx), PROGRAMS)
-    tables = task.share_out()
-    each = [-(-width // 128) * -(-inner // 256), -(-2 * inner // 128) * -(-width // 256)]
-    num_dx = sum(-(-size // 128) for size in sizes) * -(-width // 256)
-    steps = [max(-(-size // weight.bk), 1) for size in sizes]
-    groups = [  # every tile by itself
-        (part, 1, i * each[part - 1] + tile, steps[i] * weight.bk + grouped.SUM_COST, steps[i])
-        for part in (Part.DOWN, Part.GATE_UP) for i in range(len(sizes)) for tile in range(each[part - 1])
-    ]  # fmt: skip
-    groups += [(Part.ROWS_AFTER, 1, tile, 2 * inner + grouped.STORE_COST, 1) for tile in range(num_dx)]
-    half = int(2 * inner * grouped.HALF_COST) + grouped.STORE_COST
-    groups += [(Part.HALVES, 1, number, half, 1) for number in range(2 * num_dx)]
+    layer = Layer(sizes, width, inner, learned)
     found, idle = {part: [] for part in Part}, 0.0
-    for work, table in (tables[:2], tables[2:]):
-        ends, tiles = ends_and_tiles(work, table, np.array(groups))
+    for ends, tiles in layer.launches():
         found = {part: found[part] + tiles[part] for part in Part}
         idle += max(ends) - float(np.mean(ends))
     halved = sorted(found[Part.HALVES])
-    assert halved == list(range(2 * num_dx - len(halved), 2 * num_dx))
-    assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(num_dx - len(halved) // 2))
+    assert halved == list(range(2 * layer.num_dx - len(halved), 2 * layer.num_dx))
+    assert sorted(found[Part.ROWS_BEFORE] + found[Part.ROWS_AFTER]) == list(range(layer.num_dx - len(halved) // 2))
     for part in (Part.DOWN, Part.GATE_UP):
-        assert sorted(found[part]) == list(range(len(sizes) * each[part - 1] * learned[part - 1]))
-    assert len(tables[0]) > 0 or max(each) < PROGRAMS
-    assert idle < 2 * inner + grouped.STORE_COST  # less than one tile of dx
+        assert sorted(found[part]) == list(range(len(sizes) * layer.each[part - 1] * learned[part - 1]))
+    assert len(layer.task.share_out()[0]) > 0 or max(layer.each) < PROGRAMS
+    assert idle < layer.whole  # less than one tile of dx
 
 
 @pytest.mark.parametrize("sizes", [(9728, 6784), (9642, 6832), (12288, 4006)])
 def test_programs_end_sooner_with_halves(sizes):
-    """gpt-oss: a tile of dx is a thirtieth of what a program does."""
-    width = inner = 2880
-    task = grouped.ShareTask(sizes, width, inner, (True, True), (grouped.WEIGHT, grouped.DX), PROGRAMS)
-    num_dx = sum(-(-size // 128) for size in sizes) * 12
-    each = -(-width // 128) * -(-inner // 256), -(-2 * inner // 128) * -(-width // 256)
-    costs = [-(-size // 32) * 32 + grouped.SUM_COST for size in sorted(sizes, reverse=True)]
-    heap = [0] * PROGRAMS  # leftover tiles of weights in their order, then dx: as it was without halves
-    whole_rounds = sum(count // PROGRAMS * cost for count in each for cost in costs)
-    for count in each:
-        for cost in costs:
-            for _ in range(count % PROGRAMS):
-                heapreplace(heap, heap[0] + cost)
-    for _ in range(num_dx):
-        heapreplace(heap, heap[0] + 2 * inner + grouped.STORE_COST)
-    assert _last_end(task) < whole_rounds + max(heap)
-
-
-def _last_end(task):
-    """When the last program ends, of both launches."""
-    groups, end = [], 0
-    each = -(-task.width // 128) * -(-task.inner // 256), -(-2 * task.inner // 128) * -(-task.width // 256)
-    for part in (Part.DOWN, Part.GATE_UP):
-        for i, size in enumerate(task.sizes):
-            steps = -(-size // 32)
-            groups.append((part, each[part - 1], i * each[part - 1], steps * 32 + grouped.SUM_COST, steps))
-    num_dx = sum(-(-size // 128) for size in task.sizes) * -(-task.width // 256)
-    whole, half = 2 * task.inner + grouped.STORE_COST, int(2 * task.inner * grouped.HALF_COST) + grouped.STORE_COST
-    groups += [(Part.ROWS_AFTER, num_dx, 0, whole, 1), (Part.HALVES, 2 * num_dx, 0, half, 1)]
-    tables = task.share_out()
-    for work, table in (tables[:2], tables[2:]):
-        end += max(ends_and_tiles(work, table, np.array(groups))[0])
-    return end
-
-
-def test_both_whole_tiles_and_halves_are_chosen():
-    chosen = set()
-    for seed in range(30):
-        rng = np.random.default_rng(seed)
-        groups, rounds = random_groups(rng, 7)
-        chosen.add(bool(sooner(groups, rounds, 7)[-1, 1]))
-    assert chosen == {True, False}
+    """Gpt-oss: a tile of dx is a thirtieth of what a program does."""
+    layer = Layer(sizes, 2880, 2880)
+    heap = [0] * PROGRAMS  # what is left of the weights' tiles in their order, then dx: as it is without halves
+    whole_rounds = sum(count // PROGRAMS * cost for count in layer.each for cost in layer.costs)
+    left = [(count % PROGRAMS, cost) for count in layer.each for cost in layer.costs]
+    for count, cost in [*left, (layer.num_dx, layer.whole)]:
+        for _ in range(count):
+            heapreplace(heap, heap[0] + cost)
+    assert sum(max(ends) for ends, _ in layer.launches()) < whole_rounds + max(heap)
 
 
 def test_a_share_left_out_is_noticed():

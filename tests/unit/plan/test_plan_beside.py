@@ -1,4 +1,4 @@
-"""What moves beside a layer: quotas are as level as a linear program makes them, and copies stay what they are."""
+"""What moves beside a layer: quotas are as level as a linear program makes them, and idle copies are given up."""
 
 from dataclasses import replace
 
@@ -130,7 +130,7 @@ def _in_thirds(step, plan, part):
 
 @pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("us", [100.0, 400.0, 1e300])
-def test_copies_that_cost_more_than_they_bring_are_given_up(us, nodes):
+def test_copies_that_levelling_leaves_without_tokens_are_given_up(us, nodes):
     dear = replace(PRICED, move_beside_us={**FREE, UPDATE: us})
     step, plan, part, found = levelled(3, dear, nodes=nodes)
     replace(plan, stages=dict.fromkeys(Stage, found)).check(step.load, spare_slots=2, standing_slots=2)
@@ -140,6 +140,27 @@ def test_copies_that_cost_more_than_they_bring_are_given_up(us, nodes):
     slow, fast = (costs(step, plan, one, dear).max(axis=1) for one in (part, found))
     assert (fast <= slow).all()
     assert fast.sum() < slow.sum()
+
+
+def test_standing_copies_are_levelled_without_the_last_flash_copy():
+    dear = replace(PRICED, hold_us={**FREE, UPDATE: 1e4})
+    step, plan, part, _ = levelled(5, nodes=2)
+    served, kept = part.tokens_FR.sum(axis=1), slice(20, 21)
+    assert served[20] > 0
+    problem = int(part.problem_of_copy()[20])
+    one = replace(
+        part, first_of_problem=(np.arange(7) > problem).astype(np.int64), expert=part.expert[kept],
+        rank=part.rank[kept], origin=part.origin[kept], tokens_FR=part.tokens_FR[kept],
+    )  # fmt: skip
+    found = level_beside(one, step.load, plan.placement, plan.standing, dear, UPDATE)
+    assert found.num_copies == 0
+    base_PR = base_rows(found, step.load, plan.standing, dear, UPDATE)
+    after = costs(step, plan, found, dear)
+    for p in range(6):
+        layer, m = divmod(p, 3)
+        amounts = np.concatenate([step.load.expert_load()[m, layer], base_PR[p]])
+        homes = np.concatenate([plan.placement.home_of_expert[layer], np.arange(8)])
+        assert after[p].max() <= lowest_level(amounts, homes, copies_of(plan, found, p), 8) * 1.002 + 2
 
 
 def _places(part):

@@ -31,7 +31,8 @@ __all__ = ["Case", "Routing", "case_of", "cases_for", "routing_of"]
 FULL = 0.9
 """part of its budget that a micro-batch must fill to be chosen"""
 SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
-"""to queue a rank's kernels, and to run them and rest"""
+"""to queue a rank's kernels, and to run them and rest: most cases of
+benchmarks/results/gpu.json took that to a quarter"""
 MOST_SEQUENCES = 1 << 20
 """of a step, repeats counted"""
 
@@ -73,8 +74,8 @@ class Case:
         return f"{self.recording}, {self.model.name}, EP {self.cluster.num_ranks}"
 
     @property
-    def weight(self) -> float:
-        """Seconds that a round takes for one contender on an H200, about: for what takes how long."""
+    def round_s(self) -> float:
+        """Seconds that a round of one contender takes on an H200, about: by it cases share the time there is."""
         ranks = len(self.layers) * self.load.num_micro_batches * self.cluster.num_ranks
         flop = 6.0 * self.model.expert_parameters * float(self.load.tokens_MLER.sum(dtype=np.int64))
         return SECONDS_PER_RANK * ranks + SECONDS_PER_FLOP * flop

@@ -98,11 +98,11 @@ def run_cases(
     about = {**environment(), **about_device(device)}
     tell(f"planning {len(cases)} cases")
     planned = [contenders(case, setting) for case in cases]
-    begin, weight_done, weight_all = perf_counter(), 0.0, sum(case.weight for case in cases)
+    begin, done_s, all_s = perf_counter(), 0.0, sum(case.round_s for case in cases)
     for number, case in enumerate(cases, start=1):
         start = perf_counter()
         left_s = None if setting.seconds is None else max(setting.seconds - (start - begin), 0.0)
-        part_s = None if left_s is None else left_s * case.weight / (weight_all - weight_done)
+        part_s = None if left_s is None else left_s * case.round_s / (all_s - done_s)
         found = measure(case, planned[number - 1], setting, device=device, seconds=part_s)
         seconds = perf_counter() - start
         records.add(case.name, found.rows)
@@ -110,8 +110,8 @@ def run_cases(
         outcome["cases"] = [one for one in outcome["cases"] if one["case"] != case.name] + [result]
         outcome["ceilings"].append(measured_ceilings(device))
         keep(outcome, records)
-        weight_done += case.weight
-        left = (perf_counter() - begin) * (weight_all / weight_done - 1)
+        done_s += case.round_s
+        left = (perf_counter() - begin) * (all_s / done_s - 1)
         share, exposed = result["share_of_balanced"][EQUILIBRA]["median"], result["exposed_share"][setting.paths[0]]
         tell(
             f"[{number}/{len(cases)}] {case.name}: {share:.1%} of balanced, "

@@ -64,7 +64,7 @@ DX = replace(WEIGHT, bk=64, stages=4)
 SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
 HALF_COST = 0.55
-"""what half of a tile of dx takes, of all of it"""
+"""what half of a tile of dx takes, of all of it; also where it lies beyond the width"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
