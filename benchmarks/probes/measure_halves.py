@@ -1,6 +1,6 @@
 """Gradients of weights and rows with the last tiles of dx whole and in halves, in turn, beside what their schedule says.
 
-    PYTHONPATH=src:benchmarks/probes python benchmarks/probes/measure_halves.py --output FILE
+    PYTHONPATH=src python benchmarks/probes/measure_halves.py --output FILE
 
 Sizes are those of ranks of plans (routing of gpt-oss-20b and DeepSeek-V2-Lite) and of balanced ranks. From what halves
 bring by the schedule and on the device follows what it costs to start with them: `start_steps`, in the schedule's unit.

@@ -31,8 +31,8 @@ __all__ = ["Case", "Routing", "case_of", "cases_for", "routing_of"]
 FULL = 0.9
 """part of its budget that a micro-batch must fill to be chosen"""
 SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
-"""to queue a rank's kernels, and to run them and rest: most cases of
-benchmarks/results/gpu.json took that to a quarter"""
+"""to queue a rank's kernels, and to run them and rest; within a quarter of what most cases took on an H200
+(benchmarks/results/gpu.json)"""
 MOST_SEQUENCES = 1 << 20
 """of a step, repeats counted"""
 

@@ -42,7 +42,6 @@ NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN
 """in the order of records"""
 PRODUCT_TFLOPS = 650.0
 """of a rank's rows, forward and backward, in our kernels on an H200"""
-
 HOLD_US_PER_MB, MOVE_US_PER_MB, ADD_US_PER_MB = 1.0, 0.27, 0.51
 """what copies cost besides their rows, by the size of an expert's weights and in the worth of rows: in its layer the
 rank that holds one reads its weights and writes a gradient; weights or a gradient that move beside another layer; a

@@ -1,6 +1,6 @@
 """Which program of a launch computes which tiles, so that all programs end together.
 
-Symbols: P programs, n tiles, G groups.
+Symbols: P programs, n tiles, G groups, K parts.
 
 Gradients of the weights and of the rows are three products that do not need each other, of tiles that take as long as
 their sums are: the rows of an instance for weights, 2F for rows. One launch computes all three, in five parts:
