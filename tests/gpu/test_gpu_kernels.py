@@ -12,7 +12,6 @@ DEVICE = torch.device("cuda")
 @pytest.mark.parametrize(("width", "inner", "sizes"), [(2056, 2000, (500, 0, 1000, 501)), (2880, 2880, (9728, 6784))])
 def test_rows_computed_in_halves_of_tiles_have_the_same_bits(width, inner, sizes, monkeypatch):
     monkeypatch.setattr(grouped, "HALF_COST", 0.1)  # halves are chosen whatever the number of multiprocessors
-    monkeypatch.setattr(grouped, "HALVES_START", 0)
     grouped._shared_out.cache_clear()
     torch.manual_seed(0)
 

@@ -53,7 +53,7 @@ def warm() -> None:
     instances = instances_of(plan, Stage.UPDATE, 0, 0)
     send_table(recorded_experts(trace)[:TOKENS, 0].astype(np.int64), instances, 0)
     receive_table(instances.on_rank(0), planned_counts(load, instances, 0, 0, 0))
-    launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 10, 3)
+    launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
 
 
 warm()

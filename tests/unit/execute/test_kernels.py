@@ -25,7 +25,7 @@ from equilibra.execute.moe.spec import Activation
 
 broken = sys.argv[1] == "broken"
 laden_module.on_gpu = lambda rows: True  # it is for kernels to do, on a GPU or not
-grouped.HALF_COST, grouped.HALVES_START = 0.1, 0  # some tiles of dx are computed in halves then
+grouped.HALF_COST = 0.1  # some tiles of dx are computed in halves then
 generator = torch.Generator().manual_seed(0)
 random = lambda *shape: torch.randn(*shape, generator=generator) * 0.3
 worst = {}

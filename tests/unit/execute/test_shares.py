@@ -10,7 +10,7 @@ torch = pytest.importorskip("torch")
 from equilibra.execute.kernels import grouped  # noqa: E402
 from equilibra.execute.kernels.shares import Part, shares_of  # noqa: E402
 
-PROGRAMS, SEEDS, START = 132, range(60), 2
+PROGRAMS, SEEDS = 132, range(60)
 
 
 def random_groups(rng, programs):
@@ -21,7 +21,7 @@ def random_groups(rng, programs):
         for i in range(rng.integers(1, 5))
     ]
     num_dx, halved = int(rng.integers(0, 5 * programs)), int(rng.integers(0, programs + 1))
-    every = [*groups, (Part.ROWS_AFTER, num_dx, 7, 9, 1), (Part.HALVES, 2 * halved, 2 * (7 + num_dx), 5, 1)]
+    every = [*groups, (Part.ROWS_AFTER, num_dx, 7, 5, 1), (Part.HALVES, 2 * halved, 2 * (7 + num_dx), 3, 1)]
     return np.array(every), int(rng.integers(0, num_dx // programs + 1))
 
 
@@ -45,10 +45,8 @@ def greedy(groups, rounds, programs):
 
 
 def sooner(groups, rounds, programs):
-    """The groups with or without halves, whichever ends sooner; halves pay for their start."""
-    plain = whole(groups)
-    in_halves = max(greedy(groups, rounds, programs)) + START
-    return groups if in_halves < max(greedy(plain, rounds, programs)) else plain
+    """The groups with or without halves, whichever ends sooner."""
+    return min((whole(groups), groups), key=lambda some: max(greedy(some, rounds, programs)))
 
 
 def ends_and_tiles(work, table, groups):
@@ -83,7 +81,7 @@ def drawn(seed):
 @pytest.mark.parametrize("seed", SEEDS)
 def test_shares_are_those_of_the_greedy_rule(seed):
     programs, groups, rounds = drawn(seed)
-    work, table = shares_of(groups, rounds, START, programs)
+    work, table = shares_of(groups, rounds, programs)
     groups = sooner(groups, rounds, programs)
     ends, found = ends_and_tiles(work, table, groups)
     assert ends == greedy(groups, rounds, programs)
@@ -99,7 +97,7 @@ def test_halves_are_chosen_and_not_chosen_with_rounds_and_without():
     chosen = set()
     for seed in SEEDS:
         programs, groups, rounds = drawn(seed)
-        _, table = shares_of(groups, rounds, START, programs)
+        _, table = shares_of(groups, rounds, programs)
         chosen.add((bool(table[:, 2 * Part.HALVES + 1].any()), rounds > 0))
     assert len(chosen) == 4
 
@@ -112,8 +110,8 @@ class Layer:
         self.task = grouped.ShareTask(sizes, width, inner, learned, (weight, dx), PROGRAMS)
         self.each = grouped._num_tiles(width, inner, weight), grouped._num_tiles(2 * inner, width, weight)
         self.num_dx = sum(grouped._num_tiles(size, width, dx) for size in sizes)
-        self.whole = int(2 * inner * grouped.DX_COST) + grouped.STORE_COST
-        self.half = int(self.whole * grouped.HALF_COST)
+        self.whole = 2 * inner + grouped.STORE_COST
+        self.half = int(2 * inner * grouped.HALF_COST) + grouped.STORE_COST
         self.steps = [max(-(-size // weight.bk), 1) for size in sizes]
         self.costs = [steps * weight.bk + grouped.SUM_COST for steps in self.steps]
 
@@ -169,7 +167,7 @@ def test_programs_end_sooner_with_halves(sizes):
 def test_a_share_left_out_is_noticed():
     rng = np.random.default_rng(0)
     groups, rounds = random_groups(rng, 7)
-    work, table = shares_of(groups, rounds, START, 7)
+    work, table = shares_of(groups, rounds, 7)
     table[3, 1:] = 0
     groups = sooner(groups, rounds, 7)
     ends, _ = ends_and_tiles(work, table, groups)

@@ -58,15 +58,13 @@ class Tile:
 
 FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
 PRODUCT = Tile(bn=256, bk=64, warps=8, stages=4)
-WEIGHT = Tile(bn=256, bk=32, warps=8, stages=5)
+WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
 DX = replace(WEIGHT, bk=64, stages=4)
 """in one launch with WEIGHT, so its tiles are as large"""
-SUM_COST, STORE_COST = 430, 150
-"""what adding a tile to float32 sums takes, and storing one of dx, in rows of a sum (`measure_ends.py` measures it)"""
-DX_COST, HALF_COST = 0.95, 0.52
-"""what a step of dx takes, of one of sums; what half of a tile takes, of all of it, also if it lies beyond the width"""
-HALVES_START = 290
-"""what a program takes to start with halves, in rows"""
+SUM_COST, STORE_COST = 200, 60
+"""what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
+HALF_COST = 0.55
+"""what half of a tile of dx takes, of all of it; also where it lies beyond the width"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
 """for types of four bytes, whose tiles take twice the memory"""
 
@@ -286,10 +284,9 @@ class ShareTask(NamedTuple):
         weight, dx = self.tiles
         each = [_num_tiles(self.width, self.inner, weight), _num_tiles(2 * self.inner, self.width, weight)]
         num_dx = sum(-(-size // dx.bm) for size in self.sizes) * -(-self.width // dx.bn)
-        cost_of_dx = int(2 * self.inner * DX_COST) + STORE_COST
         found: tuple[NDArray[np.int32], ...] = launches_of(
-            np.array(self.sizes, np.int64), np.array(each) * self.learned, num_dx, weight.bk, SUM_COST, cost_of_dx,
-            int(cost_of_dx * HALF_COST), HALVES_START, self.num_programs,
+            np.array(self.sizes, np.int64), np.array(each) * self.learned, num_dx, weight.bk, SUM_COST,
+            2 * self.inner + STORE_COST, int(2 * self.inner * HALF_COST) + STORE_COST, self.num_programs,
         )  # fmt: skip
         return found
 

@@ -84,16 +84,14 @@ def _latest(
 @inlined
 def _settle_halves(
     groups_G5: NDArray[np.int64], counts_G: NDArray[np.int64], ends: NDArray[np.int64], programs: NDArray[np.int64],
-    given: int, start: int,
+    given: int,
 ) -> None:  # fmt: skip
-    """Take halves whole unless programs end sooner with them, whose start costs something too; so many tiles of dx are
-    given out already.
-    """
+    """Take halves whole unless programs end sooner with them; so many tiles of dx are given out already."""
     cost, short_cost = groups_G5[-2:, 3]
     left, halves = counts_G[-2] - given, counts_G[-1]
     if halves > 0:
         whole = _latest(ends, programs, left + halves // 2, cost, 0, short_cost)
-        if whole <= _latest(ends, programs, left, cost, halves, short_cost) + start:
+        if whole <= _latest(ends, programs, left, cost, halves, short_cost):
             counts_G[-2:] = counts_G[-2] + halves // 2, 0
 
 
@@ -122,7 +120,7 @@ def _listed(
 
 @kernel
 def shares_of(
-    groups_G5: NDArray[np.int64], rounds: int, start_of_halves: int, num_programs: int
+    groups_G5: NDArray[np.int64], rounds: int, num_programs: int
 ) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
     """Work [n] (numbers of tiles) and shares [P, 2 * NUM_PARTS]: of each part, where a program's tiles begin in the
     work, and how many steps they take.
@@ -153,7 +151,7 @@ def shares_of(
         tile = 0
         if group == dx:
             tile = rounds * num_programs
-            _settle_halves(groups_G5, counts, ends, programs, tile, start_of_halves)
+            _settle_halves(groups_G5, counts, ends, programs, tile)
         part, _, first, cost, steps = groups_G5[group]
         count = counts[group]
         while tile < count:
@@ -189,11 +187,10 @@ def shares_of(
 @kernel
 def launches_of(
     rows_I: NDArray[np.int64], each_2: NDArray[np.int64], num_dx: int, step: int, sum_cost: int, cost_of_dx: int,
-    cost_of_half: int, start_of_halves: int, num_programs: int,
+    cost_of_half: int, num_programs: int,
 ) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
     """Work and shares of both launches; the first may be empty. each_2: tiles of an instance's dW2 and dW1, 0 if it is
-    not learned; num_dx: tiles of dx; step: rows of a step; costs in rows, of a sum, of a tile of dx, of half of one, and
-    of a program's start with halves.
+    not learned; num_dx: tiles of dx; step: rows of a step; costs in rows, of a sum, of a tile of dx and of half of one.
     """
     order = np.argsort(-rows_I, kind="mergesort")
     together_2 = each_2 // num_programs * num_programs
@@ -208,7 +205,7 @@ def launches_of(
             group[0], group[1], group[2] = part, together_2[part - DOWN], instance * each_2[part - DOWN]
             group[3], group[4] = steps * step + sum_cost, steps
     groups_G5[-2] = ROWS_AFTER, of_dx, 0, cost_of_dx, 1
-    first_work, first_shares = shares_of(groups_G5, rounds if of_dx else 0, start_of_halves, num_programs)
+    first_work, first_shares = shares_of(groups_G5, rounds if of_dx else 0, num_programs)
     for part in (DOWN, GATE_UP):
         each, together = each_2[part - DOWN], together_2[part - DOWN]
         for at in range(rows_I.size):
@@ -219,5 +216,5 @@ def launches_of(
     in_halves = min(num_programs // 2, num_dx - of_dx - rounds * num_programs)
     groups_G5[-2] = ROWS_AFTER, num_dx - of_dx - in_halves, of_dx, cost_of_dx, 1
     groups_G5[-1] = HALVES, 2 * in_halves, 2 * (num_dx - in_halves), cost_of_half, 1
-    work, shares = shares_of(groups_G5, rounds, start_of_halves, num_programs)
+    work, shares = shares_of(groups_G5, rounds, num_programs)
     return first_work, first_shares, work, shares
