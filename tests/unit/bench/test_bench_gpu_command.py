@@ -64,7 +64,7 @@ def test_json_has_the_figures_and_files_are_written_and_drawn_again(trace, tmp_p
     capsys.readouterr()
     assert run(*SMALL, "--trace", trace, "--ranks", 2, "--path", "host", "--keep", "--json", "--output", tmp_path) == 0
     both = json.loads(capsys.readouterr().out)
-    assert [case["ranks"] for case in both["cases"]] == [4, 8, 2]
+    assert [case["ranks"] for case in both["cases"]] == [2, 4, 8]
     assert "--path host" in both["command"]
     assert len(load_records(tmp_path / "gpu-records.npz").cases) == 3
 

@@ -33,7 +33,7 @@ TITLES = {
 
 def result_of(outcome: Outcome, records: Records) -> dict[str, Any]:
     """Everything, as it is printed and written."""
-    cases = outcome["cases"]
+    cases = outcome["cases"] = _in_order(outcome["cases"])
     worst = min(cases, key=lambda case: case["share_of_balanced"][EQUILIBRA]["median"])
     fitted_rows, measurements, note = calibration(records, cases)
     ceilings = {
@@ -58,6 +58,12 @@ def result_of(outcome: Outcome, records: Records) -> dict[str, Any]:
         "measurements": measurements,
         "sections": {name: {**about, "rows": plain(rows)} for name, rows in tables.items() if rows},
     }
+
+
+def _in_order(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """By recording and model, as they first come, then ranks: cases may have been added one by one."""
+    seen = {name: list(dict.fromkeys(case[name] for case in cases)) for name in ("recording", "model")}
+    return sorted(cases, key=lambda case: (*(seen[name].index(case[name]) for name in seen), case["ranks"]))
 
 
 def _every(name: str, things: list[dict[str, Any]]) -> Any:  # noqa: ANN401
