@@ -97,8 +97,9 @@ def test_wrong_questions_end_with_a_reason(words, said, capsys, monkeypatch):
     assert said in capsys.readouterr().err
 
 
-def test_other_peoples_files_are_not_replaced(tmp_path, capsys):
-    (tmp_path / "gpu.json").write_text("{}")
+@pytest.mark.parametrize("text", ["{}", "[]", "{", '{"cases": [{"case": "of an older version"}], "left_out": []}'])
+def test_other_peoples_files_are_not_replaced(text, tmp_path, capsys):
+    (tmp_path / "gpu.json").write_text(text)
     assert run(*SMALL, "--output", tmp_path) == 2
     assert "not a result of this bench" in capsys.readouterr().err
-    assert (tmp_path / "gpu.json").read_text() == "{}"
+    assert (tmp_path / "gpu.json").read_text() == text

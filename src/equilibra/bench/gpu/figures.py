@@ -51,7 +51,7 @@ __all__ = ["FIGURES", "Outcome", "case_result", "device_named", "earlier_outcome
 FIGURES = ("static_imbalance", "share_of_balanced", "speedup_over_static", "exposed_share")
 
 Outcome = dict[str, Any]
-"""cases, ceilings and left_out: all but the records and what is made of them"""
+"""cases and left_out: all but the records and what is made of them"""
 
 
 def device_named(name: str | None) -> torch.device:
@@ -106,9 +106,11 @@ def run_cases(
         found = measure(case, planned[number - 1], setting, device=device, seconds=part_s)
         seconds = perf_counter() - start
         records.add(case.name, found.rows)
-        result = {**case_result(case, setting, found), "seconds": seconds, "command": command, "measured_on": about}
+        result = {
+            **case_result(case, setting, found), "ceilings": measured_ceilings(device), "seconds": seconds,
+            "command": command, "measured_on": about,
+        }  # fmt: skip
         outcome["cases"] = [one for one in outcome["cases"] if one["case"] != case.name] + [result]
-        outcome["ceilings"].append(measured_ceilings(device))
         keep(outcome, records)
         done_s += case.round_s
         left = (perf_counter() - begin) * (all_s / done_s - 1)
@@ -178,7 +180,7 @@ def _online(found: Measured) -> dict[str, float]:
 
 def fresh() -> tuple[Outcome, Records]:
     """Nothing measured yet."""
-    return {"cases": [], "ceilings": [], "left_out": []}, Records()
+    return {"cases": [], "left_out": []}, Records()
 
 
 def earlier_outcome(folder: Path, *, records: bool) -> tuple[Outcome, Records]:
@@ -188,7 +190,10 @@ def earlier_outcome(folder: Path, *, records: bool) -> tuple[Outcome, Records]:
         return fresh()
     try:
         found = json.loads(file.read_text())
-        outcome = {name: found[name] for name in ("cases", "ceilings", "left_out")}
+        outcome = {name: found[name] for name in ("cases", "left_out")}
+        ours = all("ceilings" in case for case in outcome["cases"])
     except (ValueError, KeyError, TypeError):
-        raise InputError(f"{file} is not a result of this bench; move it away, or choose another folder") from None
+        ours = False
+    if not ours:
+        raise InputError(f"{file} is not a result of this bench as it is now; move it away, or choose another folder")
     return (outcome, load_records(folder / "gpu-records.npz")) if records else fresh()

@@ -36,15 +36,13 @@ def result_of(outcome: Outcome, records: Records) -> dict[str, Any]:
     cases = outcome["cases"] = _in_order(outcome["cases"])
     worst = min(cases, key=lambda case: case["share_of_balanced"][EQUILIBRA]["median"])
     fitted_rows, measurements, note = calibration(records, cases)
-    ceilings = {
-        name: median(one[name] for one in outcome["ceilings"]) for name in outcome["ceilings"][0]
-    } if outcome["ceilings"] else {}  # fmt: skip
+    ceilings = {name: median(case["ceilings"][name] for case in cases) for name in cases[0]["ceilings"]}
     value = 4 if worst["measured_on"]["device"] == "cpu" else 2
     tables = {
         "cases": [_case_row(case) for case in cases],
         "times": [row for case in cases for row in _time_rows(case)],
         "calibration": fitted_rows,
-        "roofline": roofline(records, cases, ceilings, value=value) if ceilings else [],
+        "roofline": roofline(records, cases, ceilings, value=value),
         "left_out": outcome["left_out"],
     }
     about = {"command": _every("command", cases), "measured_on": _environment(cases)}
