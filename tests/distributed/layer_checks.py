@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 from tests.distributed.worlds import RandomPlanner, balanced_stack, loss_of, random_batch, reference_stack
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from equilibra.core.cluster import Cluster
@@ -312,6 +314,59 @@ def prefetch(group: ExpertGroup) -> dict[str, object]:
             "row": world.runtime.weights[0].layout.size * 8}  # fmt: skip
 
 
+def transfers_allocate(group: ExpertGroup) -> dict[str, object]:
+    """Buffers that the collective path makes in each of three steps, from fetching copies to adding their gradients."""
+
+    class Same:
+        name = "same"
+
+        def plan(self, problem):
+            return RandomPlanner(8).plan(problem)
+
+    world = World(group, planner=Same())
+    world.begin()
+    engine = world.runtime._copies._engines[Path.COLLECTIVE]
+    counts = []
+
+    def counted(call):
+        def noted(*values):
+            with Allocations(world.runtime.weights[0].layout.size) as made:
+                found = call(*values)
+            counts[-1] += made.count
+            return SimpleNamespace(wait=counted(found.wait)) if hasattr(found, "wait") else found
+
+        return noted
+
+    for name in ("fetch", "give_back", "gradient_slots"):
+        setattr(engine, name, counted(getattr(engine, name)))
+    for step in range(3):
+        counts.append(0)
+        if step:
+            world.begin()
+        world.update()
+        world.balancer.finish_gradients(world.model)
+        world.optimizer.step()
+        world.optimizer.zero_grad()
+    copies = world.step.plan.stages[Stage.UPDATE].num_copies
+    return {"counts": counts, "copies": copies, "staged": engine._sent.num_bytes, "gradients": engine.gradients.nbytes,
+            "transfers": world.runtime.memory_bytes()["transfers"]}  # fmt: skip
+
+
+class Allocations(TorchDispatchMode):
+    """Counts tensors for whole experts that are made anew, empty ones left out."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.width, self.count = width, 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        found = func(*args, **(kwargs or {}))
+        known = {one.untyped_storage().data_ptr() for one in args if isinstance(one, torch.Tensor)}
+        if isinstance(found, torch.Tensor) and found.numel() and found.shape[-1:] == (self.width,):
+            self.count += found.untyped_storage().data_ptr() not in known
+        return found
+
+
 def switched_off(group: ExpertGroup) -> dict[str, object]:
     world = World(group)
     world.begin()
@@ -373,8 +428,8 @@ def live(group: ExpertGroup) -> dict[str, object]:
 
 
 CHECKS = (
-    autocast, low_precision, stale, outside, same_twice, prefetch, switched_off, too_few_slots, frozen, live,
-    accumulated, masters, partly_frozen, moved_state_dict, refusals,
+    autocast, low_precision, stale, outside, same_twice, prefetch, transfers_allocate, switched_off, too_few_slots,
+    frozen, live, accumulated, masters, partly_frozen, moved_state_dict, refusals,
 )  # fmt: skip
 
 

@@ -107,6 +107,14 @@ def test_copies_of_the_next_layer_are_fetched_before_a_layer_computes(seen):
     assert [one["order"] for one in found[:2]] == [found[0]["order"]] * 2, "ranks of a node do the same"
 
 
+def test_transfers_allocate_in_the_first_step_alone(seen):
+    found = [rank["transfers_allocate"] for rank in seen]
+    assert sum(one["counts"][0] for one in found) > 0, "what is made is counted"
+    assert [one["counts"][1:] for one in found] == [[0, 0]] * len(found)
+    assert max(one["staged"] for one in found) > 0
+    assert all(one["transfers"] >= one["gradients"] + one["staged"] for one in found)
+
+
 def test_static_is_the_switch(seen):
     assert min(of(seen, "switched_off", "moved")) > 0
     assert all(of(seen, "switched_off", "contiguous"))

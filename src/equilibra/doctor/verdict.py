@@ -5,6 +5,7 @@
 | collective | gloo; on a GPU for each process, NCCL carries the rows instead |
 | host | gloo for what ranks tell each other, /dev/shm, and on GPUs that CUDA takes shared memory |
 | ipc | gloo, CUDA IPC, stream values, and peer access between all GPUs where there are several |
+| both | what ipc and host need |
 
 Every path needs gloo, because counts, votes and hashes of plans always go through host memory.
 """
@@ -57,7 +58,9 @@ def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
     """One per path."""
     found, gpus = _Findings(findings), num_gpus(findings)
     listed = next((finding.values.get("paths") for finding in findings if finding.name == RUNTIME_PATHS), None)
-    judges: dict[str, Callable[[_Findings, int], Verdict]] = {"collective": _collective, "host": _host, "ipc": _ipc}
+    judges: dict[str, Callable[[_Findings, int], Verdict]] = {
+        "collective": _collective, "host": _host, "ipc": _ipc, "both": _both,
+    }  # fmt: skip
     made = []
     for path, judge in judges.items():
         one = found.first_unusable(["torch", "gloo"]) or judge(found, gpus)
@@ -103,6 +106,15 @@ def _ipc(found: _Findings, gpus: int) -> Verdict:
         return ruled_out
     text = f"between all {gpus} GPUs" if gpus > 1 else "between processes that share the GPU; between GPUs not tested"
     return Verdict(path="", state=PathState.WORKS, text=text)
+
+
+def _both(found: _Findings, gpus: int) -> Verdict:
+    needed = [_ipc(found, gpus), _host(found, gpus)]
+    for state in (PathState.FAILS, PathState.NOT_TESTED):
+        for one in needed:
+            if one.state is state:
+                return one
+    return Verdict(path="", state=PathState.WORKS, text="ipc and the host link at once")
 
 
 def _in_runtime(verdict: Verdict, listed: Collection[str] | None) -> Verdict:

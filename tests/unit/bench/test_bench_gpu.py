@@ -529,3 +529,20 @@ def test_a_pass_at_the_ceiling_reaches_all_of_it():
     assert forward["reached"] == pytest.approx(1.0, rel=1e-5)
     assert backward["of_product"] == pytest.approx(0.5, rel=1e-5)
     assert all(value > 0 for value in measured_ceilings(CPU, repeats=1).values())
+
+
+@pytest.mark.parametrize(("path", "reached"), [("device", 0.5), ("host", 0.25)])
+def test_copies_are_compared_with_the_link_they_take(path, reached):
+    about, rows = law_records(
+        "a, m, EP 8", 64, 32, (ExpertLaw(fixed_us=1, weight_gb_per_s=0, row_gb_per_s=0, tflops=1),) * 2, seed=0
+    )
+    online = rows[:3].copy()
+    online["contender"], online["copies"], online["bytes"], online["copy_us"] = NAMES.index(ONLINE), 1, 1000, 1.0
+    online[2]["copies"] = 0  # no weights came
+    records = Records()
+    records.add("a, m, EP 8", np.concatenate([rows, online]))
+    case = {**about, "contenders": [{"contender": ONLINE, "path": path}]}
+    ceilings = {"product_tflops": 100.0, "memory_gb_per_s": 4.0, "host_link_gb_per_s": 4.0}
+    copies = roofline(records, [case], ceilings, value=2)[-1]
+    assert copies["pass"] == "copies"
+    assert copies["reached"] == pytest.approx(reached)  # read and written, or passed once

@@ -6,7 +6,7 @@ from equilibra.doctor.finding import Finding, PathState, State
 from equilibra.doctor.verdict import num_gpus, summary_line, verdicts
 
 WORKS, FAILS, UNKNOWN = PathState.WORKS, PathState.FAILS, PathState.NOT_TESTED
-ALL = ["collective", "host", "ipc"]
+ALL = ["collective", "host", "ipc", "both"]
 BASE = {"torch": State.OK, "gloo": State.OK, "shared memory": State.OK}
 ON_GPU = {**BASE, "nccl": State.OK, "registering": State.OK, "cuda ipc": State.OK, "stream values": State.OK}
 
@@ -48,7 +48,8 @@ TABLE = [
 def test_verdicts(changes, gpus, collective, host, ipc):
     made = verdicts(findings({**(ON_GPU if gpus else BASE), **changes}, gpus=gpus))
     assert [one.path for one in made] == ALL
-    assert [one.state for one in made] == [collective, host, ipc]
+    both = next(state for state in (FAILS, UNKNOWN, WORKS) if state in (host, ipc))  # as good as the worse of them
+    assert [one.state for one in made] == [collective, host, ipc, both]
     assert all(one.text for one in made)
 
 
@@ -58,7 +59,7 @@ def test_nothing_found_is_nothing_known():
 
 def test_a_path_the_runtime_has_not_got_will_not_work():
     made = verdicts(findings(ON_GPU, gpus=1, paths=["collective", "host"]))
-    assert [one.state for one in made] == [WORKS, WORKS, FAILS]
+    assert [one.state for one in made] == [WORKS, WORKS, FAILS, FAILS]
     assert "no such path" in made[2].text
     assert "share the GPU" in made[2].text  # what the machine could do is still said
 
@@ -77,5 +78,5 @@ def test_gpus_are_counted_by_what_was_found():
 
 def test_one_line():
     line = summary_line(verdicts(findings(BASE)))
-    assert line == "transfer paths: collective, host will work; ipc will not work"
-    assert summary_line(verdicts([])) == "transfer paths: collective, host, ipc not tested"
+    assert line == "transfer paths: collective, host will work; ipc, both will not work"
+    assert summary_line(verdicts([])) == "transfer paths: collective, host, ipc, both not tested"

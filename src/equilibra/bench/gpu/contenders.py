@@ -46,7 +46,7 @@ HOLD_US_PER_MB, MOVE_US_PER_MB, ADD_US_PER_MB = 1.0, 0.27, 0.51
 """what copies cost besides their rows, by the size of an expert's weights and in the worth of rows: in its layer the
 rank that holds one reads its weights and writes a gradient; weights or a gradient that move beside another layer; a
 gradient that is added there. About the same for all shapes: medians of fits to two runs that were not kept. The fit to
-the run with these (benchmarks/results/plan-prices.json) gives 0.85 to 1.1, 0.18 to 0.26 and 0.35 to 0.42"""
+a run with these (benchmarks/results/plan-prices.json) gives 0.91 to 1.07, 0.19 to 0.28 and 0.33 to 0.51"""
 TILE_ROWS = 128
 """of the products (`kernels.grouped.BM`)"""
 MICRO_BATCHES = 32

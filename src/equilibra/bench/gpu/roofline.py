@@ -9,7 +9,8 @@ backward     12 D F N  (4 D + 12 F) b N: dy twice, x, dx; da twice,   3 D F (b +
 
 Bytes are those of passes whose every product writes its result: a kernel that keeps one on the chip moves less. The
 ceilings are measured in the same run: a large product, and a copy inside the device's memory, read and written. The
-roofline is the larger of FLOP and bytes at these rates; `reached` is that time over the measured one.
+roofline is the larger of FLOP and bytes at these rates; `reached` is that time over the measured one. Weights that come
+to a rank are read and written in the device's memory, or pass the host link once.
 """
 
 from __future__ import annotations
@@ -18,8 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from equilibra.bench.gpu.contenders import BALANCED
+from equilibra.bench.gpu.contenders import BALANCED, ONLINE
 from equilibra.bench.gpu.records import Records
 from equilibra.bench.setting import Row
 
@@ -75,7 +77,7 @@ def measured_ceilings(device: torch.device, *, repeats: int = 5) -> dict[str, fl
 
 
 def roofline(records: Records, cases: list[dict[str, Any]], ceilings: dict[str, float], *, value: int) -> list[Row]:
-    """A line per shape and pass: balanced ranks of all its cases together."""
+    """A line per shape and pass, balanced ranks of all its cases together; and one of copies by themselves."""
     table: list[Row] = []
     for model in dict.fromkeys(case["model"] for case in cases):
         own = [case for case in cases if case["model"] == model]
@@ -94,4 +96,20 @@ def roofline(records: Records, cases: list[dict[str, Any]], ceilings: dict[str, 
                 "gb_per_s": moved * 1e-3 / us, "of_memory": moved * 1e-3 / us / ceilings["memory_gb_per_s"],
                 "reached": least_us / us,
             })  # fmt: skip
+        table += _copies(model, np.concatenate([records.of(case["case"], ONLINE) for case in own]), own[0], ceilings)
     return table
+
+
+def _copies(model: str, rows: NDArray[Any], case: dict[str, Any], ceilings: dict[str, float]) -> list[Row]:
+    """Of ranks to which weights come before they compute."""
+    rows = rows[(rows["copies"] > 0) & (rows["copy_us"] > 0)]
+    if not rows.size:
+        return []
+    from_host = any(one["contender"] == ONLINE and one["path"] == "host" for one in case["contenders"])
+    ceiling = ceilings["host_link_gb_per_s" if from_host else "memory_gb_per_s"]
+    us, moved = float(rows["copy_us"].sum(dtype=np.float64)), float(rows["bytes"].sum()) * (1 if from_host else 2)
+    rate = moved * 1e-3 / us
+    return [{
+        "model": model, "pass": "copies", "mb": moved / rows.size * 1e-6, "us": us / rows.size, "gb_per_s": rate,
+        **({} if from_host else {"of_memory": rate / ceiling}), "reached": rate / ceiling,
+    }]  # fmt: skip

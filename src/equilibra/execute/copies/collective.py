@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equilibra.execute.copies.staging import Staging
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
 
@@ -21,11 +22,13 @@ class _Returned:
     copies: CopyList
     rows_kP: Tensor
     source: ExpertSource
+    staging: Staging
 
     def wait(self) -> None:
         self.moving.wait()
         for row, expert in enumerate(self.copies.served_expert.tolist()):
             self.source.add_gradient(self.copies.layer, expert, self.rows_kP[row])
+        self.staging.give_back(self.rows_kP)
 
 
 class CollectiveEngine:
@@ -36,30 +39,35 @@ class CollectiveEngine:
         self.row = row
         """an empty row of the right width, dtype and device"""
         self.gradients = torch.zeros(num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
+        self._sent, self._received = Staging(row), Staging(row.to(gradient_dtype))
 
     @property
     def num_bytes(self) -> int:
-        """Gradients of the copies this rank holds."""
-        return self.gradients.nbytes
+        """Gradients of the copies this rank holds, and what is on its way."""
+        return self.gradients.nbytes + self._sent.num_bytes + self._received.num_bytes
 
     def serve(self, source: ExpertSource) -> None:
         """Copies are made of these instances from now on."""
         self.source = source
 
-    def publish(self, version: int, copied: Copied) -> None:
-        """Nothing to do."""
+    def publish(self, version: int, copied: Copied) -> None:  # noqa: ARG002 - weights are read when they are fetched
+        """Nothing but room for the largest list."""
+        self._sent.expect(copied.most_served)
+        self._received.expect(copied.most_served)
 
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:  # noqa: ARG002
         """Pack what others need and exchange."""
         if copies.num_in_node == 0:
             return Ready()
-        sent = self.row.new_empty(copies.served_expert.size, self.row.numel())
+        staged = self._sent.take()
+        sent = staged[: copies.served_expert.size]
         for row, expert in enumerate(copies.served_expert.tolist()):
             self.source.write_flat(copies.layer, expert, sent[row])
-        return self.group.all_to_all(
+        moving = self.group.all_to_all(
             Channel.COPIES, sent, copies.served_sizes, slots_nP, copies.held_sizes,
             what=f"fetching flash copies of MoE layer {copies.layer}",
         )  # fmt: skip
+        return self._sent.until(moving, staged)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
         """The rank's buffer: one list is on its way at a time."""
@@ -69,12 +77,13 @@ class CollectiveEngine:
         """The same exchange the other way."""
         if copies.num_in_node == 0:
             return Ready()
-        received = self.gradients.new_empty(copies.served_expert.size, self.row.numel())
+        staged = self._received.take()
         moving = self.group.all_to_all(
-            Channel.GRADIENTS, self.gradients[: copies.held_expert.size], copies.held_sizes, received,
-            copies.served_sizes, what=f"returning gradients of flash copies of MoE layer {copies.layer}",
+            Channel.GRADIENTS, self.gradients[: copies.held_expert.size], copies.held_sizes,
+            staged[: copies.served_expert.size], copies.served_sizes,
+            what=f"returning gradients of flash copies of MoE layer {copies.layer}",
         )  # fmt: skip
-        return _Returned(moving=moving, copies=copies, rows_kP=received, source=self.source)
+        return _Returned(moving=moving, copies=copies, rows_kP=staged, source=self.source, staging=self._received)
 
     def finish_sums(self) -> None:
         """They are added when they are waited for."""

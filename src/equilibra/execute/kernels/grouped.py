@@ -62,7 +62,8 @@ WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
 DX = replace(WEIGHT, bk=64, stages=4)
 """in one launch with WEIGHT, so its tiles are as large"""
 SUM_COST, STORE_COST = 200, 60
-"""what adding a tile to float32 sums takes, and what storing one does, in steps of the inner dimension"""
+"""what adding a tile to float32 sums takes, and what storing one does, in rows of a sum (the device's clock says 370 to
+450, and less for dx: see `measure_ends.py`; with that programs end no sooner)"""
 HALF_COST = 0.55
 """what half of a tile of dx takes, of all of it; also where it lies beyond the width"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
