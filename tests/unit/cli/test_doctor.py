@@ -47,9 +47,9 @@ def test_this_machine_can_do_something(real):
     assert "olmoe, " in found["shared memory"]["text"]
     paths = {one["path"]: one["state"] for one in answer["paths"]}
     assert paths["collective"] == "will-work"
-    assert set(paths) == {"collective", "host", "ipc"}
+    assert set(paths) == {"collective", "host", "ipc", "both"}
     if "gpu 0" not in found:
-        assert paths["ipc"] == "will-not-work"
+        assert paths["ipc"] == paths["both"] == "will-not-work"
         assert found["cuda ipc"]["state"] == found["nvlink"]["state"] == "not-tested"
 
 
