@@ -27,11 +27,23 @@ def described(training: Training, *, loading: bool, metadata: dict[str, Any] | N
     }
 
 
+@contextmanager
+def own_processes() -> Iterator[None]:
+    """Megatron writes checkpoints with processes of its own, one of which would outlive this one."""
+    from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+    multiprocessing.current_process()._config["daemon"] = False
+    with multiprocessing.get_context("spawn").Manager() as manager:
+        filesystem_async._results_queue = manager.Queue()
+        yield
+        filesystem_async._results_queue = None
+
+
 def save(training: Training, folder: str) -> None:
     from megatron.core import dist_checkpointing
 
-    multiprocessing.current_process()._config["daemon"] = False  # it writes with processes of its own
-    dist_checkpointing.save(described(training, loading=False), folder)
+    with own_processes():
+        dist_checkpointing.save(described(training, loading=False), folder)
 
 
 def load(training: Training, folder: str) -> None:

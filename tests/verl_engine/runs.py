@@ -5,17 +5,15 @@ verl is imported as a user has it: with the plugin in VERL_USE_EXTERNAL_MODULES.
 
 from __future__ import annotations
 
-import multiprocessing
 import shutil
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from tests.megatron_core import layer_runs, models
+from tests.megatron_core.checkpoint_runs import own_processes
 from tests.verl_engine import absent, engines
 
 from equilibra.integrations.planned.counts import count_routing
@@ -196,18 +194,6 @@ def through_a_checkpoint(verl: Any) -> dict[str, Any]:
     torch.distributed.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
     return {"saved": wanted, "loaded": found}
-
-
-@contextmanager
-def own_processes() -> Iterator[None]:
-    """Megatron writes checkpoints with processes of its own, one of which would outlive this one."""
-    from megatron.core.dist_checkpointing.strategies import filesystem_async
-
-    multiprocessing.current_process()._config["daemon"] = False
-    with multiprocessing.get_context("spawn").Manager() as manager:
-        filesystem_async._results_queue = manager.Queue()
-        yield
-        filesystem_async._results_queue = None
 
 
 def refused(verl: Any) -> dict[str, str]:
