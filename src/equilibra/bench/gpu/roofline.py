@@ -19,10 +19,9 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.bench.gpu.contenders import BALANCED, ONLINE
-from equilibra.bench.gpu.records import Records
+from equilibra.bench.gpu.records import FIELDS, Records
 from equilibra.bench.setting import Row
 
 if TYPE_CHECKING:
@@ -96,20 +95,25 @@ def roofline(records: Records, cases: list[dict[str, Any]], ceilings: dict[str, 
                 "gb_per_s": moved * 1e-3 / us, "of_memory": moved * 1e-3 / us / ceilings["memory_gb_per_s"],
                 "reached": least_us / us,
             })  # fmt: skip
-        table += _copies(model, np.concatenate([records.of(case["case"], ONLINE) for case in own]), own[0], ceilings)
+        table += [row for path in ("device", "host") for row in _copies(records, own, path, ceilings)]
     return table
 
 
-def _copies(model: str, rows: NDArray[Any], case: dict[str, Any], ceilings: dict[str, float]) -> list[Row]:
-    """Of ranks to which weights come before they compute."""
+def _copies(records: Records, cases: list[dict[str, Any]], path: str, ceilings: dict[str, float]) -> list[Row]:
+    """Of ranks to which weights come before they compute, over one path."""
+    own = [case for case in cases if _online_path(case) == path]
+    rows = np.concatenate([np.zeros(0, FIELDS), *(records.of(case["case"], ONLINE) for case in own)])
     rows = rows[(rows["copies"] > 0) & (rows["copy_us"] > 0)]
     if not rows.size:
         return []
-    from_host = any(one["contender"] == ONLINE and one["path"] == "host" for one in case["contenders"])
-    ceiling = ceilings["host_link_gb_per_s" if from_host else "memory_gb_per_s"]
-    us, moved = float(rows["copy_us"].sum(dtype=np.float64)), float(rows["bytes"].sum()) * (1 if from_host else 2)
+    times, ceiling = (1, "host_link_gb_per_s") if path == "host" else (2, "memory_gb_per_s")
+    us, moved = float(rows["copy_us"].sum(dtype=np.float64)), times * float(rows["bytes"].sum())
     rate = moved * 1e-3 / us
     return [{
-        "model": model, "pass": "copies", "mb": moved / rows.size * 1e-6, "us": us / rows.size, "gb_per_s": rate,
-        **({} if from_host else {"of_memory": rate / ceiling}), "reached": rate / ceiling,
+        "model": cases[0]["model"], "pass": f"copies, {path}", "mb": moved / rows.size * 1e-6, "us": us / rows.size,
+        "gb_per_s": rate, "reached": rate / ceilings[ceiling],
     }]  # fmt: skip
+
+
+def _online_path(case: dict[str, Any]) -> str | None:
+    return next((one["path"] for one in case["contenders"] if one["contender"] == ONLINE), None)

@@ -151,7 +151,7 @@ NOTES = {
     "of which nothing moves, layers and micro-batches; those by contender have a sign.",
     "roofline": "Per balanced rank. `of_product`, `of_memory`: parts of the ceilings. `reached`: the larger of FLOP "
     "and bytes at the ceilings' rates, over the measured time. Bytes count every intermediate result; see "
-    "`equilibra.bench.gpu.roofline`. `copies`: weights that come to a rank of online-exact, with nothing beside them.",
+    "`equilibra.bench.gpu.roofline`. `copies`: weights that come to a rank of online-exact, nothing beside them.",
 }
 GPU = Suite(
     name="gpu",

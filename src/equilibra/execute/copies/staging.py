@@ -25,8 +25,9 @@ class Staging:
     def expect(self, most: int) -> None:
         """Lists have so many rows at most; buffers that are too small are given up."""
         self._most = max(self._most, most)
-        for rows_nP in [rows_nP for rows_nP in self._free if len(rows_nP) < self._most]:
-            self._drop(rows_nP)
+        free, self._free = self._free, []
+        for rows_nP in free:
+            self.give_back(rows_nP)
 
     def take(self) -> Tensor:
         """[most, P], nobody else's until they are given back."""
@@ -38,17 +39,14 @@ class Staging:
 
     def give_back(self, rows_nP: Tensor) -> None:
         """A buffer as it was taken."""
-        self._free.append(rows_nP)
         if len(rows_nP) < self._most:
-            self._drop(rows_nP)
+            self.num_bytes -= rows_nP.nbytes
+        else:
+            self._free.append(rows_nP)
 
     def until(self, moving: Pending, rows_nP: Tensor) -> Pending:
         """What is under way, which gives a buffer back when it is there."""
         return _Carried(moving=moving, staging=self, rows_nP=rows_nP)
-
-    def _drop(self, rows_nP: Tensor) -> None:
-        self._free = [other for other in self._free if other is not rows_nP]
-        self.num_bytes -= rows_nP.nbytes
 
 
 @dataclass(kw_only=True, eq=False)
