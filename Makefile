@@ -1,32 +1,52 @@
 # `make` lists the targets. Each one creates the environment it needs from a fresh clone.
 PYTHON ?= python3
-VENV := .venv
+VENV ?= .venv
+TORCH ?=# cpu: PyTorch without CUDA, from the index that PyTorch documents for it
+PYTHONS := 3.11 3.12 3.13
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+TESTS_READY := $(VENV)/.ready-tests
+INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
 
 .PHONY: help
 help: ## list the targets
-	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-12s %s\n", $$1, $$2}'
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F':.*## ' '{printf "  make %-16s %s\n", $$1, $$2}'
+
+.PHONY: notice
+notice: # what an installation costs, said before it is spent
+ifeq ($(TORCH),cpu)
+	@echo "installing equilibra into $(VENV) with PyTorch for CPUs: 0.4 GB to download"
+else
+	@echo "installing equilibra into $(VENV) with PyTorch for CUDA: 2.9 GB to download, about 6 GB on disk, several minutes"
+	@ls /dev/nvidia* >/dev/null 2>&1 || command -v nvidia-smi >/dev/null \
+	  || echo "no GPU was found: TORCH=cpu (make run TORCH=cpu) installs PyTorch for CPUs instead, 0.4 GB to download"
+endif
 
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; v = sys.version_info[:2]; sys.exit(0 if v >= (3, 11) else "equilibra needs Python 3.11 or newer, this is %d.%d; set PYTHON=/path/to/python3.11" % v)'
-	@echo "installing equilibra into $(VENV)"
+	@$(MAKE) --no-print-directory notice
 	@$(PYTHON) -m venv $(VENV)
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt torch
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: megatron-core psutil \
-	  || echo "megatron-core could not be installed: the tests that need it are skipped"
-	@$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --no-deps --only-binary :all: verl tensordict omegaconf codetiming \
-	  cloudpickle orjson pyvers || echo "verl could not be installed: the tests that need it are skipped"
+ifneq ($(TORCH),)
+	@$(INSTALL) --no-deps --index-url https://download.pytorch.org/whl/$(TORCH) torch
+endif
+	@$(INSTALL) --editable '.[train]'
+	@touch $@
+
+$(TESTS_READY): $(READY) frameworks.txt
+	@echo "installing what the tests need beside it"
+	@$(INSTALL) --editable '.[dev]'
+	@$(INSTALL) --no-deps --only-binary :all: --requirement frameworks.txt \
+	  || echo "Megatron-Core and verl could not be installed: the tests that need them are skipped"
 	@touch $@
 
 .PHONY: setup
-setup: $(READY) ## create .venv and install the package with everything the tests need
+setup: $(TESTS_READY) ## create .venv and install the package with everything the tests need
 
 .PHONY: run
-run: $(READY) ## train a small MoE by reinforcement learning on four ranks, balanced; a few minutes, no GPU
+run: $(READY) ## train a small MoE by reinforcement learning on four ranks, balanced; a few minutes, no GPU (TORCH=cpu: without CUDA)
 	@$(BIN)/equilibra train
 
 .PHONY: simulate
@@ -34,11 +54,15 @@ simulate: $(READY) ## simulate a synthetic RL step under every planner and write
 	@$(BIN)/equilibra simulate --nodes 4 --report report.html --overwrite
 
 .PHONY: lint
-lint: $(READY) ## ruff, mypy --strict, import-linter
+lint: $(TESTS_READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/ruff check src tests examples
 	$(BIN)/ruff format --check src tests examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
+
+.PHONY: resolve
+resolve: $(TESTS_READY) ## check that the public index has what constraints.txt pins, for every supported Python
+	$(BIN)/python .ci/resolve.py $(PYTHONS)
 
 .PHONY: chromium
 chromium: # tests of the report open it in this browser; where it cannot be installed they are skipped and say so
@@ -48,15 +72,40 @@ chromium: # tests of the report open it in this browser; where it cannot be inst
 	  || echo "there is no /usr/bin/chromium: the tests that open the report in a browser are skipped"
 
 .PHONY: test
-test: lint chromium ## everything CI does
+test: lint resolve chromium ## everything CI does
+	$(BIN)/pytest -n 2 -m 'not slow'
+	@$(MAKE) --no-print-directory test-arithmetic
+
+.PHONY: test-arithmetic
+test-arithmetic: $(TESTS_READY) ## the tests that compare floating-point results, as a CPU without AVX would round
+	$(OTHER_ARITHMETIC) $(BIN)/pytest -n 2 -m 'arithmetic and not slow'
+
+.PHONY: test-pythons
+test-pythons: ## the tests under every supported Python that is found, each in an environment of its own
+	@missing=; for version in $(PYTHONS); do \
+	  for python in python$$version "$${PYENV_ROOT:-$$HOME/.pyenv}"/versions/$$version.*/bin/python ''; do \
+	    command -v "$$python" >/dev/null && "$$python" -c 'import sys; sys.exit("%d.%d" % sys.version_info[:2] != "'$$version'")' 2>/dev/null && break; done; \
+	  test -n "$$python" || { missing="$$missing $$version"; continue; }; \
+	  echo "testing with $$python in .venv-$$version"; \
+	  $(MAKE) --no-print-directory test-here PYTHON="$$python" VENV=.venv-$$version || exit 1; done; \
+	  test -z "$$missing" || echo "not tested, as they were not found: Python$$missing"
+
+.PHONY: test-here
+test-here: $(TESTS_READY)
 	$(BIN)/pytest -n 2 -m 'not slow'
 
 .PHONY: test-all
-test-all: lint chromium ## the same and the slow proofs
+test-all: lint resolve chromium ## the same, the slow proofs, and the tests under every supported Python
 	$(BIN)/pytest -n 2
+	@$(MAKE) --no-print-directory test-arithmetic
+	@$(MAKE) --no-print-directory test-pythons
+
+.PHONY: test-gpu
+test-gpu: $(READY) ## tests that need a GPU: four processes share it, over NCCL and gloo; about ten minutes
+	PYTHON=$(BIN)/python tests/gpu/run.sh -m 'not slow'
 
 .PHONY: bench
-bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES: real routing)
+bench: $(TESTS_READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES: real routing)
 	$(BIN)/equilibra bench planner --output benchmarks/results
 	$(BIN)/equilibra bench paper --output benchmarks/results
 	$(BIN)/equilibra bench runtime --output benchmarks/results
@@ -65,10 +114,10 @@ bench: $(READY) ## measure everything into benchmarks/results (EQUILIBRA_TRACES:
 	$(BIN)/python -m benchmarks.megatron_steps benchmarks/results
 
 .PHONY: bench-gpu
-bench-gpu: $(READY) ## measure expert layers on a GPU into benchmarks/results (EQUILIBRA_TRACES: real routing)
+bench-gpu: $(TESTS_READY) ## measure expert layers on a GPU into benchmarks/results (EQUILIBRA_TRACES: real routing)
 	$(BIN)/equilibra bench gpu --output benchmarks/results
 
 .PHONY: clean
-clean: ## remove the environment and caches
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+clean: ## remove the environments and caches
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

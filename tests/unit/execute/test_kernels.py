@@ -1,6 +1,7 @@
 """The Triton kernels against `expert_math`, in Triton's interpreter: no GPU is needed, so every change is tested."""
 
 import json
+import os
 import subprocess
 import sys
 from importlib.util import find_spec
@@ -112,7 +113,7 @@ def worst_of(how: str) -> dict[str, float]:
     """In a process of its own: whether Triton interprets is decided when it is imported."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM, how],
-        env={"TRITON_INTERPRET": "1", "PATH": ""},
+        env={**os.environ, "TRITON_INTERPRET": "1"},
         capture_output=True,
         text=True,
         timeout=240,

@@ -299,7 +299,8 @@ def _add_products(
             g = t // each
             last, place = tl.load(offsets + g + 1), tl.load(places + g)
             first = tl.load(offsets + g) + FAR - last
-            last_step = tl.maximum(tl.cdiv(FAR - first, BK), 1) - 1
+            rows = FAR.value - first  # a number: some of Triton's interpreters make a constant of constant - tensor
+            last_step = tl.maximum(tl.cdiv(rows, BK), 1) - 1
             row_of_sum, col = ((t % each) // columns) * BM, (t % columns) * BN
         row = first + step * BK
         tile_l = tiles_l.load([FAR, last, row, row_of_sum]).reshape(BK, BM)
