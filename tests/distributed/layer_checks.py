@@ -120,11 +120,11 @@ def low_precision(group: ExpertGroup) -> dict[str, object]:
     world.begin()
     world.update()
     world.balancer.finish_gradients()
+    weight = world.model.moe[0].experts.gate_up
+    gradient = world.balancer.masters[weight].grad
     return {
-        "dtype": str(world.model.moe[0].experts.gate_up.grad.dtype),
-        "weights": str(world.model.moe[0].experts.gate_up.dtype),
-        "finite": bool(torch.isfinite(world.model.moe[0].experts.gate_up.grad).all()),
-    }
+        "dtype": str(gradient.dtype), "weights": str(weight.dtype), "finite": bool(torch.isfinite(gradient).all()),
+    }  # fmt: skip
 
 
 def stale(group: ExpertGroup) -> dict[str, object]:

@@ -8,12 +8,14 @@ import numpy as np
 import torch
 from tests.distributed.training import Gaps, compare_weights, recompute, update
 from tests.distributed.worlds import Batch, RandomPlanner, balanced_stack, random_batch, random_spec, reference_stack
+from tests.protocol.recorded import Journal
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.execute.copies.copies import Copies
 from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import StandingStore
 from equilibra.execute.copies.transfer import Path
@@ -41,6 +43,7 @@ def _case(seed: int, planner: str, path: Path, depth: int, group) -> Gaps:
     setting = CopySetting(spare_slots=2, prefetch_depth=depth, path=dict.fromkeys(Stage, path))
     placement = contiguous(group.cluster, num_layers=num_layers, num_experts=spec.num_experts)
     runtime = Runtime(group, placement, setting)
+    journal = _journal_of(runtime)
     model = balanced_stack(reference, runtime, torch.float64)
     options = {"lr": 1e-2, "eps": 1e-5, "weight_decay": 0.01}
     optimizers = (
@@ -74,7 +77,23 @@ def _case(seed: int, planner: str, path: Path, depth: int, group) -> Gaps:
         _check_way_back(step, batch)
         compare_weights(model, reference, gaps)
     balancer.close()
+    gaps.asked, gaps.wanted = journal.calls, journal.wanted(runtime)
+    gaps.count(stale=journal.stale)
     return gaps
+
+
+def _journal_of(runtime: Runtime) -> Journal:
+    """Records what the runtime asks of its engine."""
+    journal, made = Journal(), Copies.__init__
+    journal.watch(runtime)
+
+    def make(self: Copies, *arguments) -> None:
+        made(self, *arguments)
+        if self.weights is runtime.weights:
+            journal.watch_copies(self)
+
+    Copies.__init__ = make
+    return journal
 
 
 def _mini_batches(rng: np.random.Generator, batch: Batch) -> np.ndarray:

@@ -1,6 +1,8 @@
-"""Run a function on several gloo processes, as torchrun would, and get what each returned.
+"""Run a function on several processes, as torchrun would, and get what each returned.
 
-Processes are forked from a server that has torch loaded, so a group of eight starts in a second.
+Processes are forked from a server that has torch loaded, so a group of eight starts in a second. With the backend
+"nccl" they share one GPU: each claims to be another host, as NCCL wants one process per GPU and host, and has its share
+of the multiprocessors where MPS runs.
 """
 
 from __future__ import annotations
@@ -37,11 +39,16 @@ class Outcome:
 
 
 def _main(
-    rank: int, world: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...]
-) -> None:
+    rank: int, world: int, store: str, pipe: Connection, function: Callable[..., Any], args: tuple[Any, ...],
+    backend: str, environment: dict[str, str],
+) -> None:  # fmt: skip
     import torch
     import torch.distributed as dist
 
+    os.environ.update(environment)
+    if backend == "nccl":
+        os.environ.update(NCCL_HOSTID=f"host{rank}", NCCL_SOCKET_IFNAME="lo", NCCL_IB_DISABLE="1")
+        os.environ["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // world)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE")  # AMX tiles are not allowed in every forked process
     faulthandler.enable()
@@ -50,7 +57,7 @@ def _main(
     try:
         if world > 1:
             dist.init_process_group(
-                "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
+                backend, init_method=f"file://{store}", rank=rank, world_size=world, timeout=timedelta(seconds=60)
             )
         outcome = Outcome(value=function(*args), seconds=monotonic() - start)
     except BaseException as error:  # noqa: BLE001
@@ -63,14 +70,16 @@ def _main(
 
 
 def start_ranks(
-    world: int, function: Callable[..., Any], *args: Any
-) -> tuple[list[multiprocessing.process.BaseProcess], list[Connection], Path]:
+    world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo",
+    environment: dict[str, str] | None = None,
+) -> tuple[list[multiprocessing.process.BaseProcess], list[Connection], Path]:  # fmt: skip
     """Start the processes; the caller looks after them."""
     store = Path(tempfile.mkdtemp(prefix="equilibra-test-")) / "store"
     processes, pipes = [], []
     for rank in range(world):
         mine, theirs = CONTEXT.Pipe(duplex=False)
-        process = CONTEXT.Process(target=_main, args=(rank, world, str(store), theirs, function, args), daemon=True)
+        told = (rank, world, str(store), theirs, function, args, backend, environment or {})
+        process = CONTEXT.Process(target=_main, args=told, daemon=True)
         process.start()
         theirs.close()
         processes.append(process)
@@ -104,9 +113,12 @@ def collect(
     return [outcomes[rank] for rank in range(len(processes))]
 
 
-def run_ranks(world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0) -> list[Any]:
+def run_ranks(
+    world: int, function: Callable[..., Any], *args: Any, timeout_s: float = 120.0, backend: str = "gloo",
+    environment: dict[str, str] | None = None,
+) -> list[Any]:  # fmt: skip
     """What the function returned on every rank; a rank that failed fails the test."""
-    processes, pipes, _ = start_ranks(world, function, *args)
+    processes, pipes, _ = start_ranks(world, function, *args, backend=backend, environment=environment)
     outcomes = collect(processes, pipes, timeout_s)
     failed = {rank: outcome for rank, outcome in enumerate(outcomes) if outcome.error or outcome.died is not None}
     if failed:

@@ -27,11 +27,12 @@ from tests.distributed.states import HIDDEN, World, make_world, merged, to
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
-from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
+from equilibra.core.errors import BrokenStateError, EquilibraError, InputError, UnreadableError
 from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.state import checkpoint as module
 from equilibra.execute.state import checkpoint_files, checkpoint_folder
 from equilibra.execute.state.checkpoint import Checkpoints, latest_checkpoint
+from equilibra.execute.state.checkpoint_files import read_manifest
 from equilibra.execute.state.checkpoint_folder import checkpoint_steps
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 
@@ -362,8 +363,20 @@ def test_checkpoints_come_and_go(world: World, tmp_path: Path) -> None:
     # from step 2 on another way: what came of the first way is not the last checkpoint any more
     world.train(1)
     checkpoints.save(2, {"step": "again"})
-    assert checkpoint_steps(folder) == [2]
+    assert names(folder) == ["step-00000002", "step-00000003.aside"]
     assert checkpoints.load().extra == {"step": "again"}
+    # what was set aside can be taken back
+    (folder / "step-00000003.aside").rename(folder / "step-00000003")
+    assert checkpoints.load().extra == {"step": 3}
+    assert world.digests() == digests[3]
+    checkpoints.load(2)
+    checkpoints.save(3, {"step": "again"})
+    assert names(folder) == ["step-00000002", "step-00000003", "step-00000003.aside"]
+    checkpoints.load(2)
+    checkpoints.save(3, {"step": "once more"})
+    assert names(folder) == ["step-00000002", "step-00000003", "step-00000003.aside", "step-00000003.aside-2"]
+    for path in folder.glob("step-00000003*"):
+        shutil.rmtree(path)
     # another run in the same folder
     other = make_world(1, 1)
     with pytest.raises(InputError, match=r"cannot save step 1 in .* has step 2: it is of another run"):
@@ -378,6 +391,25 @@ def test_checkpoints_come_and_go(world: World, tmp_path: Path) -> None:
             fresh.save(step)  # type: ignore[arg-type]
     with pytest.raises(InputError, match="keep"):
         checkpoints_of(other, folder, keep=0)
+
+
+def test_what_cannot_be_read_now_is_not_damaged(world: World, tmp_path: Path) -> None:
+    checkpoints = checkpoints_of(world, tmp_path / "run")
+    checkpoints.save(1, {"turn": 1})
+    before = world.digests()
+    for name in ("__0_0.distcp", "manifest.json"):
+        file = tmp_path / "run" / "step-00000001" / name
+        file.rename(tmp_path / name)
+        file.mkdir() if name == "manifest.json" else file.symlink_to(file)  # the system refuses: ELOOP, EISDIR
+        with pytest.raises(UnreadableError, match=rf"cannot read .*{name}: "):
+            read_manifest(file.parent) if name == "manifest.json" else checkpoints.load(1)
+        file.rmdir() if name == "manifest.json" else file.unlink()
+        with pytest.raises(InputError, match=r"cannot read .*: No such file|no checkpoint") as missing:
+            checkpoints.load(1)
+        assert not isinstance(missing.value, UnreadableError)
+        (tmp_path / name).rename(file)
+    assert world.digests() == before
+    assert checkpoints.load(1).extra == {"turn": 1}
 
 
 def test_what_was_cut_off_is_cleared_away(world: World, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

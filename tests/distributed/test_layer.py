@@ -4,6 +4,8 @@ import pytest
 from tests.distributed.layer_checks import LAYERS, all_checks
 from tests.distributed.ranks import run_ranks
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.fixture(scope="module")
 def seen():

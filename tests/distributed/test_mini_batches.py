@@ -1,8 +1,11 @@
 """Several optimizer steps under one plan equal the same steps in one process, however copies travel."""
 
+from itertools import pairwise
+
 import pytest
 from tests.distributed.mini_batches import mini_batch_cases, mini_batch_errors
 from tests.distributed.ranks import run_ranks
+from tests.protocol.recorded import ASKED
 
 from equilibra.core.cluster import Cluster
 from equilibra.execute.copies.transfer import Path
@@ -25,6 +28,12 @@ def seen(results, name):
     return sum(case.seen.get(name, 0) for case in results[0])
 
 
+def difference(asked, wanted):
+    """Where the executor leaves the model."""
+    at = next((i for i, pair in enumerate(zip(asked, wanted, strict=False)) if pair[0] != pair[1]), -1)
+    return f"call {at} of {len(asked)} and {len(wanted)}: {asked[at : at + 3]}, the model: {wanted[at : at + 3]}"
+
+
 @pytest.mark.parametrize("world", WORLDS)
 def test_mini_batches_equal_the_reference(world):
     cluster, processes = WORLDS[world]
@@ -32,6 +41,15 @@ def test_mini_batches_equal_the_reference(world):
     for rank, cases in enumerate(results):
         for (planner, *_), case in zip(CASES[world], cases, strict=True):
             assert case.worst() < ROUNDING, f"rank {rank}, {planner}: {case}"
+            assert case.asked == case.wanted, f"rank {rank}, {planner}: {difference(case.asked, case.wanted)}"
+            assert case.seen["stale"] == 0
+            at = next(i for i, (one, two) in enumerate(pairwise(case.asked)) if one != two)
+            swapped = [*case.asked[:at], case.asked[at + 1], case.asked[at], *case.asked[at + 2 :]]
+            assert swapped != case.wanted, "the control: another order is another run"
+    for first in range(0, processes, cluster.ranks_per_node):  # ranks of a node make the same calls
+        for other in results[first : first + cluster.ranks_per_node]:
+            assert [case.asked for case in other] == [case.asked for case in results[first]]
+    assert {call.what for cases in results for case in cases for call in case.asked} == ASKED
     assert seen(results, "mini_batches") > 2 * 3 * len(CASES[world]) - 3
     assert results[0][0].seen["flash"] > 0, "the planner made no copies"
     assert seen(results, "moves") > 0
@@ -57,6 +75,7 @@ def test_the_comparison_notices_stale_copies():
     cluster, processes = WORLDS["2 ranks"]
     results = run_ranks(processes, stale_cases, cluster)
     assert max(case.worst() for cases in results for case in cases) > 1e-4
+    assert any(case.asked != case.wanted for cases in results for case in cases), "the model allows stale copies"
 
 
 def stale_cases(cluster):

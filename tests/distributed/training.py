@@ -16,6 +16,7 @@ from tests.distributed.worlds import (
     random_spec,
     reference_stack,
 )
+from tests.protocol.calls import Call
 from torch import Tensor, nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -50,6 +51,10 @@ class Gaps:
     first: float = 0.0
     """of all but weights, before the first optimizer step"""
     seen: dict[str, int] = field(default_factory=dict)
+    asked: list[Call] = field(default_factory=list)
+    """what the rank asked of its engine, where it was recorded"""
+    wanted: list[Call] = field(default_factory=list)
+    """what the model of the protocol asks"""
 
     def count(self, **more: int) -> None:
         for name, value in more.items():

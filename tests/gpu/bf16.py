@@ -74,7 +74,7 @@ def bf16_steps(cluster, path: str, planner: str, bias: bool, watched: bool = Fal
         found["gradients"].append({
             (layer, int(expert), name): part.float().cpu().numpy()
             for layer, weights in enumerate(runtime.weights) for name in weights.names
-            for expert, part in zip(weights.experts, weights.gradient_of(name), strict=True)
+            for expert, part in zip(weights.experts, masters[weights.get_parameter(name)].grad, strict=True)
         })  # fmt: skip
         optimizer.step()
         optimizer.zero_grad()
@@ -95,8 +95,7 @@ def _step(balancer, model, batch, watched: bool, found) -> float:
             loss.backward()
             total += loss.detach()
     balancer.finish_gradients(model)
-    summed = total.double().cpu()
-    torch.distributed.all_reduce(summed)
+    every = group.gather(total.double().cpu()[None].numpy(), what="losses")
     found["copies"] += step.plan.stages[Stage.UPDATE].num_copies
     found["moves"] += step.plan.migration.num_moves
-    return float(summed)
+    return float(np.concatenate(every).sum())

@@ -48,9 +48,9 @@ class Training:
         self.model = DistributedDataParallel(self.config, wrap, Float16Module(self.config, model) if short else model)
         self.model.broadcast_params()
         setting = OptimizerConfig(
-            # a larger epsilon: Adam would make steps of equal size out of rounding
-            optimizer="adam", lr=0.01, adam_eps=1e-5, use_distributed_optimizer=True, clip_grad=1.0, bf16=short,
-            params_dtype=self.config.params_dtype,
+            # a larger epsilon: Adam would make steps of equal size out of rounding; norms are summed as homes lie
+            optimizer="adam", lr=0.01, adam_eps=1e-5, use_distributed_optimizer=True, clip_grad=0.0 if short else 1.0,
+            bf16=short, params_dtype=self.config.params_dtype,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(setting, [self.model], use_gloo_process_groups=False)
         self.balancer: Any = None

@@ -49,7 +49,9 @@ def test_models_without_moe_layers_are_refused() -> None:
 
 
 def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
-    """In bfloat16 the optimizer has masters apart from the weights; without copies all sums are in the same order."""
+    """In bfloat16 the optimizer has masters apart from the weights. Without copies an expert's products have the same
+    shapes wherever it is, and without clipping no sum runs over experts.
+    """
     case = Case(options={"bf16": True, "params_dtype": torch.bfloat16}, homes="shuffled", spare_slots=0)
     for found in run_ranks(4, gpt_runs.against_plain, case):
         assert found["balanced"] == found["plain"]
@@ -59,11 +61,12 @@ def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
 
 @pytest.mark.parametrize("case", [Case(), Case(options=FULL, fused=True, overlap=True)], ids=["plain", "fused"])
 def test_gradients_of_copies_in_bfloat16(case: Case) -> None:
-    """In main_grad, which is float32: as near to exact ones as without copies; outputs are the same to the bit."""
+    """In main_grad, which is float32: as near to exact ones as without copies; losses are as near."""
     for found in run_ranks(2, gpt_runs.short_gradients, case):
         assert found["dtypes"] == {"torch.float32"}
         assert found["copies"] > 0
-        assert found["losses"]["balanced"] == found["losses"]["plain"] != found["losses"]["exact"]
+        assert found["losses"]["balanced"] == pytest.approx(found["losses"]["plain"], rel=2**-8)
+        assert found["losses"]["plain"] != found["losses"]["exact"], "the control: it is computed in bfloat16"
         assert found["balanced"] < 1.1 * found["plain"]
         assert found["apart"] < 2**-7, "two roundings of bfloat16"
 

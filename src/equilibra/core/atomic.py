@@ -14,7 +14,7 @@ import shutil
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import InputError, UnreadableError
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -25,7 +25,9 @@ __all__ = ["atomic_file", "atomic_folder", "cannot", "flush_to_disk"]
 
 def cannot(verb: str, path: Path, error: OSError) -> InputError:
     """The error to raise when the operating system refuses `verb` (read, write) on `path`."""
-    return InputError(f"cannot {verb} {path}: {error.strerror or error}")
+    there = verb == "read" and not isinstance(error, FileNotFoundError | NotADirectoryError)
+    kind = UnreadableError if there else InputError
+    return kind(f"cannot {verb} {path}: {error.strerror or error}")
 
 
 def flush_to_disk(path: Path) -> None:

@@ -3,10 +3,12 @@
     EquilibraError
     ├── InputError            what the user handed in cannot be used: exit code 2
     │   ├── TraceFormatError  a recording is missing, truncated, corrupted or of another format
-    │   └── BudgetError       a plan would need more slots, tokens or bytes than allowed
+    │   ├── BudgetError       a plan would need more slots, tokens or bytes than allowed
+    │   └── UnreadableError   a file is there and the operating system cannot read it now: it may be good
     ├── PlanError             a plan breaks an invariant: a bug, or a plan for another load
     └── ExecuteError          a step cannot go on, on any rank
-        ├── MismatchError     ranks hold different plans, versions or settings
+        ├── MismatchError     ranks hold different plans, versions or settings, or the rollout engine other weights
+        ├── NonFiniteError    a gradient or a weight is NaN or infinite: nothing was changed or written
         ├── RankLostError     another rank is gone, failed, or was slower than the timeout
         ├── StaleError        weights changed without notice: copies of them would be stale
         └── BrokenStateError  a migration was cut off: the state in memory is mixed, load the last checkpoint
@@ -21,10 +23,12 @@ __all__ = [
     "ExecuteError",
     "InputError",
     "MismatchError",
+    "NonFiniteError",
     "PlanError",
     "RankLostError",
     "StaleError",
     "TraceFormatError",
+    "UnreadableError",
 ]
 
 
@@ -44,6 +48,10 @@ class BudgetError(InputError):
     """A plan would need more slots, tokens or bytes than allowed."""
 
 
+class UnreadableError(InputError):
+    """A file is there, and the operating system cannot read it now. It may be good: that is not known."""
+
+
 class PlanError(EquilibraError):
     """A plan breaks an invariant, or belongs to another load."""
 
@@ -53,7 +61,11 @@ class ExecuteError(EquilibraError):
 
 
 class MismatchError(ExecuteError):
-    """Ranks hold different plans, versions or settings."""
+    """Ranks hold different plans, versions or settings, or the rollout engine has other weights than the trainer."""
+
+
+class NonFiniteError(ExecuteError):
+    """A gradient or a weight is NaN or infinite; nothing was changed or written because of it."""
 
 
 class RankLostError(ExecuteError):

@@ -3,32 +3,41 @@
 World rank w is rank w % R of expert-parallel group w // R. Traffic of different kinds has process groups of its own, so
 that a prefetch never waits behind a dispatch. Every call here is made by all members of a group or by none.
 
-A rank that is gone, failed or stuck makes the call fail on all others within `timeout_s`: as `RankLostError`.
+A rank that is gone, failed or stuck makes the call fail on all others within `timeout_s`: as `RankLostError`. `with
+group:` tells the others why this rank fails, and stops the thread that watches over what GPUs wait for (`watch.py`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
-from typing import TYPE_CHECKING, Protocol
+from math import inf
+from threading import Thread
+from types import TracebackType
+from typing import TYPE_CHECKING, Protocol, Self
 
 import numpy as np
 import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
 
 from equilibra.core import errors
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
+from equilibra.execute.watch import ADVICE, STORE_S, Watch, first_line, nccl_of, without_torch_watchdog
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
 
-__all__ = ["Channel", "ExpertGroup", "Pending", "Ready", "join_expert_group"]
+__all__ = [
+    "Channel", "ExpertGroup", "Pending", "Ready", "join_expert_group", "lost_rank_is_an_error", "new_group",
+    "patient_group", "watch_over",
+]  # fmt: skip
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """torch 2.13 has a new name for it"""
@@ -79,28 +88,45 @@ class _Work:
     work: dist.Work | None
     keep: tuple[Tensor, ...]
     """buffers that must live until it is done"""
+    channel: Channel
+    watch: Watch
+    blocks: bool
+    """whether the host waits until it is done; if not, the stream does that is current"""
 
     def wait(self) -> None:
         """Until it is done."""
-        if self.work is not None:
-            with lost_rank_is_an_error(self.what):
-                self.work.wait()
+        if self.work is None:
+            return
+        device = self.keep[0].device
+        with lost_rank_is_an_error(self.what, self.watch):
+            if device.type == "cuda" and self.blocks:
+                self.watch.expect(self.channel, self.what, self.work.is_completed, device)
+            self.work.wait()
+            if device.type == "cuda" and not self.blocks:
+                reached = torch.cuda.current_stream(device).record_event()
+                if not torch.cuda.is_current_stream_capturing():
+                    self.watch.expect(self.channel, self.what, reached.query, device)
+        self.watch.check(self.what)
+
+
+NOT_LOST = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
+"""what this rank's own device says; torch has them among RuntimeErrors"""
 
 
 @contextmanager
-def lost_rank_is_an_error(what: str) -> Iterator[None]:
+def lost_rank_is_an_error(what: str, watch: Watch | None = None) -> Iterator[None]:
     """Turn what torch.distributed raises into our error."""
     try:
         yield
+    except NOT_LOST:
+        raise
     except (RuntimeError, dist.DistError) as error:
-        raise RankLostError(
-            f"{what} did not finish: another rank is gone, has failed or is slower than the timeout; look for the "
-            f"first error of the other ranks, then restart from the last checkpoint ({_first_line(error)})"
-        ) from error
-
-
-def _first_line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0][:300] if str(error).strip() else type(error).__name__
+        if "out of memory" in str(error):  # of this rank, as NCCL says it
+            raise
+        said = f"another rank is gone, has failed or is slower than the timeout ({first_line(error, 300)})"
+        if watch is not None:
+            raise watch.lost(what, f"lost a connection while {what}: {said}") from error
+        raise RankLostError(f"{what} did not finish: {said}; {ADVICE}") from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,6 +145,29 @@ class ExpertGroup:
     """after which a silent rank is lost"""
     channels: dict[Channel, dist.ProcessGroup]
     """connections by kind; none in a group of one"""
+    watch: Watch = field(default_factory=lambda: Watch(rank=0, world=1, timeout_s=inf))
+    """sees that a rank is lost"""
+
+    connected: set[Channel] = field(default_factory=set)
+    """whose communicators are made, which NCCL does at their first use"""
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Tell the others of an error, so that nobody waits for this rank; and stop watching."""
+        heard = self.watch.cause
+        if error is not None:
+            self.watch.fail(error)
+        self.watch.close()
+        if heard is not None and error is not None and not isinstance(error, EquilibraError):
+            raise self.watch.lost("the step") from error  # what was computed since another rank was lost is worthless
+
+    def finish(self, stream: torch.cuda.Stream, *, what: str) -> None:
+        """The host waits for a stream; RankLostError if it cannot go on."""
+        self.watch.finish(stream.record_event(), what)
 
     @property
     def num_ranks(self) -> int:
@@ -153,28 +202,56 @@ class ExpertGroup:
         if len(sent_sizes) == 1 or channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        with lost_rank_is_an_error(what):
+        self._connect(channel, sent.device, what)
+        with lost_rank_is_an_error(what, self.watch):
             work = dist.all_to_all_single(
                 received, sent, list(received_sizes), list(sent_sizes), group=self.channels[channel], async_op=True
             )
-        return _Work(what=what, work=work, keep=(sent, received))
+        return self._under_way(channel, what, work, (sent, received))
 
     def all_gather(self, channel: Channel, sent: Tensor, received: Tensor, *, what: str) -> Pending:
         """Start to fill `received` with the members' `sent` in order, which are as large everywhere."""
         if channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        with lost_rank_is_an_error(what):
+        self._connect(channel, sent.device, what)
+        with lost_rank_is_an_error(what, self.watch):
             work = _all_gather(received, sent, group=self.channels[channel], async_op=True)
-        return _Work(what=what, work=work, keep=(sent, received))
+        return self._under_way(channel, what, work, (sent, received))
 
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
         """Start to sum a tensor over the members, in place."""
         if channel not in self.channels:
             return Ready()
-        with lost_rank_is_an_error(what):
+        self._connect(channel, tensor.device, what)
+        with lost_rank_is_an_error(what, self.watch):
             work = dist.all_reduce(tensor, group=self.channels[channel], async_op=True)
-        return _Work(what=what, work=work, keep=(tensor,))
+        return self._under_way(channel, what, work, (tensor,))
+
+    def _connect(self, channel: Channel, device: torch.device, what: str) -> None:
+        """Make a communicator in a thread: NCCL waits for all ranks then, without a limit."""
+        self.watch.check(what)
+        if channel in self.connected or device.type != "cuda" or nccl_of(self.channels[channel]) is None:
+            return
+        what, failed = f"connecting ranks for {channel}", list[BaseException]()
+
+        def connect() -> None:
+            try:
+                dist.all_reduce(torch.zeros(1, device=device), group=self.channels[channel])
+            except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
+                failed.append(error)
+
+        thread = Thread(target=connect, daemon=True)
+        thread.start()
+        self.watch.until(lambda: not thread.is_alive(), what)
+        with lost_rank_is_an_error(what, self.watch):
+            for error in failed:
+                raise error
+        self.connected.add(channel)
+
+    def _under_way(self, channel: Channel, what: str, work: dist.Work | None, keep: tuple[Tensor, ...]) -> Pending:
+        blocks = nccl_of(self.channels[channel]) is None
+        return _Work(what=what, work=work, keep=keep, channel=channel, watch=self.watch, blocks=blocks)
 
     def gather(self, values: NDArray[np.generic], *, what: str) -> list[NDArray[np.generic]]:
         """Arrays of all ranks, of any lengths but one dtype and one shape behind the first axis."""
@@ -190,13 +267,14 @@ class ExpertGroup:
         ]
 
     def _gather_bytes(self, raw: bytes, size: int, what: str) -> list[bytes]:
+        self.watch.check(what)  # what was computed since a rank was lost goes no further
         if size == 0:
             return [b""] * self.world_size
         mine = torch.zeros(size, dtype=torch.uint8)
         if raw:
             mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
-        with lost_rank_is_an_error(what):
+        with lost_rank_is_an_error(what, self.watch):
             dist.all_gather(every, mine, group=self.channels[Channel.CONTROL])
         return [part.numpy().tobytes() for part in every]
 
@@ -218,8 +296,8 @@ class ExpertGroup:
             attempt()
         except Exception as error:  # noqa: BLE001 - whatever it was, the others must hear of it
             failure = error
-        text = f"{type(failure).__name__}: {_first_line(failure)}" if failure else ""
-        said = self.gather(np.frombuffer(text.encode()[:300], np.uint8), what=what)
+        text = f"{type(failure).__name__}: {first_line(failure)}" if failure else ""
+        said = self.gather(np.frombuffer(text.encode()[:600], np.uint8), what=what)
         if failure is not None:
             raise failure
         for rank, part in enumerate(said):
@@ -231,8 +309,22 @@ class ExpertGroup:
     def barrier(self, *, what: str) -> None:
         """Until all ranks are here."""
         if self.channels:
-            with lost_rank_is_an_error(what):
+            self.watch.check(what)
+            with lost_rank_is_an_error(what, self.watch):
                 dist.all_reduce(torch.zeros(1), group=self.channels[Channel.CONTROL])
+
+
+def patient_group(group: ExpertGroup, *, timeout_s: float, what: str) -> ExpertGroup:
+    """Collective: the same ranks with connections of their own, over host memory, and another timeout.
+
+    For waiting that is no sign of a lost rank: for disks, rollouts, engines. A rank whose process is gone is noticed at
+    once all the same.
+    """
+    if not group.channels:
+        return replace(group, timeout_s=timeout_s)
+    with lost_rank_is_an_error(what):
+        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+    return replace(group, channels={Channel.CONTROL: control}, timeout_s=timeout_s)
 
 
 def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
@@ -265,11 +357,37 @@ def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGr
     with lost_rank_is_an_error("joining the expert-parallel group"):
         for channel, parts in members.items():
             for part in parts:
-                backend = "gloo" if channel is Channel.CONTROL else None
-                made = dist.new_group(part, timeout=timedelta(seconds=timeout_s), backend=backend)
+                made = new_group(part, timeout_s, backend="gloo" if channel is Channel.CONTROL else None)
                 if me in part:
                     channels[channel] = made
     return ExpertGroup(
         cluster=cluster, rank=me % size, index=me // size, num_groups=world // size, timeout_s=timeout_s,
-        channels=channels,
+        channels=channels, watch=watch_over(channels, timeout_s),
+    )  # fmt: skip
+
+
+def new_group(ranks: list[int] | None, timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
+    """Connections of some ranks, of the default backend if none is named; all processes must call it.
+
+    NCCL's own limit comes later than ours: torch would end the process when it is reached.
+    """
+    world = dist.group.WORLD
+    nccl = backend is None and world is not None and nccl_of(world) is not None
+    limit = timedelta(seconds=2 * timeout_s + 60 if nccl else timeout_s)
+    with without_torch_watchdog():
+        made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
+    return made
+
+
+def watch_over(channels: Mapping[Channel, dist.ProcessGroup], timeout_s: float) -> Watch:
+    """The watch of the ranks that these connect; they share the keys of one store."""
+    control = channels[Channel.CONTROL]
+    store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
+    if hasattr(store, "clone"):  # one whose calls wait for others must not hold up the watch
+        store = store.clone()
+        store.set_timeout(timedelta(seconds=STORE_S))
+    return Watch(
+        rank=control.rank(), world=control.size(), timeout_s=timeout_s,
+        store=PrefixStore(f"equilibra {control.group_name}", store),
+        backends=[nccl for group in set(channels.values()) if (nccl := nccl_of(group)) is not None],
     )  # fmt: skip

@@ -6,12 +6,13 @@ instances; the Balancer arms it.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from hashlib import sha256
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from equilibra.core.errors import BrokenStateError, InputError
@@ -23,6 +24,7 @@ from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowW
 from equilibra.execute.moe.functions import Pass, direction_now
 from equilibra.execute.moe.spec import Activation, MoESpec
 from equilibra.execute.moe.weights import ExpertWeights
+from equilibra.execute.moe.wrapped import refuse_wrappers
 from equilibra.execute.steps.record import Recorder
 from equilibra.execute.visits.armed import Armed
 from equilibra.execute.visits.micro_batch import MicroBatch
@@ -54,11 +56,15 @@ class Runtime:
         """the micro-batch that runs"""
         self.version = 0
         """of the weights: counts their changes"""
-        self.recorder = Recorder(group.rank)
+        self.recorder = Recorder(group.rank, finish=group.watch.finish)
         self.gradients_under_way = False
         """whether copies may hold gradients that their homes do not have yet"""
+        self.masters: Mapping[nn.Parameter, nn.Parameter] = {}
+        """float32 masters that have the gradients of their parameters once those are summed (see `steps.masters`)"""
         self.broken: str | None = None
         """why the state in memory must not be used"""
+        self.most_table_bytes = 0
+        """that a micro-batch has held at once, of routing and tables, since the plan was armed"""
         self._armed: Armed | None = None
         self._copies: Copies | None = None
 
@@ -68,6 +74,7 @@ class Runtime:
         """Add a layer; returns its number."""
         if self.weights and weights.spec.part_shapes() != self.weights[0].spec.part_shapes():
             raise InputError("all MoE layers of a model must have experts of the same shapes to share spare slots")
+        refuse_wrappers()
         self.weights.append(weights)
         return len(self.weights) - 1
 
@@ -82,9 +89,10 @@ class Runtime:
         return self.spec.activation
 
     @property
-    def on_gpu(self) -> bool:
-        """Whether a GPU computes the experts."""
-        return bool(self.weights) and self.weights[0].device.type == "cuda"
+    def gpu(self) -> torch.device | None:
+        """The GPU that computes the experts, if one does."""
+        device = self.weights[0].device if self.weights else None
+        return device if device is not None and device.type == "cuda" else None
 
     # --- plans ---
 
@@ -101,7 +109,7 @@ class Runtime:
             self.group.agree(self._description(), what="how copies are kept and what experts are")
             self._copies = Copies(self.group, self.weights, self.setting, self.recorder)
         self._copies.arm(armed)
-        self._armed = armed
+        self._armed, self.most_table_bytes = armed, 0
         self._offer_weights()
 
     def _description(self) -> str:
@@ -207,7 +215,9 @@ class Runtime:
                 Channel.DISPATCH, told, [of.size for of in experts_of_rank], heard, [mine.size] * group.num_ranks,
                 what=f"exchanging counts of MoE layer {where.layer}",
             ).wait()  # fmt: skip
-        counts_IR = heard.cpu().view(group.num_ranks, mine.size).numpy().T.astype(np.int64)
+        on_host = heard.cpu()
+        group.watch.check(f"exchanging counts of MoE layer {where.layer}")  # if a rank was lost they are worthless
+        counts_IR = on_host.view(group.num_ranks, mine.size).numpy().T.astype(np.int64)
         return on_device(instances, sent, receive_table(mine, counts_IR), rank, self.weights[where.layer].device)
 
     # --- instances ---
@@ -223,7 +233,8 @@ class Runtime:
     def _instances(self, visit: Pass, direction: Direction) -> list[ExpertParts]:
         weights, copies = self.weights[visit.where.layer], self._copies_of(visit)
         weights.check_version(visit.where.layer)
-        return weights.homes() + (copies.take(visit.where, direction) if copies is not None else [])
+        homes = weights.homes(keep=self.current is not None)
+        return homes + (copies.take(visit.where, direction) if copies is not None else [])
 
     def _copies_of(self, visit: Pass) -> Copies | None:
         """Where copies are, if the visit is of a plan's micro-batch."""
@@ -305,8 +316,20 @@ class Runtime:
             under_way.wait()
 
     def memory_bytes(self) -> dict[str, int]:
-        """What copies take on this rank."""
-        return self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
+        """What copies and tables take on this rank."""
+        copies = self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
+        return {**copies, "tables": self.most_table_bytes}
+
+    def release(self) -> None:
+        """Collective, before weights leave the device: no rank holds memory of copies or of another rank's weights.
+
+        What the next plan needs is made anew.
+        """
+        self.disarm()
+        self.close()
+        self.group.barrier(what="releasing copies")
+        if self.gpu is not None:
+            torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
         """Give back threads and shared memory."""

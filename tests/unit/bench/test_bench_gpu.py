@@ -271,7 +271,7 @@ def test_a_pass_ends_when_products_and_copies_have_ended(monkeypatch):
             told.append(f"{self.name} waits for {other.name}")
 
     main = Stream("main")
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda: main)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda _device: main)
     monkeypatch.setattr(torch.cuda, "stream", lambda _: nullcontext())
     for name in ("forward", "backward"):
         original = getattr(replay, name)

@@ -8,6 +8,8 @@ from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
 from equilibra.execute.moe.reference import ReferenceMoE
 from equilibra.execute.moe.spec import Activation, MoESpec
 
+pytestmark = pytest.mark.arithmetic
+
 
 @pytest.mark.parametrize("activation", list(Activation))
 @pytest.mark.parametrize("bias", [True, False])

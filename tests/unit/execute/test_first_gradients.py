@@ -17,6 +17,7 @@ from equilibra.execute.runtime import Runtime  # noqa: E402
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
 from equilibra.trace.routing import RoutingTrace  # noqa: E402
 
+pytestmark = pytest.mark.arithmetic
 ALONE = Cluster(num_nodes=1, ranks_per_node=1)
 IDS = np.array([[[0, 1]], [[2, 1]], [[0, 2]]], np.uint8)
 """expert 3 has no rows: its gradient must be zeros, not nothing"""
@@ -57,7 +58,7 @@ def test_writing_is_adding_to_zeros(layer):
     wanted = gradients_of(experts)
     experts.drop_gradients()
     run()
-    assert all(torch.equal(a, b) for a, b in zip(gradients_of(experts), wanted, strict=True))
+    assert all(torch.allclose(a, b, rtol=1e-12) for a, b in zip(gradients_of(experts), wanted, strict=True))
     assert wanted[0][3].abs().max() == 0
     run()
     assert all(torch.allclose(a, 2 * b, rtol=1e-12) for a, b in zip(gradients_of(experts), wanted, strict=True))

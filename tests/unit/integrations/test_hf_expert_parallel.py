@@ -74,7 +74,7 @@ def test_experts_with_biases(tmp_path):
         assert close(found["planned"]), found
         assert found["planned"]["copies"] > 0
         assert found["static"]["copies"] == 0
-        assert found["static"]["experts"] == found["static"]["loss"] == 0.0
+        assert close(found["static"]), found
 
 
 def test_another_transformers_is_refused(monkeypatch):

@@ -10,6 +10,8 @@ from equilibra.core.errors import InputError
 from equilibra.execute import CopySetting, join_expert_group
 from equilibra.integrations.hf import build_model, open_model_folder
 
+pytestmark = pytest.mark.arithmetic
+
 ALONE = Cluster(num_nodes=1, ranks_per_node=1)
 
 

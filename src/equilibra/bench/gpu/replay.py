@@ -198,7 +198,7 @@ class Replay:
         if self.side is None:
             moving()
             return self.clock.stamp()
-        self.side.wait_stream(torch.cuda.current_stream())
+        self.side.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(self.side):
             moving()
             return self.clock.stamp()
@@ -209,7 +209,7 @@ class Replay:
         if copied is None:
             return [computed, computed]
         if self.side is not None:
-            torch.cuda.current_stream().wait_stream(self.side)
+            torch.cuda.current_stream(self.device).wait_stream(self.side)
         return [computed, copied]
 
     def _fetch(self, num: int, path: str, bank: int, *, alone: bool = False) -> None:

@@ -91,7 +91,7 @@ class RankLayers:
         for gradient in self.gradients():
             gradient.zero_()
         gc.collect()
-        self.runtime.recorder.begin_step(on_gpu=self.runtime.on_gpu)
+        self.runtime.recorder.begin_step(self.runtime.gpu)
         self.group.barrier(what="starting a step")
 
     def largest(self, value: float) -> float:

@@ -23,8 +23,8 @@ from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 from equilibra.bench.runtime.case import CLUSTER
+from equilibra.core.environment import environment_with
 from equilibra.core.errors import EquilibraError, ExecuteError, InputError, RankLostError
-from equilibra.train.processes import environment_with
 
 if TYPE_CHECKING:
     from equilibra.execute.group import ExpertGroup

@@ -48,7 +48,7 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
         seed=setting.seed,
     )  # fmt: skip
     model = every[STATIC].model
-    bench.rollout.engine.load_weights(logical_weights(model.runtime, model.naming, model.dense()))
+    bench.rollout.engine.load_weights(logical_weights(model.runtime, model.naming, model.dense()), version=0)
     clock = PatientClock(
         prepare=lambda: None, largest=lambda value: bench.largest({"value": value})["value"],
         patience_s=setting.patience,

@@ -123,7 +123,7 @@ class Bench:
             norms = [batch.update(mini_batch, loss)["gradient_norm"] for mini_batch in parts.order]
         with clock.stage("weights"):
             model = contender.model
-            self.rollout.engine.load_weights(logical_weights(model.runtime, model.naming, model.dense()))
+            self.rollout.engine.load_weights(logical_weights(model.runtime, model.naming, model.dense()), version=0)
         events = self._events(batch)
         moved, seconds = _busiest(events, Kind.MIGRATION), self.largest(clock.seconds)
         spent = contender.spent

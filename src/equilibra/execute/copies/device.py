@@ -28,7 +28,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equilibra.core.errors import InputError, StaleError
+from equilibra.core.errors import InputError, RankLostError, StaleError
 from equilibra.execute.copies.signals import Signals
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup, Pending, Ready
@@ -97,11 +97,17 @@ class DeviceEngine:
         """when the last gradients that came home were added"""
         self._staging_kP = banks_2SP.new_empty(0, row.numel())
         self._me, self._num_ranks = group.rank - group.first_of_node, group.cluster.ranks_per_node
+        group.watch.release_with(path.signals.release)
 
     @property
     def num_bytes(self) -> int:
         """Gradients of copies held and served, and memory of the path."""
         return self.banks_2SP.nbytes + self._staging_kP.nbytes + self.path.num_bytes
+
+    @property
+    def _compute(self) -> torch.cuda.Stream:
+        """The stream that experts are computed on, which need not be of the device that is current."""
+        return torch.cuda.current_stream(self._row.device)
 
     def serve(self, source: ExpertSource) -> None:
         """Copies are made of these instances from now on."""
@@ -109,11 +115,12 @@ class DeviceEngine:
 
     def publish(self, version: int, copied: Copied) -> None:
         """Once after the weights changed: the host waits, as nothing could run meanwhile."""
-        self._side.synchronize()
-        torch.cuda.current_stream().synchronize()
-        self.group.barrier(what="waiting for readers of the last version")
+        what = "waiting for readers of the last version"
+        for stream in (self._side, self._compute):
+            self.group.finish(stream, what=what)
+        self.group.barrier(what=what)
         self.path.publish(copied, self.source)
-        torch.cuda.current_stream().synchronize()
+        self.group.finish(self._compute, what="publishing weights")
         self.group.barrier(what="publishing weights")
         self._version = version
         most = 0 if self.path.in_place else copied.most_served
@@ -126,18 +133,17 @@ class DeviceEngine:
             return Ready()
         if version != self._version:
             raise StaleError(f"weights of version {self._version} are published, version {version} was asked for")
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_stream(self._compute)
         with torch.cuda.stream(self._side):
-            start = mark()
+            start = mark(self._side)
             self.path.pull_weights(copies, slots_nP)
-            return _Arriving((start, mark()))
+            return _Arriving((start, mark(self._side)), self._row.device)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
         """The bank of this list, when the origins of the list before the last have taken theirs."""
-        stream = torch.cuda.current_stream()
         if self._list >= 2 and copies.num_in_node:
             for rank in range(self._num_ranks):
-                self.path.signals.wait(self._num_ranks + rank, self._list - 1, stream)
+                self.path.signals.wait(self._num_ranks + rank, self._list - 1, self._compute)
         return self.banks_2SP[self._list % 2, : copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
@@ -147,7 +153,7 @@ class DeviceEngine:
         bank = self._list % 2
         self._list += 1
         coming = _Coming(copies=copies, bank=bank, number=self._list, add=self._add)
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_stream(self._compute)
         with torch.cuda.stream(self._side):
             self.path.push_gradients(bank, copies.held_expert.size)
             self.path.signals.give(self._me, self._list, self._side)
@@ -161,18 +167,18 @@ class DeviceEngine:
         copies = coming.copies
         for rank in sorted(set((copies.served_target - copies.first_rank).tolist())):
             self.path.signals.wait(rank, coming.number, self._side)
-        coming.start = mark()
+        coming.start = mark(self._side)
         coming.rows = self.path.gradients(copies, coming.bank, self._staging_kP[: copies.served_expert.size])
 
     def _taken(self, coming: _Coming) -> None:
         """Holders may write others there."""
         self.path.signals.give(self._num_ranks + self._me, coming.number, self._side)
-        coming.end = mark()
+        coming.end = mark(self._side)
 
     def _add(self, coming: _Coming) -> None:
         """Beside what the compute stream is given from now on."""
         self.finish_sums()
-        self._side.wait_stream(torch.cuda.current_stream())
+        self._side.wait_stream(self._compute)
         experts = coming.copies.served_expert
         with torch.cuda.stream(self._side):
             if self.path.in_place:
@@ -183,24 +189,28 @@ class DeviceEngine:
             if self.path.in_place:
                 self._taken(coming)
         self._summed = self._side.record_event()
+        what = f"returning gradients of flash copies of MoE layer {coming.copies.layer}"
+        self.group.watch.expect("returns", what, self._summed.query, self._row.device)
 
     def finish_sums(self) -> None:
         """Let the compute stream wait for gradients that were to be added."""
         if self._summed is not None:
-            torch.cuda.current_stream().wait_event(self._summed)
+            self._compute.wait_event(self._summed)
             self._summed = None
 
     def finish_reads(self) -> None:
         """Collective, before weights change: nobody pulls any more."""
-        self._side.synchronize()
-        self.group.barrier(what="waiting for copies under way before weights change")
+        what = "waiting for copies under way before weights change"
+        self.group.finish(self._side, what=what)
+        self.group.barrier(what=what)
 
     def close(self) -> None:
         """Let go of everything; whoever still waits goes on."""
         self.path.signals.release()
-        with suppress(RuntimeError):  # a device that has failed must not keep us from closing
-            self._side.synchronize()
+        with suppress(RuntimeError, RankLostError):  # a device or rank that has failed must not keep us from closing
+            self.group.finish(self._side, what="closing copies")
         self.path.signals.release()  # what was queued has given signals of its own since
+        self.group.watch.forget(self.path.signals.release)
         self.path.close()
 
 
@@ -210,10 +220,11 @@ class _Arriving:
 
     span: tuple[torch.cuda.Event, torch.cuda.Event]
     """marks at their beginning and end"""
+    device: torch.device
 
     def wait(self) -> None:
         """Let the compute stream wait for them; the host does not."""
-        torch.cuda.current_stream().wait_event(self.span[1])
+        torch.cuda.current_stream(self.device).wait_event(self.span[1])
 
 
 @dataclass(kw_only=True, eq=False)

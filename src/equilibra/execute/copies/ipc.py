@@ -5,6 +5,9 @@ pulled from where it is, by copy engines (NVLink between GPUs; on one GPU that s
 gradients are added from where they are).
 Handles are exchanged again only if tensors have moved, which every publication asks all ranks about. Where an instance
 lies is told with the publication.
+
+A handle is opened on this rank's own device: CUDA maps the memory of the other GPU there, whether or not this process
+sees that GPU. So copies run in streams of the GPU that receives, and a process has a context on its own GPU only.
 """
 
 from __future__ import annotations
@@ -24,8 +27,9 @@ from equilibra.execute.copies.pinned import PinnedPath, signals_of_node
 from equilibra.execute.copies.standing import Sources
 from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
 from equilibra.execute.group import ExpertGroup
+from equilibra.execute.watch import first_line
 
-__all__ = ["BothPath", "IpcPath", "exchanged", "handle_of", "ipc_works", "opened", "share_a_gpu"]
+__all__ = ["BothPath", "IpcPath", "check_peers", "exchanged", "handle_of", "ipc_works", "opened", "share_a_gpu"]
 
 logger = logging.getLogger(__name__)
 
@@ -37,18 +41,20 @@ def handle_of(tensor: Tensor) -> dict[str, Any]:
     return {"storage": encoded, "offset": tensor.storage_offset(), "shape": list(tensor.shape)}
 
 
-def opened(handle: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """A tensor of another process."""
-    device, *rest = handle["storage"]
+def opened(handle: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor of another process, mapped by this rank's own device. The sender's number of its device is not used."""
+    _, *rest = handle["storage"]
     raw = [base64.b64decode(x) if isinstance(x, str) else x for x in rest]
-    storage = torch.UntypedStorage._new_shared_cuda(device, *raw)  # noqa: SLF001
+    storage = torch.UntypedStorage._new_shared_cuda(device.index, *raw)  # noqa: SLF001
     shape = torch.Size(handle["shape"])
     strides = torch.empty(shape, device="meta").stride()
     return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, int(handle["offset"]), shape, strides)
 
 
-def exchanged(group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype) -> dict[int, list[Tensor]]:
-    """Collective: the tensors of every rank of the node, by rank."""
+def exchanged(
+    group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype, device: torch.device
+) -> dict[int, list[Tensor]]:
+    """Collective: the tensors of every rank of the node, by rank, as this rank's device sees them."""
     text: list[bytes] = []
 
     def share() -> None:
@@ -64,7 +70,7 @@ def exchanged(group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype) -> 
         for rank in range(group.first_of_node, group.first_of_node + per_node):
             if rank != group.rank:
                 handles = json.loads(said[first + rank].tobytes())
-                result[rank] = [_opened_or_empty(handle, dtype) for handle in handles]
+                result[rank] = [_opened_or_empty(handle, dtype, device) for handle in handles]
 
     group.all_succeed(open_others, what="opening memory of other GPUs")
     return result
@@ -76,7 +82,8 @@ def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
 
     def tried() -> None:
         try:
-            exchanged(group, [like.new_zeros(8)], like.dtype)
+            check_peers(group, like.device)
+            exchanged(group, [like.new_zeros(8)], like.dtype, like.device)
         except (EquilibraError, RuntimeError) as error:
             logger.warning("GPUs of this node cannot open each other's memory (%s): copies take other paths", error)
             works.append(False)
@@ -87,12 +94,37 @@ def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
     return works[0]
 
 
-def share_a_gpu(group: ExpertGroup, like: Tensor) -> bool:
-    """Collective: whether all ranks of the node are on one GPU. Numbers would not tell: a process may see one only."""
-    name = str(torch.cuda.get_device_properties(like.device).uuid)
+def gpus_of_node(group: ExpertGroup, device: torch.device) -> list[str]:
+    """Collective: the name of every rank's GPU. Numbers would not tell: a process may see one only."""
+    name = str(torch.cuda.get_device_properties(device).uuid)
     said = group.gather(np.frombuffer(name.encode(), np.uint8), what="asking for names of GPUs")
     first = group.index * group.num_ranks + group.first_of_node
-    return len({part.tobytes() for part in said[first : first + group.cluster.ranks_per_node]}) == 1
+    return [part.tobytes().decode() for part in said[first : first + group.cluster.ranks_per_node]]
+
+
+def share_a_gpu(group: ExpertGroup, device: torch.device) -> bool:
+    """Collective: whether all ranks of the node are on one GPU."""
+    return len(set(gpus_of_node(group, device))) == 1
+
+
+def check_peers(group: ExpertGroup, device: torch.device) -> None:
+    """Collective: an error if a GPU of the node is known not to reach another one's memory.
+
+    A process that sees its own GPU only cannot ask; opening the memory tells then.
+    """
+    names = gpus_of_node(group, device)
+    seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+
+    def check() -> None:
+        for rank, name in enumerate(names, group.first_of_node):
+            peer = seen.get(name, device.index)
+            if peer != device.index and not torch.cuda.can_device_access_peer(device.index, peer):
+                raise ExecuteError(
+                    f"rank {group.rank} (GPU {device.index}) cannot read the memory of rank {rank} (GPU {peer}): there "
+                    "is no peer access between them; use the path host or collective (`equilibra doctor` lists pairs)"
+                )
+
+    group.all_succeed(check, what="asking whether GPUs can read each other's memory")
 
 
 class IpcPath:
@@ -100,9 +132,10 @@ class IpcPath:
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
-        self.signals, self._signals = signals_of_node(group)
-        self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype)
-        self.in_place = share_a_gpu(group, row)
+        check_peers(group, row.device)
+        self.signals, self._signals = signals_of_node(group, row.device)
+        self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype, row.device)
+        self.in_place = share_a_gpu(group, row.device)
         self._tensors: dict[int, list[Tensor]] = {}
         """by rank of the node: layer by layer the parts of its homes, and its standing copies at last"""
         self._shared: tuple[int, ...] = ()
@@ -111,7 +144,7 @@ class IpcPath:
 
     @property
     def num_bytes(self) -> int:
-        """Signals; all else is others' memory."""
+        """Signals; all else is memory of others, which is mapped here and counted there."""
         return self._signals.raw.nbytes
 
     def publish(self, copied: Copied, source: ExpertSource) -> None:
@@ -121,7 +154,8 @@ class IpcPath:
         now = tuple(tensor.data_ptr() for tensor in mine)
         moved = self.group.gather(np.array([now != self._shared]), what="asking whether weights have moved")
         if any(bool(part[0]) for part in moved):
-            self._tensors = exchanged(self.group, mine, self.row.dtype)
+            self._tensors = {}  # before others open theirs: what nobody has open can be freed
+            self._tensors = exchanged(self.group, mine, self.row.dtype, self.row.device)
             self._shared = now
         own = np.flatnonzero(copied.origin == self.group.rank)
         told = np.array([source.location(int(copied.layer[i]), int(copied.expert[i])) for i in own], np.int64)
@@ -196,7 +230,7 @@ class BothPath(IpcPath):
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
         """Both links at once; the stream goes on when both are done."""
-        here = torch.cuda.current_stream()
+        here = torch.cuda.current_stream(self.row.device)
         self._host_stream.wait_stream(here)
         with torch.cuda.stream(self._host_stream):
             self._host.pull_from(copies, slots_nP, first=self._cut)
@@ -209,14 +243,16 @@ class BothPath(IpcPath):
         super().close()
 
 
-def _opened_or_empty(handle: dict[str, Any] | None, dtype: torch.dtype) -> Tensor:
+def _opened_or_empty(handle: dict[str, Any] | None, dtype: torch.dtype, device: torch.device) -> Tensor:
     if handle is None:
-        return torch.empty(0, dtype=dtype)
+        return torch.empty(0, dtype=dtype, device=device)
     try:
-        return opened(handle, dtype)
+        return opened(handle, dtype, device)
+    except torch.OutOfMemoryError:
+        raise
     except RuntimeError as error:
         raise ExecuteError(
-            f"cannot open the memory of another GPU ({str(error).splitlines()[0]}): all ranks of a node must see its "
-            "GPUs under the same numbers, and PYTORCH_CUDA_ALLOC_CONF must not have expandable_segments; or use "
-            "another path (`equilibra doctor` tells which work)"
+            f"cannot open the memory of another GPU ({first_line(error)}): ranks of a node need peer access between "
+            "their GPUs and a shared IPC namespace (docker: --ipc=host), and expandable_segments in "
+            "PYTORCH_CUDA_ALLOC_CONF can forbid it; or use another path (`equilibra doctor` tells which work)"
         ) from error

@@ -31,23 +31,25 @@ class _Part:
     values: Tensor
     raw: Tensor
     """its bytes"""
+    device: torch.device
+    """that it is registered with"""
 
     @classmethod
-    def of(cls, group: ExpertGroup, shape: tuple[int, ...], dtype: torch.dtype) -> _Part:
+    def of(cls, group: ExpertGroup, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Part:
         num_bytes = max(pages(int(np.prod(shape, dtype=np.int64)) * dtype.itemsize), PAGE)
         memory = map_of_node(group, num_bytes)
         raw = view_of(memory, 0, (num_bytes,), torch.uint8)
-        group.all_succeed(lambda: register_with_device(raw), what="registering shared memory with CUDA")
-        return cls(values=view_of(memory, 0, shape, dtype), raw=raw)
+        group.all_succeed(lambda: register_with_device(raw, device), what="registering shared memory with CUDA")
+        return cls(values=view_of(memory, 0, shape, dtype), raw=raw, device=device)
 
     def close(self) -> None:
-        unregister(self.raw)
+        unregister(self.raw, self.device)
 
 
-def signals_of_node(group: ExpertGroup) -> tuple[Signals, _Part]:
+def signals_of_node(group: ExpertGroup, device: torch.device) -> tuple[Signals, _Part]:
     """Given and taken of every rank of the node, 0 at first."""
-    part = _Part.of(group, (2 * group.cluster.ranks_per_node,), torch.int64)
-    return Signals(part.values.numpy()), part
+    part = _Part.of(group, (2 * group.cluster.ranks_per_node,), torch.int64, device)
+    return Signals(part.values.numpy(), device), part
 
 
 class PinnedPath:
@@ -57,9 +59,9 @@ class PinnedPath:
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
-        self.signals, self._signals = signals_of_node(group)
+        self.signals, self._signals = signals_of_node(group, row.device)
         shape = (2, group.cluster.ranks_per_node, *banks_2SP.shape[1:])
-        self._gradients = _Part.of(group, shape, banks_2SP.dtype)
+        self._gradients = _Part.of(group, shape, banks_2SP.dtype, row.device)
         self._weights: _Part | None = None
         self._copied: Copied | None = None
 
@@ -74,7 +76,8 @@ class PinnedPath:
         if self._weights is None or len(self._weights.values) < needed:
             if self._weights is not None:
                 self._weights.close()
-            self._weights = _Part.of(self.group, (needed, self.row.numel()), self.row.dtype)
+            shape = (needed, self.row.numel())
+            self._weights = _Part.of(self.group, shape, self.row.dtype, self.row.device)
         for entry in np.flatnonzero(copied.origin == self.group.rank).tolist():
             source.write_flat(int(copied.layer[entry]), int(copied.expert[entry]), self._weights.values[entry])
         self._copied = copied

@@ -1,14 +1,13 @@
 """One piece of memory per node that all its ranks have mapped.
 
-It has no name once all ranks of the node have opened it: however the processes end, nothing stays behind. Its size is
-reserved when it is made, so a full /dev/shm is an error then and not a crash later.
+It never has a name: the others open it through the process that made it, and however the processes end, nothing stays
+behind. Its size is reserved when it is made, so a full /dev/shm is an error then and not a crash later.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -22,12 +21,11 @@ __all__ = ["PAGE", "map_of_node", "pages", "view_of"]
 
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - the point of it
 PAGE = 4096
-NAME_BYTES = 256
 
 
 def map_of_node(group: ExpertGroup, num_bytes: int) -> mmap.mmap:
     """Made by the first rank of the node and opened by the others; all ranks of all nodes call."""
-    made: list[tuple[int, str]] = []
+    made: list[int] = []
     opened: list[mmap.mmap] = []
 
     def create() -> None:
@@ -35,26 +33,22 @@ def map_of_node(group: ExpertGroup, num_bytes: int) -> mmap.mmap:
             made.append(_create(num_bytes))
 
     def open_it() -> None:
-        descriptor = made[0][0] if made else _open_existing(path)
+        descriptor = made[0] if made else _open_existing(*where)
         try:
             opened.append(mmap.mmap(descriptor, num_bytes))
         finally:
-            os.close(descriptor)
+            if not made:
+                os.close(descriptor)
 
     try:
         group.all_succeed(create, what="making shared memory of the node")
-        name = np.zeros((1, NAME_BYTES), np.uint8)
-        if made:
-            raw = made[0][1].encode()
-            name[0, : len(raw)] = np.frombuffer(raw, np.uint8)
-        names = group.gather(name, what="sharing memory of the node")
-        path = names[group.index * group.num_ranks + group.first_of_node].tobytes().rstrip(b"\0").decode()
+        mine = [os.getpid(), made[0], os.fstat(made[0]).st_ino] if made else [0, 0, 0]
+        every = group.gather(np.array(mine, np.int64), what="sharing memory of the node")
+        where = every[group.index * group.num_ranks + group.first_of_node].tolist()
         group.all_succeed(open_it, what="opening shared memory of the node")
     finally:
-        for descriptor, made_path in made:
-            Path(made_path).unlink(missing_ok=True)
-            if not opened:
-                os.close(descriptor)
+        for descriptor in made:
+            os.close(descriptor)
     return opened[0]
 
 
@@ -71,29 +65,35 @@ def view_of(memory: mmap.mmap, at: int, shape: tuple[int, ...], dtype: torch.dty
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
 
 
-def _create(num_bytes: int) -> tuple[int, str]:
-    """A reserved file in memory, open."""
+def _create(num_bytes: int) -> int:
+    """A reserved file in memory, open, without a name."""
     try:
-        descriptor, name = tempfile.mkstemp(prefix="equilibra-", dir=SHARED_MEMORY)
+        descriptor = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ExecuteError(f"cannot make a shared-memory segment in {SHARED_MEMORY}: {error.strerror}") from error
     try:
         os.posix_fallocate(descriptor, 0, num_bytes)
     except OSError as error:
         os.close(descriptor)
-        Path(name).unlink()
         raise BudgetError(
             f"the host path needs {num_bytes / 2**20:.0f} MiB of shared memory in {SHARED_MEMORY}: {error.strerror}; "
             "make it larger (docker: --shm-size), or use the collective path"
         ) from error
-    return descriptor, name
+    return descriptor
 
 
-def _open_existing(path: str) -> int:
+def _open_existing(process: int, descriptor: int, inode: int) -> int:
+    """What another process of this machine has open; `inode` tells it from anything else."""
+    path = f"/proc/{process}/fd/{descriptor}"
+    why = "it is another file"
     try:
-        return os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+        if os.fstat(opened).st_ino == inode:
+            return opened
+        os.close(opened)
     except OSError as error:
-        raise ExecuteError(
-            f"cannot open {path}, the shared memory that the first rank of this node made: {error.strerror}; ranks of "
-            "a node must run on one machine (see ranks_per_node), otherwise use the collective path"
-        ) from error
+        why = str(error.strerror)
+    raise ExecuteError(
+        f"cannot open {path}, the shared memory that the first rank of this node made: {why}; ranks of a node must run "
+        "on one machine and see each other's processes (see ranks_per_node), otherwise use the collective path"
+    )

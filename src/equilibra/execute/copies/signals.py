@@ -26,21 +26,24 @@ FOREVER = np.iinfo(np.int64).max
 class Signals:
     """Numbers [n] in memory that is registered with CUDA."""
 
-    def __init__(self, values: NDArray[np.int64]) -> None:
+    def __init__(self, values: NDArray[np.int64], device: torch.device) -> None:
         self.values = values
         address = ctypes.c_uint64()
-        _check(_driver().cuMemHostGetDevicePointer_v2(
-            ctypes.byref(address), ctypes.c_void_p(values.ctypes.data), ctypes.c_uint(0)
-        ), "mapping signals")  # fmt: skip
+        with torch.cuda.device(device):
+            _check(_driver().cuMemHostGetDevicePointer_v2(
+                ctypes.byref(address), ctypes.c_void_p(values.ctypes.data), ctypes.c_uint(0)
+            ), "mapping signals")  # fmt: skip
         self._address = address.value
 
     def give(self, number: int, value: int, stream: torch.cuda.Stream) -> None:
         """Set a signal when all that the stream has to do by now is done."""
-        _check(_driver().cuStreamWriteValue64_v2(*self._arguments(number, value, stream)), "giving a signal")
+        with torch.cuda.device(stream.device):  # the default stream has no number: it is of the device that is current
+            _check(_driver().cuStreamWriteValue64_v2(*self._arguments(number, value, stream)), "giving a signal")
 
     def wait(self, number: int, value: int, stream: torch.cuda.Stream) -> None:
         """Let the stream wait until a signal has reached a value."""
-        _check(_driver().cuStreamWaitValue64_v2(*self._arguments(number, value, stream)), "waiting for a signal")
+        with torch.cuda.device(stream.device):
+            _check(_driver().cuStreamWaitValue64_v2(*self._arguments(number, value, stream)), "waiting for a signal")
 
     def _arguments(self, number: int, value: int, stream: torch.cuda.Stream) -> tuple[Any, ...]:
         return (
@@ -53,10 +56,11 @@ class Signals:
         self.values[:] = FOREVER
 
 
-def register_with_device(memory: torch.Tensor) -> None:
-    """Let the GPU read and write host memory directly, without copies by the host."""
+def register_with_device(memory: torch.Tensor, device: torch.device) -> None:
+    """Let a GPU read and write host memory directly, without copies by the host."""
     runtime = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
+    with torch.cuda.device(device):
+        result = runtime.cudaHostRegister(memory.data_ptr(), memory.nbytes, 0)
     if int(result) != 0:
         raise ExecuteError(
             f"CUDA cannot register {memory.nbytes / 2**20:.0f} MiB of shared memory (error {int(result)}): raise the "
@@ -64,9 +68,10 @@ def register_with_device(memory: torch.Tensor) -> None:
         )
 
 
-def unregister(memory: torch.Tensor) -> None:
+def unregister(memory: torch.Tensor, device: torch.device) -> None:
     """The host's alone again."""
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
+    with torch.cuda.device(device):
+        torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())  # type: ignore[no-untyped-call]
 
 
 @cache

@@ -8,11 +8,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache
 from importlib.util import find_spec
+from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["add_in_order", "has_triton", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighed_sum"]
+__all__ = ["add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighed_sum"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = 3
@@ -29,6 +30,12 @@ def has_triton() -> bool:
 def multiprocessors(device: torch.device) -> int:
     """Of a GPU; a few where kernels are interpreted."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
+
+
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any) -> None:  # noqa: ANN401
+    """Launch a Triton kernel on the device of a tensor: Triton itself takes the one that is current."""
+    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments, **constants)
 
 
 def on_gpu(rows_ND: Tensor) -> bool:

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels import has_triton, multiprocessors
+from equilibra.execute.kernels import has_triton, launch, multiprocessors
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.kernels.upload import Upload
 from equilibra.execute.moe.spec import Activation
@@ -321,7 +321,8 @@ def first_product(
     """Write h, if it has room, and a, from rows."""
     tile, inner = _tile(FIRST, x), a.shape[1]
     grid, num = _grid(groups.num_tiles * -(-inner // tile.bn), x)
-    _kernels().first_product[grid](
+    launch(
+        _kernels().first_product, grid, x,
         x, *_weights_and_bias(instances, "gate_up"), h, a, groups.tiles, groups.num_tiles, x,
         D=x.shape[1], F=inner, BIAS=instances[0].gate_up_bias is not None, KEEP=len(h) > 0,
         CLAMPED=kind is Activation.CLAMPED_SWIGLU, NUM=num, **_sizes(tile, x),
@@ -334,7 +335,8 @@ def product(
     """Write rows times a matrix: y from a (turned, with its bias), da from dy, dx from dh."""
     tile, columns = _tile(PRODUCT, rows_NK), into_NC.shape[1]
     grid, num = _grid(groups.num_tiles * -(-columns // tile.bn), rows_NK)
-    _kernels().product[grid](
+    launch(
+        _kernels().product, grid, rows_NK,
         rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, rows_NK,
         K=rows_NK.shape[1], C=columns, TURNED=turned, BIAS=turned and instances[0].down_bias is not None, NUM=num,
         STAGES=tile.stages, **_sizes(tile, rows_NK),
@@ -350,7 +352,8 @@ def activation_gradient(
     """
     weights, dweights = (da, da) if weighed is None else weighed
     block = 2048 if 1024 < da.shape[1] <= 2048 else 1024  # values at a time: few are beyond the row's end
-    _kernels().activation_gradient[(len(da),)](
+    launch(
+        _kernels().activation_gradient, (len(da),), da,
         h, da, dh, weights, dweights, F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU,
         WEIGHED=weighed is not None, ADDED=added, BLOCK=block, num_warps=block // 256,
     )  # fmt: skip
@@ -359,9 +362,11 @@ def activation_gradient(
 def bias_products(groups: Groups, dy: Tensor, instances: Sequence[ExpertParts], into_N: Tensor) -> None:
     """Write every row's product with its instance's bias."""
     biases = [parts.down_bias for parts in instances if parts.down_bias is not None]
-    _kernels().bias_products[(groups.num_tiles,)](
-        dy, *Places.of(biases), groups.tiles, groups.num_tiles, into_N, dy, C=dy.shape[1], BM=BM, BK=64
-    )
+    launch(
+        _kernels().bias_products, (groups.num_tiles,), dy,
+        dy, *Places.of(biases), groups.tiles, groups.num_tiles, into_N,
+        dy, C=dy.shape[1], BM=BM, BK=64,
+    )  # fmt: skip
 
 
 def weights_and_rows(
@@ -376,17 +381,19 @@ def weights_and_rows(
     down, gate_up = (Places.of(part) if want else weights for part, want in zip(sums, wanted, strict=True))
     sums_like = next(part[0] for part, want in zip(sums, wanted, strict=True) if want)
     weight, dx = _tile(WEIGHT, dy), _tile(DX, dy)
-    for launch in launches:
-        _kernels().gradients[(launch.num_programs,)](
+    for share in launches:
+        launch(
+            _kernels().gradients, (share.num_programs,), dy,
             *values, dx_ND, *down, *gate_up, sums_like, *weights, groups.offsets, groups.tiles, groups.num_tiles,
-            kept.start, kept.stop, launch.work, launch.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,
+            kept.start, kept.stop, share.work, share.shares, dy, D=dy.shape[1], F=a.shape[1], IN_MEMORY=dy.is_cuda,
             DX_BK=dx.bk, DX_STAGES=dx.stages, **_sizes(weight, dy),
         )  # fmt: skip
 
 
 def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor, weights_N: Tensor | None) -> None:
     """Add column sums of every instance's rows, weighed if there are weights."""
-    _kernels().bias_gradient[(-(-left.shape[1] // 64), len(into))](
+    launch(
+        _kernels().bias_gradient, (-(-left.shape[1] // 64), len(into)), left,
         left, left if weights_N is None else weights_N, *Places.of(into), offsets, into[0], A=left.shape[1],
         WEIGHED=weights_N is not None, BN=64, BK=64,
     )  # fmt: skip
@@ -416,7 +423,7 @@ def _kernels() -> Any:  # noqa: ANN401 - Triton's kernels have no type
 
 
 def _allocate(size: int, _alignment: int, _stream: int | None) -> Tensor:
-    return torch.empty(size, dtype=torch.int8, device="cuda")
+    return torch.empty(size, dtype=torch.int8, device=torch.cuda.current_device())  # where `launch` launches
 
 
 def _tile(tile: Tile, like: Tensor) -> Tile:

@@ -16,6 +16,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from equilibra.execute.kernels import launch
+
 __all__ = ["plain_sum", "spread", "weighed_sum"]
 
 
@@ -26,7 +28,8 @@ def spread(
     """Write every token once for each of its choices; and numbers of rows from those of pairs."""
     (num_tokens, top_k), width = row_of_pair_TK.shape, tokens_TD.shape[1]
     if num_tokens:
-        _spread[(num_tokens,)](
+        launch(
+            _spread, (num_tokens,), rows_ND,
             tokens_TD.contiguous(), row_of_pair_TK, *_numbers(rows_ND, numbers_N, pairs_TK), rows_ND,
             K=top_k, D=width, STRIDE=rows_ND.stride(0), NUMBERED=pairs_TK is not None,
             BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
@@ -63,7 +66,8 @@ def _launch_sum(
 ) -> None:  # fmt: skip
     (num_tokens, top_k), width = row_of_pair_TK.shape, rows_ND.shape[1]
     if num_tokens:
-        _sum[(num_tokens,)](
+        launch(
+            _sum, (num_tokens,), rows_ND,
             rows_ND, row_of_pair_TK, *numbers, out_TD, K=top_k, D=width, STRIDE=rows_ND.stride(0), WEIGHED=weighed,
             NUMBERED=numbered, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
         )  # fmt: skip

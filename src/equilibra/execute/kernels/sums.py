@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equilibra.execute.kernels import multiprocessors
+from equilibra.execute.kernels import launch, multiprocessors
 
 __all__ = ["add_in_order"]
 
@@ -28,7 +28,7 @@ def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
     for first in range(0, len(rows), MOST):
         some = rows[first : first + MOST]
         given = [*some, *[into] * (MOST - len(some))]
-        _add[(programs,)](into, *given, count, NUM=len(some), BLOCK=BLOCK, num_warps=WARPS)
+        launch(_add, (programs,), into, into, *given, count, NUM=len(some), BLOCK=BLOCK, num_warps=WARPS)
 
 
 @triton.jit

@@ -118,15 +118,24 @@ class ExpertWeights(nn.Module):
             raise InputError(f"expert {expert} is not at home here: {self.experts.tolist()} are")
         return slot
 
-    def homes(self) -> list[ExpertParts]:
-        """Every expert at home: views, made once for the tensors that there are."""
+    def homes(self, *, keep: bool = False) -> list[ExpertParts]:
+        """Every expert at home: views.
+
+        keep: take those that were kept before for the tensors that there are, or keep these, until `forget_homes`.
+        Views hold the storage of weights: what is kept for longer would outlive weights that are offloaded.
+        """
         parts = self.parts()
         now = tuple((part.data_ptr(), part.dtype) for part in parts)
-        if self._homes is None or self._homes[0] != now:
-            every = {name: part.detach().unbind(0) for name, part in zip(self.names, parts, strict=True)}
-            of_expert = [ExpertParts.named({n: every[n][i] for n in every}) for i in range(self.experts.size)]
-            self._homes = (now, of_expert)
-        return self._homes[1]
+        if keep and self._homes is not None and self._homes[0] == now:
+            return self._homes[1]
+        every = {name: part.detach().unbind(0) for name, part in zip(self.names, parts, strict=True)}
+        of_expert = [ExpertParts.named({n: every[n][i] for n in every}) for i in range(self.experts.size)]
+        self._homes = (now, of_expert) if keep else None
+        return of_expert
+
+    def forget_homes(self) -> None:
+        """Keep no view of the weights."""
+        self._homes = None
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:
         """Copy an expert into its flat form."""

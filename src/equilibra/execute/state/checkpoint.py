@@ -16,18 +16,16 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, replace
-from datetime import timedelta
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from equilibra.core.errors import BrokenStateError, InputError
-from equilibra.execute.group import Channel, ExpertGroup, lost_rank_is_an_error
+from equilibra.execute.group import patient_group
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint_files import Manifest, finish, read_manifest, read_tensors, verify, write_shard
 from equilibra.execute.state.checkpoint_folder import begin_part, commit, folder_of_step, latest_checkpoint
@@ -82,16 +80,19 @@ class Checkpoints:
         self.folder, self.keep = Path(folder), keep
         self.trained = Trained(runtime=runtime, module=module, optimizer=optimizer, masters=masters or {})
         self.runtime = runtime
-        self._ranks = _own_connections(runtime.group, timeout_s)
+        self._ranks = patient_group(runtime.group, timeout_s=timeout_s, what="connecting for checkpoints")
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="equilibra-checkpoint")
         self._pending = Saving()
-        self._continues = False
-        """whether this run has loaded or saved a checkpoint in the folder"""
+        self._last: int | None = None
+        """the step that this run loaded or saved last in the folder"""
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False) -> Saving:
         """Collective: write a checkpoint, then remove all but the last `keep`.
 
+        Later ones than the one that was loaded are set aside as step-*.aside, not removed.
+
         extra: the caller's values, of world rank 0: numbers, strings, tensors, and lists and dicts of them.
+        Weights or optimizer state that are not finite are an error, and nothing is written or removed.
         asynchronous: return when the state is copied; training may go on. A failure shows in `wait` or the next call.
         """
         self.wait()
@@ -100,6 +101,7 @@ class Checkpoints:
         taken: list[Snapshot] = []
 
         def take() -> None:
+            self.trained.check_finite()
             taken.append(Snapshot(self.trained, extra or {}))
             if asynchronous:
                 taken[0].copy()
@@ -119,12 +121,12 @@ class Checkpoints:
 
         def begin() -> None:
             if rank == 0:
-                name[0] = begin_part(self.folder, step, continues=self._continues)
+                name[0] = begin_part(self.folder, step, last=self._last)
 
         def end() -> None:
             if rank == 0:
                 finish(part, step=step, world_size=ranks.world_size, values=snapshot.values)
-                commit(self.folder, part, step, keep=self.keep)
+                commit(self.folder, part, step, keep=self.keep, last=self._last)
 
         what = f"writing the checkpoint of step {step}"
         ranks.all_succeed(begin, what=what)
@@ -137,7 +139,7 @@ class Checkpoints:
             if rank == 0:
                 shutil.rmtree(part, ignore_errors=True)
             raise
-        self._continues = True
+        self._last = step
 
     def load(self, step: int | None = None) -> Loaded:
         """Collective: fill model and optimizer from the checkpoint of a step; None: from the last one."""
@@ -170,7 +172,7 @@ class Checkpoints:
             raise
         runtime.broken = None
         runtime.weights_changed()
-        self._continues = True
+        self._last = manifest.step
         return Loaded(step=manifest.step, extra=loading[0].extra)
 
     def wait(self) -> None:
@@ -184,15 +186,6 @@ class Checkpoints:
             self.wait()
         finally:
             self._thread.shutdown(wait=True)
-
-
-def _own_connections(group: ExpertGroup, timeout_s: float) -> ExpertGroup:
-    """The same ranks with connections of their own, over host memory: used beside training, and more patient."""
-    if not group.channels:
-        return group
-    with lost_rank_is_an_error("connecting for checkpoints"):
-        control = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
-    return replace(group, channels={Channel.CONTROL: control}, timeout_s=timeout_s)
 
 
 def _loading(trained: Trained, folder: Path, manifest: Manifest) -> Loading:

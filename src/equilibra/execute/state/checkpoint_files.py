@@ -6,6 +6,7 @@
         manifest.json            index, sizes and SHA-256 of all files, plain values; written last
     FOLDER/step-*.part           a save that was cut off, or a checkpoint being removed; the next save clears it away
     FOLDER/step-*.replaced       what stood at this step before; good until the new one is there
+    FOLDER/step-*.aside          newer than the one that a run went on from; read and removed by nobody
 
 Nothing is unpickled but tensors, by `torch.load(weights_only=True)`, which builds tensors and nothing else.
 """

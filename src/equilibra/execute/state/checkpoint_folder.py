@@ -1,7 +1,7 @@
 """The folder of a run's checkpoints: which are there, where a new one is written, and how it takes its place.
 
 Only world rank 0 changes anything here. A kill at any moment leaves every complete checkpoint complete: see the names
-in `checkpoint_files`.
+in `checkpoint_files`. A checkpoint that is newer than the one this run went on from is never deleted: it is set aside.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from equilibra.core.atomic import flush_to_disk
 from equilibra.core.errors import InputError
 from equilibra.execute.state.checkpoint_files import MANIFEST, disk_errors
 
-__all__ = ["begin_part", "checkpoint_steps", "commit", "folder_of_step", "latest_checkpoint"]
+__all__ = ["begin_part", "checkpoint_steps", "commit", "folder_of_step", "latest_checkpoint", "remove_checkpoint"]
 
 COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")
 MAX_STEP = 10**12
@@ -47,10 +47,10 @@ def folder_of_step(folder: Path, step: int | None) -> Path:
     return chosen if (chosen / MANIFEST).is_file() else _replaced(chosen)
 
 
-def begin_part(folder: Path, step: int, *, continues: bool) -> str:
+def begin_part(folder: Path, step: int, *, last: int | None) -> str:
     """Clear away what was cut off, and make a folder to write into; returns its name.
 
-    continues: whether this run has loaded or saved a checkpoint here. If not, later steps are of another run.
+    last: the step that this run loaded or saved here last. None: it did neither, so later steps are of another run.
     """
     if not isinstance(step, int) or not 0 <= step < MAX_STEP:
         raise InputError(f"step must be a whole number from 0 on, not {step!r}")
@@ -62,7 +62,7 @@ def begin_part(folder: Path, step: int, *, continues: bool) -> str:
         for path in folder.glob("step-*.part"):
             shutil.rmtree(path, ignore_errors=True)
         later = [other for other in checkpoint_steps(folder) if other >= step]
-        if later and not continues:
+        if later and last is None:
             raise InputError(
                 f"cannot save step {step} in {folder}, which has step {later[-1]}: it is of another run; load it to go "
                 "on from there, or use another folder"
@@ -72,13 +72,16 @@ def begin_part(folder: Path, step: int, *, continues: bool) -> str:
         return part.name
 
 
-def commit(folder: Path, part: Path, step: int, *, keep: int) -> None:
+def commit(folder: Path, part: Path, step: int, *, keep: int, last: int | None) -> None:
     """Make a finished part the checkpoint of its step; then, and only then, remove others.
 
-    Those of later steps go too: they are what came of an earlier attempt at these steps.
+    Those of steps after `last` came of an earlier attempt at these steps. They are set aside under another name.
     """
     final = _named(folder, step)
     with disk_errors("write", final):
+        for other in checkpoint_steps(folder):
+            if last is not None and other > last:
+                _set_aside(folder_of_step(folder, other), _named(folder, other))
         if final.exists():
             final.rename(_replaced(final))
         part.rename(final)
@@ -89,6 +92,20 @@ def commit(folder: Path, part: Path, step: int, *, keep: int) -> None:
         _remove(_replaced(final))
         for other in set(steps) - set(kept):
             _remove(_named(folder, other))
+
+
+def remove_checkpoint(folder: Path, step: int) -> None:
+    """Take a step's checkpoint away, never half of it."""
+    with disk_errors("write", folder):
+        _remove(folder_of_step(folder, step))
+
+
+def _set_aside(path: Path, named: Path) -> None:
+    """Take a name that nothing here reads or removes."""
+    number = 1
+    while (aside := named.with_name(f"{named.name}.aside{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    path.rename(aside)
 
 
 def _named(folder: Path, step: int) -> Path:

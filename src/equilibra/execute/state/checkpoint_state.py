@@ -26,7 +26,8 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import InputError, NonFiniteError
+from equilibra.execute.finite import names_of_nonfinite
 from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint_values import encoded
@@ -121,6 +122,21 @@ class Trained:
                 )
             found.append(Named(name=f"dense.{name}", tensor=value))
         return found
+
+    def check_finite(self) -> None:
+        """An error if a parameter, its master or what the optimizer keeps of it is NaN or infinite."""
+        tensors: dict[str, Tensor] = {}
+        for named in self.named():
+            if isinstance(named.tensor, nn.Parameter):  # buffers may hold infinities, as masks do
+                tensors[named.name] = named.tensor
+                kept = {} if self.optimizer is None else self.kept(named)
+                tensors |= {f"{key} of {named.name}": t for key, t in kept.items() if isinstance(t, Tensor)}
+        found = names_of_nonfinite(tensors)
+        if found:
+            raise NonFiniteError(
+                f"{len(found)} tensors hold NaN or infinities, the first {', '.join(found[:5])}: such a checkpoint "
+                "would be of no use and is not written; the ones before it are kept, load the last of them"
+            )
 
     # --- what the optimizer keeps ---
 

@@ -9,7 +9,7 @@ Dense tensors come first, in their order, then the experts layer by layer in log
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -24,7 +24,9 @@ __all__ = ["logical_weights"]
 WHAT = "streaming weights"
 
 
-def logical_weights(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+def logical_weights(
+    runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *, wait: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, Tensor]]:
     """Collective, and so is every step of the iteration: each weight by its published name, on every rank.
 
     dense: everything but experts, by name; the same on every rank. Experts are gathered inside the expert-parallel
@@ -32,6 +34,9 @@ def logical_weights(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor
     device of the weights: they stay valid and do not change, and may be kept. All ranks iterate to the end, or stop
     together: a rank that fails leaves the others waiting until the timeout, which is a RankLostError. Weights and homes
     must not change meanwhile.
+
+    wait: called before each layer is gathered; a collective with more patience than the group's, where some ranks do
+    more with the tensors than others, as writing them to a disk.
     """
     if runtime.broken is not None:
         raise BrokenStateError(f"cannot stream weights: {runtime.broken}")
@@ -51,6 +56,7 @@ def logical_weights(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor
     for layer in layers:
         if runtime.version != version or runtime.placement != placement:
             raise StaleError("weights or homes have changed while weights were streamed: stream them between steps")
+        wait()
         gather_layer(runtime, layer, room[0])
         yield from tensors_of_layer(runtime, naming, layer, room[0][1])
 

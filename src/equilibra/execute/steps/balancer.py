@@ -19,7 +19,8 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -32,17 +33,22 @@ from equilibra.core.placement import Migration, Placement
 from equilibra.cost.rates import rates_for
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
+from equilibra.execute.steps.attached import Attached
 from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
-from equilibra.execute.steps.gradients import dense_parameters, sum_dense_gradients
-from equilibra.execute.steps.masters import LOW, hand_over_gradients, write_weights
+from equilibra.execute.steps.gradients import dense_parameters, is_sharded, sum_dense_gradients
 from equilibra.execute.steps.planning import BalancerSetting, Limits, PlannedStep, plan_of_counts
 from equilibra.execute.steps.record import Moment
+from equilibra.execute.steps.replicated import check_replicated
+from equilibra.execute.steps.sharded import check_experts_are_whole, sharded_and_summed
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.execute.visits.visit import Where
 from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 from equilibra.trace.routing import RoutingTrace
 
 __all__ = ["Balancer", "BalancerSetting"]
+
+COMPARE_EVERY = 100
+"""sums of dense gradients between two comparisons of dense weights over ranks, each of which reads them once"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -65,16 +71,17 @@ class Balancer:
     ) -> None:  # fmt: skip
         """Attach to the optimizers that hold the experts; without one homes do not move.
 
-        masters: for each parameter of few digits its float32 copy, which the optimizer holds (see `masters`).
+        masters: for each parameter of low precision its float32 copy, which one of the optimizers holds (see
+        `masters`).
         """
         self.runtime, self.setting, self.masters = runtime, setting, dict(masters or {})
         self.optimizers = _as_list(optimizer)
-        _check_covered(runtime, self.optimizers, self.masters)
+        self._attached = Attached(self.optimizers, self.masters, runtime)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._ahead: _Ahead | None = None
         self._optimizer_began: Moment = 0.0
-        self._summed = False
-        """whether gradients are summed over ranks and wait for the optimizer"""
+        self._sums = 0
+        """of dense gradients since weights were last changed by hand"""
         self._closed = False
         self._rates = setting.rates or rates_for(_model_of(runtime), num_nodes=runtime.group.cluster.num_nodes)
         self._hooks = [
@@ -119,6 +126,7 @@ class Balancer:
         other ranks.
         """
         self.runtime.check_whole()
+        check_experts_are_whole(self.runtime)
         if self._ahead is None:
             self.prepare(routing, mini_batches)
         elif routing is not None or mini_batches is not None:
@@ -134,7 +142,7 @@ class Balancer:
         group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
         group.barrier(what="beginning the step")
-        runtime.recorder.begin_step(on_gpu=runtime.on_gpu)
+        runtime.recorder.begin_step(runtime.gpu)
         where = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
         runtime.recorder.add(
             Kind.PLAN, Resource.CPU, where, Direction.FORWARD, runtime.recorder.began,
@@ -180,51 +188,88 @@ class Balancer:
 
     # --- gradients and weights ---
 
-    def finish_gradients(self, module: nn.Module | None = None) -> None:
+    def finish_gradients(
+        self, module: nn.Module | None = None, *, scaler: torch.amp.GradScaler | None = None
+    ) -> None:  # fmt: skip
         """Collective, once before clipping and the optimizer: gradients of copies home, sums over data-parallel groups.
 
-        With a module, gradients of its dense parameters are summed over all ranks too. A rank's loss is its share of
-        the whole loss: sums, not means. Backward passes of several steps may come before it; once it was called the
-        optimizer must step, or the gradients be discarded.
+        With a module, gradients of its dense parameters are summed over all ranks too, but for those that FSDP2 shards
+        and has summed. A rank's loss is its share of the whole loss: sums, not means. Gradients of parameters with
+        masters are from then on those of the masters. With a scaler they are divided by its scale, and ranks agree on
+        whether there are infinities. Backward passes of several steps may come before it; once it was called every
+        optimizer must step, or its gradients be thrown away (`zero_grad`, `discard_gradients`).
         """
-        if self._summed:
+        if self._attached.summed:
             raise ExecuteError(
                 "gradients are summed over ranks already, and would be summed twice: call finish_gradients() once "
-                "before optimizer.step(), or discard_gradients()"
+                "before optimizer.step() of all optimizers, or discard_gradients()"
             )
-        self.runtime.finish_gradients()
-        self._summed = True
+        check_experts_are_whole(self.runtime)
         if module is not None:
-            sum_dense_gradients(dense_parameters(module, self.runtime), self.runtime.group)
+            self._compare_replicas(module)
+        self.runtime.finish_gradients()
+        if module is not None:
+            dense = dense_parameters(module, self.runtime)
+            if sharded_and_summed(module):  # FSDP has summed those
+                dense = [parameter for parameter in dense if not is_sharded(parameter)]
+            sum_dense_gradients(dense, self.runtime.group)
+        self._attached.gradients_are_summed(dense=module is not None or scaler is not None)
+        if scaler is not None:
+            self._attached.unscale(scaler)
+
+    def _compare_replicas(self, module: nn.Module) -> None:
+        """Collective: before the first sum, and now and then, dense weights must be the same on all ranks."""
+        if self._sums % COMPARE_EVERY == 0:
+            check_replicated(module, self.runtime)
+        self._sums += 1
 
     def discard_gradients(self, module: nn.Module) -> None:
         """Throw all gradients away, also those that copies hold: `zero_grad` does not know of them."""
         self.runtime.discard_gradients()
         module.zero_grad(set_to_none=True)
-        self._summed = False
+        self._attached.discard()
 
     def weights_changed(self) -> None:
         """Collective, after anything but an attached optimizer changed weights: copies are fetched anew."""
         self.runtime.weights_changed()
-        self._summed = False
+        self._attached.forget()
+        self._sums = 0
 
-    def _before_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
+    def release(self) -> None:
+        """Collective, between steps: give back the memory of copies, and let go of other ranks' weights.
+
+        Call it before weights leave the device (offload): memory that another rank has open is not freed.
+        """
+        self.runtime.release()
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:  # noqa: ANN401
         self._optimizer_began = self.runtime.recorder.now()
         self.runtime.check_whole()
         if self.runtime.gradients_under_way:
             raise ExecuteError(
                 "gradients of copies have not returned: call balancer.finish_gradients() before the optimizer"
             )
+        self._attached.before_step(optimizer)
 
-        hand_over_gradients(self.masters)
-
-    def _after_optimizer(self, *_arguments: Any) -> None:  # noqa: ANN401
+    def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:  # noqa: ANN401
         self.runtime.recorder.add(
             Kind.OPTIMIZER, Resource.COMPUTE, Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1),
             Direction.BACKWARD, self._optimizer_began, self.runtime.recorder.now(),
         )  # fmt: skip
-        write_weights(self.masters)
-        self.weights_changed()
+        self._attached.after_step(optimizer)
+        if self._attached.holds_experts(optimizer):
+            self.runtime.weights_changed()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
+    ) -> None:
+        """Close; on an error the other ranks are told of it first, so that nobody waits for this one."""
+        if error is not None:
+            self.runtime.group.watch.fail(error)
+        self.close()
 
     def close(self) -> None:
         """Stop background work and let go of the optimizer."""
@@ -239,28 +284,6 @@ def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] 
     if optimizer is None:
         return []
     return [optimizer] if isinstance(optimizer, torch.optim.Optimizer) else list(optimizer)
-
-
-def _check_covered(
-    runtime: Runtime, optimizers: list[torch.optim.Optimizer], masters: dict[nn.Parameter, nn.Parameter]
-) -> None:
-    """The optimizers must hold every expert that learns, in enough digits: their state moves with homes."""
-    held = {id(parameter) for one in optimizers for group in one.param_groups for parameter in group["params"]}
-    for layer, weights in enumerate(runtime.weights if optimizers else []):
-        for name in weights.names:
-            part = weights.get_parameter(name)
-            if not part.requires_grad:
-                continue
-            if id(masters.get(part, part)) not in held:
-                raise InputError(
-                    f"no attached optimizer holds {name} of MoE layer {layer}: pass all optimizers that train experts, "
-                    "and masters where they work on copies"
-                )
-            if part not in masters and part.dtype in LOW:
-                raise InputError(
-                    f"{name} of MoE layer {layer} is {part.dtype} and its gradient float32: give the optimizer float32 "
-                    "masters (equilibra.execute.steps.masters.float32_masters) and pass them to Balancer"
-                )
 
 
 def _model_of(runtime: Runtime) -> MoEModel:

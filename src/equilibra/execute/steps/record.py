@@ -6,7 +6,7 @@ something says nothing about when it runs.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from time import perf_counter
 
@@ -28,37 +28,47 @@ ONCE_A_STEP = {
 }  # fmt: skip
 
 
-def mark() -> torch.cuda.Event:
-    """A mark in the stream that is current."""
+def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
+    """A mark in a stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(stream)
     return event
 
 
 class Recorder:
     """Collects spans; a step's worth of them is taken away at its end."""
 
-    def __init__(self, rank: int, *, on: bool = True) -> None:
-        self.rank, self.on = rank, on
+    def __init__(
+        self, rank: int, *, on: bool = True,
+        finish: Callable[[torch.cuda.Event, str], None] = lambda event, _what: event.synchronize(),
+    ) -> None:  # fmt: skip
+        """finish: how the host waits for the device."""
+        self.rank, self.on, self._finish = rank, on, finish
         self._rows: list[tuple[tuple[int, ...], Moment, Moment]] = []
         self.began = perf_counter()
         """when the step began"""
         self._began_on_gpu: torch.cuda.Event | None = None
+        self._device: torch.device | None = None
+        """the GPU that computes, if one does"""
         self.dense_since: Moment | None = None
         """when the last MoE layer was left: what follows until the next one is attention and other dense parts"""
 
-    def begin_step(self, *, on_gpu: bool = False) -> None:
-        """Times are counted from here; ranks call it together."""
+    def begin_step(self, device: torch.device | None = None) -> None:
+        """Times are counted from here; ranks call it together. device: the GPU that computes, if one does."""
         self._rows.clear()
-        if on_gpu and self.on:
-            torch.cuda.synchronize()  # both clocks start together
-        self._began_on_gpu = mark() if on_gpu and self.on else None
+        self._device, self._began_on_gpu = device, None
+        if device is not None and self.on:
+            stream = torch.cuda.current_stream(device)
+            self._finish(stream.record_event(), "beginning the step")  # both clocks start together
+            self._began_on_gpu = mark(stream)
         self.began = perf_counter()
         self.dense_since = None
 
     def now(self) -> Moment:
         """For spans of what is computed."""
-        return mark() if self.on and self._began_on_gpu is not None else perf_counter()
+        if self.on and self._began_on_gpu is not None:
+            return mark(torch.cuda.current_stream(self._device))
+        return perf_counter()
 
     @contextmanager
     def span(
@@ -95,8 +105,10 @@ class Recorder:
 
     def taken(self) -> NDArray[np.void]:
         """The rows so far; none are kept."""
-        if self._began_on_gpu is not None:
-            torch.cuda.synchronize()
+        for _, *span in self._rows:
+            for moment in span:
+                if not isinstance(moment, float):
+                    self._finish(moment, "finishing the step")
         rows = np.array([(*about, self._us(start), self._us(end)) for about, start, end in self._rows], EVENT)
         self._rows = []
         return rows

@@ -40,6 +40,8 @@ class MicroBatch:
         """whether all ranks have the routing that was planned for: sizes are known, nothing is exchanged"""
         self.rows: Tensor | None = None
         """where this micro-batch's tokens are in the hidden states, if those hold padding too; else all of them"""
+        self.table_bytes = 0
+        """of the tables that it holds now"""
         self._experts: dict[int, Tensor] = {}
         self._tables: dict[int, Tables] = {}
         self._armed = runtime.armed
@@ -72,6 +74,19 @@ class MicroBatch:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.runtime.current = self._outer.pop()
+        if self not in self._outer and self.runtime.current is not self:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Loops hold all micro-batches of a step: one that does not run keeps nothing but its routing.
+
+        A pass whose backward comes later holds the tables it needs itself; recompute makes them again.
+        """
+        self._experts.clear()
+        self._tables.clear()
+        self.table_bytes = 0
+        for weights in self.runtime.weights:
+            weights.forget_homes()
 
     def experts(self, layer: int, device: torch.device) -> Tensor:
         """[T, K] recorded experts of a layer."""
@@ -79,13 +94,19 @@ class MicroBatch:
             values = torch.from_numpy(self.experts_TLK[:, layer].astype(np.int64))
             pinned = values.pin_memory() if device.type == "cuda" else values
             self._experts[layer] = pinned.to(device, non_blocking=True)
+            self._count(self._experts[layer].nbytes)
         return self._experts[layer]
 
     def tables(self, layer: int, make: Callable[[], Tables]) -> Tables:
         """The layer's tables, made once: the same in forward, backward and recompute."""
         if layer not in self._tables:
             self._tables[layer] = make()
+            self._count(self._tables[layer].num_bytes)
         return self._tables[layer]
+
+    def _count(self, num_bytes: int) -> None:
+        self.table_bytes += num_bytes
+        self.runtime.most_table_bytes = max(self.runtime.most_table_bytes, self.table_bytes)
 
     def select(self, tokens_TD: Tensor) -> Tensor:
         """The tokens of this micro-batch among hidden states."""

@@ -63,6 +63,12 @@ class Tables:
         return _index(self.sent_tokens, self.row_of_pair.device)
 
     @property
+    def num_bytes(self) -> int:
+        """Of the arrays, on host and device."""
+        arrays = (self.sent_tokens, self.row_of_pair, self.received_of_grouped, self.grouped_of_received)
+        return sum(array.nbytes for array in arrays if array is not None)
+
+    @property
     def num_rows(self) -> int:
         """Pairs this rank computes."""
         return sum(self.instance_sizes)

@@ -77,6 +77,16 @@ class ShardedModel(nn.Module):
         result: Tensor = self.model.lm_head(hidden_ND)  # type: ignore[operator]
         return result
 
+    @property
+    def head_parameters(self) -> list[nn.Parameter]:
+        """All that `head` reads."""
+        return list(self.model.lm_head.parameters())  # type: ignore[union-attr]
+
+    @property
+    def vocabulary(self) -> int:
+        """Tokens that there are."""
+        return int(self.folder.config.vocab_size)
+
     def dense(self) -> dict[str, Tensor]:
         """Everything but experts, by published name."""
         blocks = [id(part) for moe in self.moe_layers for part in (*moe.parameters(), *moe.buffers())]

@@ -26,6 +26,7 @@ from equilibra.integrations.hf.digits import keep_digits
 from equilibra.integrations.hf.experts import use_plain_experts
 from equilibra.integrations.hf.folder import ModelFolder
 from equilibra.rl.engine import Generation, Request
+from equilibra.rl.mismatch import unit_roundoff
 
 __all__ = ["Replica"]
 
@@ -46,8 +47,15 @@ class Replica:
         self.blocks = {n: layer.mlp for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
         self.naming: Naming = folder.family.naming_for(list(self.blocks))
         self._places = self._named()
+        self.version: int | None = None
+        """of the weights"""
         self._seen: list[Tensor] = []
         """experts of the tokens of one forward pass, layer by layer"""
+
+    @property
+    def roundoff(self) -> float:
+        """Of the model's type."""
+        return unit_roundoff(self.model.dtype, self.device.type)
 
     # --- weights ---
 
@@ -91,7 +99,7 @@ class Replica:
         return found
 
     @torch.no_grad()
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
         """Take new weights; all of them must come."""
         missing = set(self._places)
         for name, value in weights:
@@ -103,6 +111,7 @@ class Replica:
             missing.discard(name)
         if missing:
             raise InputError(f"{len(missing)} weights did not come, among them {min(missing)}")
+        self.version = version
 
     # --- sampling ---
 
@@ -165,7 +174,7 @@ class Replica:
                 one.add(token, logprob, self.end)
             going = [row for row, one in enumerate(active) if not one.through]
             if not going:
-                return [one.generation() for one in growing]
+                return [one.generation(self.version) for one in growing]
             if 2 * len(going) <= len(active):
                 kept = torch.tensor(going, device=self.device)
                 cache.batch_select_indices(kept)
@@ -204,11 +213,11 @@ class _Growing:
         if not self.through:
             self.experts.append(experts)
 
-    def generation(self) -> Generation:
+    def generation(self, version: int | None) -> Generation:
         """The answer."""
         return Generation(
             tokens=np.array(self.tokens, np.int64), logprobs=np.array(self.logprobs, np.float64),
-            experts=np.concatenate(self.experts), ended=self.ended,
+            experts=np.concatenate(self.experts), ended=self.ended, version=version,
         )  # fmt: skip
 
 

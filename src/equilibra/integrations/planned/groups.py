@@ -7,7 +7,6 @@ need one more, over all ranks that have the same layers (a pipeline stage), from
 
 from __future__ import annotations
 
-from datetime import timedelta
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,7 @@ import torch.distributed as dist
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.execute.group import Channel, ExpertGroup
+from equilibra.execute.group import Channel, ExpertGroup, new_group, watch_over
 
 __all__ = ["counts_of_world", "stage_group"]
 
@@ -43,8 +42,9 @@ def stage_group(
         Channel.COPIES: copies, Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel,
     }  # fmt: skip
     group = ExpertGroup(
-        cluster=cluster, rank=rank, index=index, num_groups=num_groups, timeout_s=timeout_s, channels=channels
-    )
+        cluster=cluster, rank=rank, index=index, num_groups=num_groups, timeout_s=timeout_s, channels=channels,
+        watch=watch_over(channels, timeout_s),
+    )  # fmt: skip
     places = np.concatenate(group.gather(np.array([[rank, index]]), what="joining the ranks of a pipeline stage"))
     if control.size() != group.world_size or not np.array_equal(
         places, [[at % cluster.num_ranks, at // cluster.num_ranks] for at in range(group.world_size)]
@@ -71,7 +71,6 @@ def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dis
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, tuple(mine))
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        part: dist.new_group(list(part), backend=backend, timeout=timedelta(seconds=timeout_s))
-        for part in sorted(set(every))
+        part: new_group(list(part), timeout_s, backend=backend) for part in sorted(set(every))
     }
     return made[tuple(mine)]

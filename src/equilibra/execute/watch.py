@@ -1,0 +1,277 @@
+"""Watch: a thread on every rank that keeps a lost rank from becoming a hang.
+
+On GPUs the host runs ahead of the device. `wait()` of an NCCL collective makes a stream wait, not the host; a stream
+waits forever for a rank that is gone, and so does the host as soon as it synchronises. So:
+
+    expect   the group names everything that a device waits for: collectives, gradients on their way
+    look     every TICK_S the thread asks whether the oldest one is done or has taken longer than timeout_s, whether a
+             communicator has failed, and whether another rank has told the store why it failed
+    lose     then it tells the store (the first cause stays), raises the device signals of the node and aborts the
+             communicators: whatever waits on a device, or for one, goes on
+    check    and the next call of the group raises RankLostError with the cause
+
+torch's own watchdog would end the process without a Python error. Groups that are made here tell it not to.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from threading import Event, Lock, Thread
+from time import monotonic, sleep
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import Store
+
+from equilibra.core.environment import environment_with
+from equilibra.core.errors import RankLostError
+
+__all__ = ["ADVICE", "STORE_S", "Watch", "first_line", "nccl_of", "without_torch_watchdog"]
+
+TICK_S = 0.2
+"""how often the thread looks"""
+ANSWER_S = 2.0
+"""in which ranks that are alive answer a roll call"""
+STORE_S = 5.0
+"""after which the store is taken for gone"""
+CAUSE = "cause"
+ADVICE = "look for the first error of the other ranks, then restart from the last checkpoint"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Expected:
+    what: str
+    done: Callable[[], bool]
+    since: float
+
+
+@dataclass(kw_only=True, eq=False)
+class _Queue:
+    """What finishes in this order."""
+
+    waiting: deque[_Expected] = field(default_factory=deque)
+    moved_on: float = 0.0
+    """when the first of them last finished"""
+
+
+class Watch:
+    """Of one rank. Without a store it only knows what it sees itself."""
+
+    def __init__(
+        self, *, rank: int, world: int, timeout_s: float, store: Store | None = None,
+        backends: Sequence[Any] = (), tick_s: float = TICK_S,
+    ) -> None:  # fmt: skip
+        """backends: NCCL's, of the groups that are used."""
+        self.rank, self.world, self.timeout_s = rank, world, timeout_s
+        self._store, self._backends, self._tick_s = store, list(backends), tick_s
+        self._queues: dict[str, _Queue] = {}
+        self._releases: list[Callable[[], None]] = []
+        self._lock = Lock()
+        self._thread: Thread | None = None
+        self._closed = Event()
+        self.cause: str | None = None
+        """why the ranks cannot go on"""
+        self._who: str | None = None
+        """who does not answer, once that was asked"""
+        self._device: torch.device | None = None
+
+    # --- what is under way ---
+
+    def expect(self, queue: str, what: str, done: Callable[[], bool], device: torch.device | None = None) -> None:
+        """A device waits for something; what is in one queue finishes in order."""
+        self.check(what)
+        with self._lock:
+            self._device = self._device or device
+            entry = _Expected(what=what, done=done, since=monotonic())
+            self._queues.setdefault(queue, _Queue()).waiting.append(entry)
+            if self._thread is None and not self._closed.is_set():
+                self._thread = Thread(target=self._run, name="equilibra-watch", daemon=True)
+                self._thread.start()
+
+    def release_with(self, release: Callable[[], None]) -> None:
+        """Call this when a rank is lost, so that no stream waits for its signals."""
+        with self._lock:
+            self._releases.append(release)
+
+    def forget(self, release: Callable[[], None]) -> None:
+        """Its memory is given back."""
+        with self._lock, suppress(ValueError):
+            self._releases.remove(release)
+
+    def check(self, what: str) -> None:
+        """An error if a rank is lost."""
+        if self.cause is not None:
+            raise self.lost(what)
+
+    def finish(self, event: torch.cuda.Event, what: str) -> None:
+        """The host waits until the device has reached an event."""
+        self.until(event.query, what)
+
+    def until(self, done: Callable[[], bool], what: str) -> None:
+        """Wait for something that others take part in, no longer than the timeout."""
+        end = monotonic() + self.timeout_s
+        while not done():
+            self.check(what)
+            if monotonic() > end:
+                raise self.lost(what, f"waited for {what} longer than the timeout of {self.timeout_s:g} s")
+            sleep(2e-4)
+
+    # --- a rank is lost ---
+
+    def lost(self, what: str, reason: str = "") -> RankLostError:
+        """The error of a call that cannot finish, with the first cause that any rank told."""
+        self._lose(reason or f"cannot finish {what}")
+        return RankLostError(f"{what} did not finish: {self.cause}{self._roll_call()}; {ADVICE}")
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others why this rank cannot go on, and let nobody wait for it."""
+        self._lose(f"failed with {type(error).__name__}: {first_line(error)}")
+
+    def _lose(self, reason: str) -> None:
+        with self._lock:
+            if self.cause is None:
+                self.cause = self._told(f"rank {self.rank} {reason}") or f"rank {self.rank} {reason}"
+        self._let_go()
+
+    def _told(self, cause: str | None) -> str | None:
+        """The first cause that any rank told the store, which is this one if there was none."""
+        if self._store is None:
+            return cause
+        try:
+            if cause is None:
+                return self._store.get(CAUSE).decode() if self._store.check([CAUSE]) else None
+            return self._store.compare_set(CAUSE, "", cause).decode() or cause
+        except (RuntimeError, dist.DistError):
+            self._store = None  # with the process that kept it; what is under way still has its time limit
+            return cause
+
+    def _let_go(self) -> None:
+        """Nothing on this rank's device waits for others any more."""
+        with self._lock:
+            releases, backends, self._backends = list(self._releases), self._backends, []
+        for release in releases:
+            release()
+        if self._thread is not None:
+            self._answer()
+        threads = [Thread(target=_abort, args=(backend,), daemon=True) for backend in backends]
+        for thread in threads:  # all at once: each waits for the device, which may wait for another one
+            thread.start()
+        end = monotonic() + ANSWER_S
+        for thread in threads:
+            thread.join(max(0.0, end - monotonic()))
+
+    def _answer(self) -> None:
+        with suppress(RuntimeError, dist.DistError):
+            if self._store is not None:
+                self._store.set(f"here {self.rank}", "")
+
+    def _roll_call(self) -> str:
+        """Which ranks do not answer, where the cause does not say it."""
+        if self._who is None:
+            self._who = ""
+            with suppress(RuntimeError, dist.DistError):
+                self._who = self._absent()
+        return self._who
+
+    def _absent(self) -> str:
+        if self._store is None or self._thread is None or " failed with " in (self.cause or ""):
+            return ""
+        end, absent = monotonic() + ANSWER_S, list(range(self.world))
+        while absent and monotonic() < end:
+            absent = [rank for rank in absent if not self._store.check([f"here {rank}"])]
+            sleep(0.02)
+        if not absent:
+            return "; the processes of all ranks are alive, so one is stuck or slower than the timeout"
+        return f"; rank {', '.join(map(str, absent))} does not answer: its process is gone or stopped"
+
+    # --- the thread ---
+
+    def _run(self) -> None:
+        if self._device is not None:
+            torch.cuda.set_device(self._device)
+            _allow_queries_during_capture()
+        while not self._closed.wait(self._tick_s):
+            if self.cause is None:
+                self._look()
+            else:  # what was queued before may have written its signals since
+                for release in list(self._releases):
+                    release()
+
+    def _look(self) -> None:
+        told = self._told(None)
+        if told is not None:
+            self.cause = told
+            self._let_go()
+            return
+        reason = next((reason for reason in map(_failed, self._backends) if reason), None)
+        with self._lock:
+            queues = list(self._queues.values())
+        try:
+            for queue in queues:
+                reason = reason or self._overdue(queue)
+        except RuntimeError as error:  # the device has failed
+            reason = f"failed with {type(error).__name__}: {first_line(error)}"
+        if reason:
+            self._lose(reason)
+
+    def _overdue(self, queue: _Queue) -> str | None:
+        """Forget what is done; why the first that is not must be given up."""
+        while queue.waiting and queue.waiting[0].done():
+            queue.waiting.popleft()
+            queue.moved_on = monotonic()
+        if queue.waiting and monotonic() - max(queue.waiting[0].since, queue.moved_on) > self.timeout_s:
+            return f"waited for {queue.waiting[0].what} longer than the timeout of {self.timeout_s:g} s"
+        return None
+
+    def close(self) -> None:
+        """Stop looking."""
+        self._closed.set()
+        if self._thread is not None:
+            self._thread.join(STORE_S)
+
+
+def first_line(error: BaseException, most: int = 600) -> str:
+    """Of its text; its type where there is none."""
+    return str(error).strip().splitlines()[0][:most] if str(error).strip() else type(error).__name__
+
+
+def nccl_of(group: dist.ProcessGroup) -> Any:  # noqa: ANN401 - torch without NCCL has no type for it
+    """What carries tensors of GPUs in a group, if that is NCCL."""
+    with suppress(RuntimeError):  # it knows no GPUs
+        backend = group._get_backend(torch.device("cuda", 0))  # noqa: SLF001
+        return backend if backend.name() == dist.Backend.NCCL else None
+    return None
+
+
+def _abort(backend: Any) -> None:  # noqa: ANN401
+    with suppress(RuntimeError, dist.DistError):
+        backend.abort()
+
+
+def _failed(backend: Any) -> str | None:  # noqa: ANN401
+    """Why a communicator cannot be used any more, as far as torch says it."""
+    error = str(backend.get_error()).rpartition(".")[2]
+    return None if error == "SUCCESS" else f"found a communicator broken ({error})"
+
+
+def _allow_queries_during_capture() -> None:
+    """While another thread captures a CUDA graph, this one may still ask for events."""
+    relaxed = ctypes.c_int(2)
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
+
+
+@contextmanager
+def without_torch_watchdog() -> Iterator[None]:
+    """NCCL groups that are made meanwhile leave it to us what to do about errors."""
+    wanted = {
+        "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
+        "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",  # four times as long a group with an error takes no calls
+    }  # fmt: skip
+    with environment_with(wanted):
+        yield

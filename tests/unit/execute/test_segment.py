@@ -1,0 +1,36 @@
+"""Memory that ranks of a node share: others find it by process and descriptor, and it never has a name."""
+
+import mmap
+import os
+
+import pytest
+
+from equilibra.core.errors import ExecuteError
+from equilibra.execute.copies.segment import _create, _open_existing
+
+
+@pytest.fixture
+def made():
+    descriptor = _create(8192)
+    yield descriptor
+    os.close(descriptor)
+
+
+def test_a_segment_has_no_name_from_the_beginning(made):
+    assert os.fstat(made).st_size == 8192
+    assert os.fstat(made).st_nlink == 0, "a process that is killed now would leave it behind"
+
+
+def test_another_process_of_the_machine_opens_the_same_memory(made):
+    opened = _open_existing(os.getpid(), made, os.fstat(made).st_ino)
+    with mmap.mmap(made, 8192) as mine, mmap.mmap(opened, 8192) as theirs:
+        mine[5000] = 7
+        assert theirs[5000] == 7
+    os.close(opened)
+
+
+def test_what_is_not_the_segment_is_refused(made):
+    with pytest.raises(ExecuteError, match=r"cannot open /proc/\d+/fd/\d+.*it is another file.*ranks_per_node"):
+        _open_existing(os.getpid(), made, os.fstat(made).st_ino + 1)
+    with pytest.raises(ExecuteError, match="No such file or directory"):
+        _open_existing(os.getpid(), 999_999, 0)

@@ -1,0 +1,174 @@
+"""The watch: a rank that is lost becomes an error with its cause, on every rank, in time."""
+
+from __future__ import annotations
+
+import threading
+from time import monotonic, sleep
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from equilibra.core.errors import RankLostError
+from equilibra.execute.group import lost_rank_is_an_error
+from equilibra.execute.watch import Watch
+
+TIMEOUT_S = 0.4
+
+
+@pytest.fixture
+def ranks():
+    store = dist.HashStore()
+    watches = [Watch(rank=rank, world=3, timeout_s=TIMEOUT_S, store=store, tick_s=0.01) for rank in range(3)]
+    yield watches
+    for watch in watches:
+        watch.close()
+
+
+def error_of(watch: Watch, what: str = "dispatch", limit_s: float = 5.0) -> str:
+    """What the next calls of a group would raise."""
+    end = monotonic() + limit_s
+    while monotonic() < end:
+        try:
+            watch.check(what)
+        except RankLostError as error:
+            return str(error)
+        sleep(0.01)
+    raise AssertionError("nothing was noticed")
+
+
+def test_all_ranks_hear_why_one_failed(ranks):
+    for watch in ranks:
+        watch.expect("dispatch", "dispatching tokens", lambda: False)
+    ranks[1].fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."))
+    for rank in (0, 2):
+        assert "rank 1 failed with OutOfMemoryError: CUDA out of memory. Tried to allocate" in error_of(ranks[rank])
+
+
+def test_what_takes_longer_than_the_timeout_is_named(ranks):
+    ranks[0].expect("dispatch", "dispatching tokens of MoE layer 3", lambda: False)
+    for rank in (1, 2):
+        ranks[rank].expect("dispatch", "something that is done", lambda: True)
+    start = monotonic()
+    text = error_of(ranks[0])
+    assert monotonic() - start >= TIMEOUT_S / 2
+    assert "waited for dispatching tokens of MoE layer 3 longer than the timeout of 0.4 s" in text
+    assert "the processes of all ranks are alive" in text
+    assert "rank 0 waited for dispatching tokens of MoE layer 3" in error_of(ranks[2])
+
+
+def test_ranks_that_do_not_answer_are_named(ranks):
+    ranks[0].expect("dispatch", "dispatching tokens", lambda: False)
+    ranks[2].expect("dispatch", "dispatching tokens", lambda: False)
+    assert "rank 1 does not answer" in error_of(ranks[0])
+
+
+def test_time_is_counted_from_when_the_last_one_was_done(ranks):
+    done: list[bool] = []
+    for number in range(4):
+        ranks[0].expect("dispatch", f"exchange {number}", lambda number=number: len(done) > number)
+    for _ in range(4):
+        sleep(TIMEOUT_S / 2)
+        ranks[0].check("dispatch")
+        done.append(True)
+    sleep(1.5 * TIMEOUT_S)
+    ranks[0].check("dispatch")
+
+
+def test_signals_are_raised_again_and_again_until_they_are_forgotten(ranks):
+    released: list[float] = []
+    release = lambda: released.append(monotonic())  # noqa: E731
+    ranks[0].release_with(release)
+    ranks[0].expect("returns", "gradients", lambda: False)
+    ranks[1].fail(ValueError("a defect"))
+    error_of(ranks[0])
+    before = len(released)
+    sleep(0.1)
+    assert len(released) > before > 0  # what a stream writes later must not make others wait again
+    ranks[0].forget(release)
+    sleep(0.05)
+    after = len(released)
+    sleep(0.1)
+    assert len(released) == after
+
+
+def test_the_host_waits_no_longer_than_the_timeout(ranks):
+    start = monotonic()
+    with pytest.raises(RankLostError, match="publishing weights did not finish: rank 2 waited for publishing weights"):
+        ranks[2].until(lambda: False, "publishing weights")
+    assert TIMEOUT_S <= monotonic() - start < TIMEOUT_S + 3
+    assert "planning did not finish: rank 2 waited for publishing weights" in str(ranks[0].lost("planning"))
+
+
+def test_without_a_store_every_rank_is_on_its_own():
+    watch = Watch(rank=0, world=2, timeout_s=TIMEOUT_S, tick_s=0.01)
+    watch.expect("dispatch", "dispatching", lambda: False)
+    assert "rank 0 waited for dispatching" in error_of(watch)
+    watch.close()
+
+
+def test_a_store_that_is_gone_is_no_failure():
+    class Gone:
+        def check(self, _keys):
+            raise dist.DistNetworkError("connection reset by peer")
+
+    watch = Watch(rank=0, world=2, timeout_s=60, store=Gone(), tick_s=0.01)
+    watch.expect("dispatch", "dispatching", lambda: False)
+    sleep(0.1)
+    watch.check("dispatch")
+    watch.close()
+    assert not any(thread.name == "equilibra-watch" for thread in threading.enumerate())
+
+
+def test_a_device_that_fails_is_the_cause():
+    def failed() -> bool:
+        raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+    watch = Watch(rank=3, world=4, timeout_s=60, tick_s=0.01)
+    watch.expect("dispatch", "dispatching", failed)
+    assert "rank 3 failed with AcceleratorError: CUDA error: an illegal memory access" in error_of(watch)
+    watch.close()
+
+
+class Communicator:
+    """As far as the watch knows NCCL."""
+
+    def __init__(self, met: threading.Barrier, error: str = "ErrorType.SUCCESS") -> None:
+        self.met, self.error, self.aborted = met, error, False
+
+    def get_error(self) -> str:
+        return self.error
+
+    def abort(self) -> None:
+        self.met.wait(5)  # each waits for the device, which waits for the others
+        self.aborted = True
+
+
+def test_all_communicators_are_aborted_when_one_is_broken():
+    met = threading.Barrier(2)
+    backends = [Communicator(met), Communicator(met, "ErrorType.COMM_ERROR")]
+    watch = Watch(rank=2, world=4, timeout_s=60, backends=backends, tick_s=0.01)
+    watch.expect("dispatch", "dispatching", lambda: False)
+    assert "rank 2 found a communicator broken (COMM_ERROR)" in error_of(watch)
+    assert all(backend.aborted for backend in backends)
+    watch.close()
+
+
+def test_nothing_is_aborted_where_nothing_is_wrong():
+    backend = Communicator(threading.Barrier(1))
+    watch = Watch(rank=2, world=4, timeout_s=60, backends=[backend], tick_s=0.01)
+    watch.expect("dispatch", "dispatching", lambda: False)
+    sleep(0.1)
+    watch.check("dispatch")
+    watch.close()
+    assert not backend.aborted
+
+
+def test_out_of_memory_is_no_lost_rank():
+    nccl = "NCCL error: unhandled cuda error\nLast error:\nCuda failure 2 'out of memory'"
+    with pytest.raises(dist.DistBackendError, match="out of memory"), lost_rank_is_an_error("dispatching tokens"):
+        raise dist.DistBackendError(nccl)
+    with pytest.raises(torch.OutOfMemoryError, match="20 GiB"), lost_rank_is_an_error("dispatching tokens"):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20 GiB")
+    with pytest.raises(RankLostError, match="dispatching tokens"), lost_rank_is_an_error("dispatching tokens"):
+        raise dist.DistBackendError("NCCL communicator was aborted")
