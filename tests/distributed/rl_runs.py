@@ -8,6 +8,9 @@ from typing import Any
 
 import torch.distributed as dist
 
+from equilibra.core.errors import NonFiniteError
+from equilibra.rl import loop
+from equilibra.rl.learner import LossSums
 from equilibra.rl.observe import Silent
 from equilibra.train.config import (
     AlgorithmConfig,
@@ -26,15 +29,12 @@ from equilibra.train.worker import run_worker
 ALONE = ClusterConfig(nodes=1, ranks_per_node=1)
 NODES = ClusterConfig(nodes=2, ranks_per_node=2)
 GROUPS = ClusterConfig(nodes=1, ranks_per_node=2, groups=2)
+REWARD = f"{Path(__file__).with_name('spread_reward.py')}:spread"
+"""in a file that loads nothing: every rank has a process of its own for it"""
 TIMES = ("seconds", "tokens_per_s", "exposed")
 """reported numbers that are measured"""
 ABOUT_PLANS = ("imbalance", "imbalance_static", "copies", "moves")
 """reported numbers that differ between planners and clusters"""
-
-
-def spread(prompt: str, answer: str, expected: str) -> float:
-    """A reward that is different for every answer, so that there is always something to learn."""
-    return sum(answer.encode()) % 7 / 6
 
 
 class Notes(Silent):
@@ -59,9 +59,7 @@ def small(model: Path, *, algorithm: str = "grpo", cluster: ClusterConfig = NODE
         run=RunConfig(steps=3, dtype="float64", evaluate_every=2, evaluate_problems=6, checkpoint_every=1),
         cluster=cluster,
         model=ModelConfig(source=str(model)),
-        task=TaskConfig(
-            name="spell_backward", options={"min_word_len": 3, "max_word_len": 4}, reward=f"{__file__}:spread"
-        ),
+        task=TaskConfig(name="spell_backward", options={"min_word_len": 3, "max_word_len": 4}, reward=REWARD),
         warm_up=WarmUpConfig(steps=3, batch=8),
         rollout=RolloutConfig(prompts=6, answers=2, max_answer_tokens=7, reward_cut_off=True, **window),
         algorithm=AlgorithmConfig(name=algorithm, mini_batches=2),
@@ -84,19 +82,50 @@ def run(config: TrainConfig, folder: Path, resume: bool = False, stop_after: int
     return notes
 
 
+def run_all(configs: dict[str, TrainConfig], folder: Path) -> dict[str, Notes]:
+    """Called on every rank: one run after another, each in a folder of its own."""
+    made = {}
+    for name, config in configs.items():
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        made[name] = run(config, folder / name)
+    return made
+
+
+def run_with_nan(config: TrainConfig, folder: Path, steps: tuple[int, ...]) -> tuple[Notes, str]:
+    """Called on every rank: the loss of the last rank is NaN in some steps. What was reported, and how it ended."""
+    notes, loss_of = Notes(), loop.policy_loss_of
+
+    def loss(*values: Any) -> LossSums:
+        share = loss_of(*values)
+        bad = len(notes.steps) in steps and dist.get_rank() == dist.get_world_size() - 1
+        return replace(share, loss=share.loss * float("nan")) if bad else share
+
+    loop.policy_loss_of = loss
+    try:
+        run_worker(config, folder, resume=False, observer=notes, say=notes.said.append, stop=lambda: False)
+    except NonFiniteError as error:
+        return notes, str(error)
+    finally:
+        loop.policy_loss_of = loss_of
+    return notes, ""
+
+
 def comparable(step: dict[str, float], *, plans: bool = False) -> dict[str, float]:
     """What must be the same in two runs; plans: also what is said of plans."""
     left_out = TIMES if plans else (*TIMES, *ABOUT_PLANS)
     return {name: value for name, value in step.items() if not name.startswith(left_out)}
 
 
-def largest_gap(first: Notes, second: Notes) -> float:
-    """The largest relative difference of anything reported."""
+def largest_gap(first: Notes, second: Notes, *, plans: bool = False) -> float:
+    """The largest relative difference of anything reported; plans: also of what is said of plans.
+
+    Mismatches are left out: they are differences of numbers that agree but for rounding.
+    """
     assert [note["step"] for note in first.steps] == [note["step"] for note in second.steps]
     assert [step for step, _ in first.held_out] == [step for step, _ in second.held_out]
     gaps = [abs(a - b) for (_, a), (_, b) in zip(first.held_out, second.held_out, strict=True)]
     for one, other in zip(first.steps, second.steps, strict=True):
-        a, b = comparable(one), comparable(other)
+        a, b = comparable(one, plans=plans), comparable(other, plans=plans)
         assert a.keys() == b.keys()
         gaps += [abs(a[name] - b[name]) / max(1.0, abs(a[name])) for name in a if not name.startswith("mismatch")]
     return max(gaps)

@@ -1,22 +1,28 @@
 """RL runs: planner, ranks and interruptions change no number of them."""
 
+import shutil
 from dataclasses import replace
+from math import isfinite
 
 import pytest
 from tests.distributed.ranks import collect, run_ranks, start_ranks
 from tests.distributed.rl_runs import (
     ALONE,
     GROUPS,
+    NODES,
     Notes,
     largest_gap,
     run,
+    run_all,
     run_until_killed,
+    run_with_nan,
     same_run,
     small,
 )
 from tests.references.hf_models import small_config
 
 from equilibra.rl.recording import read_samples, write_samples
+from equilibra.train.state import resumable_steps
 
 ALGORITHMS = ["grpo", pytest.param("gspo", marks=pytest.mark.slow), "ppo", "tppo"]
 ROUNDING = 1e-6
@@ -78,6 +84,36 @@ def test_a_stopped_run_goes_on_to_the_same_numbers(algorithm, model, whole, tmp_
     assert same_run(whole(algorithm), rest, from_step=2)
 
 
+def uneven(model, cluster):
+    """Runs in which ranks or whole groups have no sequence of a mini-batch, of a step or of an evaluation."""
+    few = {"cluster": cluster, "run__steps": 1, "run__evaluate_problems": 1, "rollout__prompts": 1}
+    configs = {
+        f"few {algorithm}": small(model, algorithm=algorithm, **few, algorithm__mini_batches=1)
+        for algorithm in ("grpo", "gspo", "ppo")
+    }
+    odd = {"cluster": cluster, "run__steps": 4, "rollout__prompts": 3, "rollout__answers": 1}
+    configs["odd tppo"] = small(model, algorithm="tppo", **odd)
+    half = {"cluster": GROUPS if cluster is NODES else cluster, "rollout__prompts": 4, "balance__planner": "static"}
+    configs["half grpo"] = small(model, **half, run__steps=1)
+    configs["half tppo"] = small(model, algorithm="tppo", **half, run__steps=3)
+    return configs
+
+
+def test_ranks_and_groups_without_sequences(model, tmp_path):
+    """They make every collective call that the others make, and change no number."""
+    several = run_ranks(4, run_all, uneven(model, NODES), tmp_path / "several", timeout_s=300)
+    (alone,) = run_ranks(1, run_all, uneven(model, ALONE), tmp_path / "alone", timeout_s=300)
+    for name, notes in alone.items():
+        assert largest_gap(notes, several[0][name]) < ROUNDING, name
+        assert max(note["gradient_norm"] for note in notes.steps) > 1e-3, name
+
+
+def test_a_run_stopped_in_its_last_step_is_complete(model, tmp_path):
+    config = small(model, cluster=ALONE, run__steps=1, algorithm__mini_batches=1)
+    told = trained(config, tmp_path / "told", resume=False, stop_after=1)
+    assert [step for step, _ in told.held_out] == [0, 1]
+
+
 def test_a_run_goes_on_with_other_ranks(model, whole, tmp_path):
     config = small(model, algorithm="ppo", run__steps=4)
     trained(config, tmp_path / "run", resume=False, stop_after=2)
@@ -136,6 +172,29 @@ def test_a_damaged_checkpoint_is_not_used(model, whole, tmp_path):
     assert "step 2 cannot be used" in rest.said[0]
     assert [note["step"] for note in rest.steps] == [1, 2, 3]
     assert same_run(whole(), rest, from_step=1)
+    aside = newest.with_name("step-00000002.aside")
+    assert (aside / shard.name).read_bytes() == data  # it was newer than the one resumed from: nobody deletes it
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(model, tmp_path):
+    """Neither an older one is used, nor is it deleted: once the disk is back, the run goes on from it."""
+    config = small(model, algorithm="tppo", cluster=ALONE, run__steps=3)
+    trained(config, tmp_path / "run", resume=False, stop_after=2)
+    value = tmp_path / "run" / "checkpoints" / "value"
+    for part in ("policy", "value", "carried"):
+        newest = max((tmp_path / "run" / "checkpoints" / part).glob("step-*"))
+        file = max(newest.glob("*[zp]"), key=lambda path: path.stat().st_size)
+        file.rename(tmp_path / "away")
+        file.symlink_to(file)
+        with pytest.raises(AssertionError, match=f"UnreadableError.*{file.name}.*step 2.*again"):
+            trained(config, tmp_path / "run", resume=True)
+        file.unlink()
+        (tmp_path / "away").rename(file)
+    shutil.copytree(value / "step-00000002", value / "step-00000004")  # as if killed before the policy was written
+    rest = trained(config, tmp_path / "run", resume=True)
+    assert [note["step"] for note in rest.steps] == [2]
+    assert rest.said == []
+    assert {path.name for path in value.iterdir()} == {f"step-{step:08d}" for step in (1, 2, 3)}
 
 
 def test_training_from_a_recording(model, tmp_path):
@@ -187,3 +246,21 @@ def test_tokens_without_routing_are_counted_and_routed_live(model, tmp_path):
     assert again.steps[0]["tokens_without_routing"] == rows > 0
     assert again.steps[0]["mismatch_max"] < 1e-4  # the weights are those of the rollout, and so is what they choose
     assert again.steps[0]["loss"] == pytest.approx(live.steps[0]["loss"], abs=1e-6)
+
+
+def test_a_step_without_a_finite_gradient_is_skipped_and_several_end_the_run(model, tmp_path):
+    """In bfloat16, with masters: a NaN on one rank of two."""
+    cluster = replace(ALONE, ranks_per_node=2)
+    config = small(model, cluster=cluster, run__dtype="bfloat16", run__keep=1, optimizer__max_skipped_steps=2)
+    (tmp_path / "skipped").mkdir()
+    for notes, error in run_ranks(2, run_with_nan, config, tmp_path / "skipped", (1,), timeout_s=240):
+        assert error == ""
+        assert [note["skipped_steps"] for note in notes.steps] == [0.0, 2.0, 0.0]
+        assert isfinite(notes.steps[2]["gradient_norm"])
+        assert isfinite(notes.steps[2]["loss"])
+    (tmp_path / "ended").mkdir()
+    for notes, error in run_ranks(2, run_with_nan, config, tmp_path / "ended", (1, 2), timeout_s=240):
+        assert len(notes.steps) == 2
+        assert error.startswith("step 3: the norm of the gradient is nan, not finite in ")
+        assert "3 optimizer steps in a row, optimizer.max_skipped_steps is 2" in error
+    assert resumable_steps(tmp_path / "ended") == [2]

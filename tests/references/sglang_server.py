@@ -47,6 +47,9 @@ class Served:
         self.replica: Replica | None = None
         self.updates: list[str] = []
         self.asked = 0
+        self.posts: list[int] = []
+        self.answer_bytes: list[int] = []
+        self.version = "default"
         self.lock = threading.Lock()
         self.spoil: Callable[[list[dict[str, Any]]], Any] = lambda results: results
 
@@ -59,12 +62,14 @@ class Served:
         self.replica = Replica(folder, dtype=dtype, device=torch.device("cpu"), end=-1, pad=0)
         self.replica.load_weights(weights.items())
         self.updates.append(body["model_path"])
+        self.version = body.get("weight_version", "default")
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
 
     def generate(self, body: dict[str, Any]) -> Any:
         assert body["return_logprob"] is True
         assert body["return_routed_experts"] is True
         self.asked += len(body["input_ids"])
+        self.posts.append(len(body["input_ids"]))
         settings = body["sampling_params"]
         temperature, ends = settings[0]["temperature"], settings[0]["stop_token_ids"]
         assert all((one["top_p"], one["top_k"]) == (1.0, -1) for one in settings)
@@ -86,7 +91,7 @@ class Served:
         pairs = zip(said.logprobs.tolist(), said.tokens.tolist(), strict=True)
         meta = {
             "id": "0", "finish_reason": reason, "prompt_tokens": request.tokens.size, "cached_tokens": 0,
-            "completion_tokens": said.tokens.size, "weight_version": "default",
+            "completion_tokens": said.tokens.size, "weight_version": self.version,
             "output_token_logprobs": [[logprob, token, None] for logprob, token in pairs],
             "routed_experts": base64.b64encode(full.tobytes()).decode(),
         }  # fmt: skip
@@ -108,6 +113,7 @@ def sglang_server(served: Served | None = None, port: int = 0) -> Iterator[tuple
                 except Exception as error:  # noqa: BLE001 - the client must hear of it
                     status, answer = 400, {"error": {"message": f"{type(error).__name__}: {error}"}}
             content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
+            served.answer_bytes.append(len(content))
             self.send_response(status)
             self.send_header("Content-Length", str(len(content)))
             self.end_headers()

@@ -21,18 +21,9 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
-    parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (train, simulate, report, plan, trace, calibrate, doctor, bench):
-        command.add_parser(commands)
-    parsed, rest = parser.parse_known_args(arguments)
-    if rest and all("=" in word and not word.startswith("-") for word in rest) and parsed.command == "train":
-        parsed.overrides += rest  # argparse takes only those that stand together
-    elif rest:
-        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     signal.signal(signal.SIGTERM, _interrupt)  # ends like Ctrl-C: nothing half-written stays
     try:
+        parsed = _parsed(arguments)
         return int(parsed.run(parsed))
     except InputError as error:
         print(f"equilibra: {error}", file=sys.stderr)
@@ -51,6 +42,21 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: not an error
         return 0
+
+
+def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """What was asked."""
+    parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
+    parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    for command in (train, simulate, report, plan, trace, calibrate, doctor, bench):
+        command.add_parser(commands)
+    parsed, rest = parser.parse_known_args(arguments)
+    if rest and all("=" in word and not word.startswith("-") for word in rest) and parsed.command == "train":
+        parsed.overrides += rest  # argparse takes only those that stand together
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    return parsed
 
 
 def _interrupt(_number: int, _frame: object) -> None:

@@ -42,7 +42,8 @@ class Critic:
         batch = self.learner.begin(samples, parts.of_sample, experts=self._experts)
         batch.give(value_columns(samples, algorithm, targets, self._values, parts, total))
         loss = partial(value_loss_of, algorithm.value_clip)
+        updates = [batch.update(mini_batch, loss) for mini_batch in parts.order]
         return [
-            {**of_policy, "value_loss": batch.update(mini_batch, loss)["value_loss"]}
-            for mini_batch, of_policy in zip(parts.order, sums, strict=True)
+            {**of_policy, "value_loss": own.get("value_loss", 0.0), "skipped": of_policy["skipped"] + own["skipped"]}
+            for own, of_policy in zip(updates, sums, strict=True)
         ]

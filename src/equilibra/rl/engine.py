@@ -16,7 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Engine", "Generation", "Request", "seed_of"]
+__all__ = ["UNKNOWN", "Engine", "Generation", "Request", "seed_of"]
+
+UNKNOWN = -1
+"""version of weights that the run did not hand over"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,13 +60,23 @@ class Generation:
     is never processed"""
     ended: bool
     """whether the token that ends an answer came"""
+    version: int | None = None
+    """of the weights that the engine says it answered with, `UNKNOWN` if it is none of ours; None: it does not say"""
 
 
 class Engine(Protocol):
     """Prompts in, answers with routing out."""
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Take new weights. All ranks call it together; every engine must read the stream to its end."""
+    @property
+    def roundoff(self) -> float:
+        """Unit roundoff of its products."""
+        ...
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
+        """Take new weights, and answer with their version from now on.
+
+        All ranks call it together; every engine must read the stream to its end.
+        """
         ...
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:

@@ -33,9 +33,14 @@ from equilibra.execute.steps.step import Step
 from equilibra.execute.visits.micro_batch import MicroBatch
 from equilibra.rl.padded import Padded, padded
 from equilibra.rl.sample import Sample
+from equilibra.rl.skipped import Skipped
+from equilibra.rl.vocabulary import chunk_of, token_logprobs
 from equilibra.trace.routing import RoutingTrace, narrow_ids
 
 __all__ = ["Batch", "Language", "Learner", "Loss", "LossSums", "Predictions", "routing_of", "total_over"]
+
+NOTHING = -1
+"""in place of a sequence: the numbers of no token"""
 
 
 class Language(Protocol):
@@ -53,7 +58,17 @@ class Language(Protocol):
         ...
 
     def head(self, hidden_ND: Tensor) -> Tensor:
-        """[N, V] logits, or [N, 1] values."""
+        """[N, V] logits, or [N, 1] values; row by row."""
+        ...
+
+    @property
+    def head_parameters(self) -> list[nn.Parameter]:
+        """All that `head` reads."""
+        ...
+
+    @property
+    def vocabulary(self) -> int:
+        """V."""
         ...
 
 
@@ -125,6 +140,8 @@ class Learner:
     """learning rate"""
     warm_up_steps: int = 0
     """optimizer steps in which the learning rate rises to it"""
+    skipped: Skipped = field(default_factory=Skipped)
+    """optimizer steps without a finite gradient"""
     values: bool = False
     """whether the model says values instead of log-probabilities"""
 
@@ -157,14 +174,15 @@ class Learner:
         """Run the model on a micro-batch."""
         micro_batch.rows = inputs.rows
         hidden = self.model.hidden(inputs.tokens_BT, inputs.mask_BT)
-        said = self.model.head(hidden.flatten(0, 1)[inputs.predicting])
+        predicting = hidden.flatten(0, 1)[inputs.predicting]
         if self.values:
+            said = self.model.head(predicting)
             return Predictions(logprobs=said[:, 0], entropy=torch.zeros_like(said[:, 0]), sequence=inputs.sequence)
-        logs = (said.to(torch.promote_types(said.dtype, torch.float32)) / self.temperature).log_softmax(dim=-1)
-        return Predictions(
-            logprobs=logs.gather(1, inputs.targets[:, None])[:, 0], entropy=-(logs.exp() * logs).sum(dim=-1),
-            sequence=inputs.sequence,
+        logprobs, entropy = token_logprobs(
+            self.model.head, predicting, inputs.targets, self.model.head_parameters, temperature=self.temperature,
+            chunk=chunk_of(self.model.vocabulary),
         )  # fmt: skip
+        return Predictions(logprobs=logprobs, entropy=entropy, sequence=inputs.sequence)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -178,7 +196,7 @@ class Batch:
     tokens: dict[int, Tensor]
     """[P + A, 2] tokens and whether they are of the answer, of every sequence that runs here"""
     columns: dict[int, Tensor] = field(default_factory=dict)
-    """[A, C] numbers of every sequence that runs here"""
+    """[A, C] numbers of every sequence that runs here, and [0, C] under NOTHING"""
 
     @property
     def num_mini_batches(self) -> int:
@@ -213,11 +231,19 @@ class Batch:
 
     def give(self, columns: Sequence[NDArray[np.float64]]) -> None:
         """Collective: numbers [A, C] of own samples to the ranks that run them."""
+        widths = self.learner.model.runtime.group.gather(
+            np.array([part.shape[1] for part in columns], np.int64), what="comparing columns of numbers"
+        )
+        width = int(np.concatenate(widths).max())  # ranks without a sequence learn C from the others
+        self.columns[NOTHING] = torch.zeros(0, width, dtype=torch.float64)
         sent = self.step.send([torch.from_numpy(np.ascontiguousarray(part)) for part in columns])
         self.columns.update(zip(self.step.sequences.tolist(), sent, strict=True))
 
     def update(self, mini_batch: int, loss: Loss) -> dict[str, float]:
-        """Collective: forward, backward and an optimizer step; returns this rank's sums and the gradient's norm."""
+        """Collective: forward, backward and an optimizer step; returns this rank's sums and the gradient's norm.
+
+        The step is skipped where the gradient is not finite.
+        """
         learner, model = self.learner, self.learner.model
         assert learner.optimizer is not None
         assert isinstance(model, nn.Module)
@@ -227,22 +253,21 @@ class Batch:
             parts = [self.columns[s] for s in micro_batch.sequences.tolist()]
             with micro_batch:
                 predictions = learner.predict(micro_batch, inputs)
-                columns = torch.cat(parts) if parts else torch.zeros(0, len(_any(self.columns)), dtype=torch.float64)
+                columns = torch.cat([self.columns[NOTHING], *parts])
                 share = loss(predictions, columns.to(learner.device, predictions.logprobs.dtype))
                 share.loss.backward()  # type: ignore[no-untyped-call]
             for name, value in share.sums.items():
                 sums[name] = sums.get(name, 0.0) + value
         learner.balancer.finish_gradients(model)
-        norm = clip_gradients(model, model.runtime, learner.max_norm)
-        learner.set_lr()
-        learner.optimizer.step()
-        learner.optimizer.zero_grad()
-        return {**sums, "gradient_norm": norm}
-
-
-def _any(columns: dict[int, Tensor]) -> range:
-    """As many as there are columns; a rank without sequences takes as many as any loss reads."""
-    return range(next(iter(columns.values())).shape[1] if columns else 16)
+        norm = clip_gradients(model, model.runtime, learner.max_norm, error_if_nonfinite=False)
+        skipped = learner.skipped.skips(norm, model, model.runtime)
+        if skipped:
+            learner.balancer.discard_gradients(model)
+        else:
+            learner.set_lr()
+            learner.optimizer.step()
+            learner.optimizer.zero_grad()
+        return {**sums, "gradient_norm": norm, "skipped": float(skipped)}
 
 
 def _tokens(sample: Sample) -> NDArray[np.int64]:

@@ -8,16 +8,21 @@ recording instead of an engine, and every rollout may be written down.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Protocol
 
+import numpy as np
+
+from equilibra.core.errors import NonFiniteError
 from equilibra.measure.run import PlannerRecord
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.clock import Clock
 from equilibra.rl.critic import Critic
 from equilibra.rl.learner import Batch, Learner, total_over
+from equilibra.rl.mismatch import MismatchCheck, measure_mismatch
 from equilibra.rl.observe import Observer
 from equilibra.rl.sample import Sample
 from equilibra.rl.step_metrics import step_metrics
@@ -33,12 +38,16 @@ class Source(Protocol):
         """Collective: own samples of a step, rewarded."""
         ...
 
-    def new_weights(self) -> None:
-        """Collective: the policy has changed."""
+    def new_weights(self, version: int) -> None:
+        """Collective: the policy has changed; version: the number of optimizer steps before."""
         ...
 
     def held_out(self) -> dict[str, float]:
         """Collective: mean rewards on held-out problems; empty where nothing can be asked."""
+        ...
+
+    def take_unscored(self) -> int:
+        """Own answers since the last call that got no reward because scoring them did not end in time."""
         ...
 
 
@@ -58,6 +67,12 @@ class LoopSetting:
     """steps between checkpoints, 0: only after the last step"""
     max_answer_tokens: int
     """longest answer"""
+    places: int = 0
+    """answers that grow at the same time, window by window; 0: answers are whole"""
+
+    def version(self, done: int) -> int:
+        """Of the weights after so many steps: optimizer steps before."""
+        return done * self.mini_batches * self.epochs
 
     def evaluates(self, step: int) -> bool:
         """Whether held-out problems are asked before this step."""
@@ -84,6 +99,8 @@ class Trainer:
     """learns values, where the algorithm needs them"""
     reference: Learner | None
     """the policy at the beginning, where the loss has a divergence from it"""
+    check: MismatchCheck | None
+    """of the engine's weights; None: answers come from a recording"""
     save: Callable[[int], None]
     """collective: write a checkpoint; the number of steps that are done"""
     keep_record: Callable[[int, PlannerRecord | None, Batch], None]
@@ -103,12 +120,15 @@ def train(trainer: Trainer, first_step: int) -> int:
         if setting.evaluates(step):
             _evaluate(trainer, step)
         clock = Clock(trainer.observer, step)
-        samples = source.samples(step, version=step * setting.mini_batches * setting.epochs, clock=clock)
-        parts = MiniBatches.of(samples, setting.mini_batches, setting.epochs)
+        samples = source.samples(step, version=setting.version(step), clock=clock)
+        parts = MiniBatches.of(samples, setting.mini_batches, setting.epochs, places=setting.places)
         with clock.stage("plan"):
             batch = trainer.policy.begin(samples, parts.of_sample)
         with clock.stage("recompute"):
             old = batch.logprobs()
+            apart = measure_mismatch(samples, old, trainer.policy.model.runtime.group)
+            if trainer.check is not None:
+                trainer.check(apart, step=step, version=setting.version(step))
             reference = trainer.reference.begin_live(samples).logprobs() if trainer.reference is not None else None
             values = critic.values(samples) if critic is not None else None
         with clock.stage("advantages"):
@@ -116,24 +136,34 @@ def train(trainer: Trainer, first_step: int) -> int:
             batch.give(
                 policy_columns(samples, algorithm, targets, old, reference, parts, total, setting.max_answer_tokens)
             )
-        with clock.stage("update"):
+        with clock.stage("update"), _named(step):
             sums = [batch.update(mini_batch, loss) for mini_batch in parts.order]
             if critic is not None:
                 sums = critic.update(samples, algorithm, targets, parts, total, sums)
         record = batch.step.record(seconds=clock.metrics()["seconds"])
         with clock.stage("weights"):
-            source.new_weights()
-        metrics = step_metrics(samples, old, sums, batch, record, clock.metrics()["seconds"], total)
+            source.new_weights(setting.version(step + 1))
+        metrics = step_metrics(samples, apart, sums, batch, record, clock.metrics()["seconds"], total)
+        metrics["rewards_timed_out"] = float(total(np.array([source.take_unscored()], np.float64))[0])
         trainer.keep_record(step, record, batch)
         trainer.observer.step(step, {**metrics, **clock.metrics()})  # before the checkpoint: what is saved was reported
         stopping = trainer.stop()
         if stopping or setting.saves(step + 1):
             trainer.observer.stage("checkpoint", step=step)
             trainer.save(step + 1)
-        if stopping:
+        if stopping and step + 1 < setting.steps:  # after the last step there is only the evaluation left
             return step + 1
     _evaluate(trainer, setting.steps)
     return setting.steps
+
+
+@contextmanager
+def _named(step: int) -> Iterator[None]:
+    """Say in which step a gradient was not finite."""
+    try:
+        yield
+    except NonFiniteError as error:
+        raise NonFiniteError(f"step {step + 1}: {error}") from error
 
 
 def _evaluate(trainer: Trainer, step: int) -> None:

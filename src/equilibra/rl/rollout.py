@@ -127,7 +127,10 @@ class Rollout:
         return Sample(problem=number, group=number, number=0, prompt=self._prompt(self.task.problem(number)))
 
     def generate(self, samples: Sequence[Sample], *, version: int) -> list[Sample]:
-        """Let the engine go on with all samples, to their end or for a window."""
+        """Let the engine go on with all samples, to their end or for a window.
+
+        version: of the weights that it was given; what it says itself comes first.
+        """
         setting = self.setting
         requests = [
             Request(tokens=sample.tokens, noise=_noise(setting, sample)[self._from_to(sample)]) for sample in samples
@@ -142,8 +145,8 @@ class Rollout:
     def _grown(self, sample: Sample, said: Generation, version: int) -> Sample:
         full = sample.answer.size + said.tokens.size >= self.setting.max_answer_tokens
         return sample.grown(
-            answer=said.tokens, logprobs=said.logprobs, experts=said.experts, version=version,
-            finished=said.ended or full,
+            answer=said.tokens, logprobs=said.logprobs, experts=said.experts,
+            version=version if said.version is None else said.version, finished=said.ended or full,
         )  # fmt: skip
 
     def rewarded(self, samples: Sequence[Sample]) -> list[Sample]:

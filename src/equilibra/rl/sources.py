@@ -14,6 +14,7 @@ from equilibra.rl.learner import total_over
 from equilibra.rl.recording import ModelShape, load_rollout, save_rollout
 from equilibra.rl.rollout import Rollout
 from equilibra.rl.sample import Sample
+from equilibra.rl.tasks.timed import TimedTask
 
 __all__ = ["EngineSource", "RecordedSource", "Recording"]
 
@@ -39,7 +40,8 @@ class EngineSource:
     ) -> None:  # fmt: skip
         """Hold an engine.
 
-        weights: the policy's, by published names. record: where every rollout is written down.
+        group: the ranks, with the patience that rollouts and engines need. weights: the policy's, by published names.
+        record: where every rollout is written down.
         """
         self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
         self.num_held_out, self.windowed = num_held_out, windowed
@@ -53,6 +55,7 @@ class EngineSource:
             grown = self.rollout.generate(begun, version=version)
         with clock.stage("reward"):
             rewarded = self.rollout.rewarded(grown)
+        self.group.barrier(what="waiting for the rollouts of all ranks")
         if self.windowed:
             self.carried = self.rollout.succeed(rewarded)
         if self.record is not None:
@@ -62,13 +65,18 @@ class EngineSource:
             )  # fmt: skip
         return rewarded
 
-    def new_weights(self) -> None:
+    def new_weights(self, version: int) -> None:
         """Collective: the engine takes the policy's weights."""
-        self.rollout.engine.load_weights(self.weights())
+        self.rollout.engine.load_weights(self.weights(), version=version)
 
     def held_out(self) -> dict[str, float]:
         """Collective: mean rewards on held-out problems."""
         return self.rollout.held_out(self.num_held_out, total_over(self.group))
+
+    def take_unscored(self) -> int:
+        """Own answers since the last call that got no reward because scoring them did not end in time."""
+        task = self.rollout.task
+        return task.take_unscored() if isinstance(task, TimedTask) else 0
 
     def resume(self, carried: Sequence[Sample]) -> None:
         """Go on with answers that any ranks had under way."""
@@ -88,9 +96,13 @@ class RecordedSource:
                 self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model
             )
 
-    def new_weights(self) -> None:
+    def new_weights(self, version: int) -> None:
         """Nobody takes them."""
 
     def held_out(self) -> dict[str, float]:
         """Nobody can be asked."""
         return {}
+
+    def take_unscored(self) -> int:
+        """Rewards are recorded, too."""
+        return 0

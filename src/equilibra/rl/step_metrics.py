@@ -5,18 +5,19 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.measure.run import PlannerRecord
 from equilibra.rl.learner import Batch
 from equilibra.rl.loss import Total
+from equilibra.rl.mismatch import Mismatch
 from equilibra.rl.sample import Sample
+from equilibra.rl.updates import POLICY_SUMS
 
 __all__ = ["step_metrics"]
 
 
 def step_metrics(
-    samples: Sequence[Sample], old: Sequence[NDArray[np.float64]], sums: Sequence[Mapping[str, float]], batch: Batch,
+    samples: Sequence[Sample], apart: Mismatch, sums: Sequence[Mapping[str, float]], batch: Batch,
     record: PlannerRecord | None, seconds: float, total: Total,
 ) -> dict[str, float]:  # fmt: skip
     """Collective: the numbers of a step. What was measured (`record`) is known on world rank 0 only."""
@@ -24,7 +25,7 @@ def step_metrics(
     return {
         **answers,
         **_of_losses(sums, total),
-        **_mismatch(samples, old, batch, total),
+        **apart.metrics(),
         **_of_plan(batch, record, seconds),
         "tokens_per_s": answers["tokens"] / seconds,
     }
@@ -44,27 +45,19 @@ def _of_answers(samples: Sequence[Sample], total: Total) -> dict[str, float]:
 
 
 def _of_losses(sums: Sequence[Mapping[str, float]], total: Total) -> dict[str, float]:
-    """Means over the optimizer steps of this step."""
-    names = [name for name in sums[0] if name != "gradient_norm"]
-    shares = total(np.array([[one[name] for name in names] for one in sums], np.float64)).mean(axis=0)
+    """Means over the optimizer steps of this step. A rank whose group ran nothing of one has no sums of it."""
+    names = [*POLICY_SUMS, *(name for name in ("value_loss",) if name in sums[0])]
+    shares = total(np.array([[one.get(name, 0.0) for name in names] for one in sums], np.float64)).mean(axis=0)
     found = dict(zip(names, shares.tolist(), strict=True))
     weight = found.pop("weight")
     for name in ("policy", "kl", "divergence", "entropy", "clipped"):
         found[name] /= weight or 1.0
-    return {**found, "gradient_norm": float(np.mean([one["gradient_norm"] for one in sums]))}
-
-
-def _mismatch(
-    samples: Sequence[Sample], old: Sequence[NDArray[np.float64]], batch: Batch, total: Total
-) -> dict[str, float]:
-    """How far replayed log-probabilities are from those of the engine: rounding, if all is well."""
-    apart = [np.abs(numbers - sample.logprobs)[sample.fresh :] for sample, numbers in zip(samples, old, strict=True)]
-    flat = np.concatenate([np.zeros(0), *apart])
-    together, count = total(np.array([flat.sum(), flat.size], np.float64)).tolist()
-    largest = batch.learner.model.runtime.group.gather(
-        np.array([flat.max(initial=0.0)]), what="comparing log-probabilities with the engine's"
-    )
-    return {"mismatch_mean": together / max(count, 1.0), "mismatch_max": float(np.concatenate(largest).max())}
+    norms = np.array([one["gradient_norm"] for one in sums])  # the same on all ranks
+    taken = norms[np.isfinite(norms)]
+    return {
+        **found, "gradient_norm": float(taken.mean()) if taken.size else float("nan"),
+        "skipped_steps": sum(one["skipped"] for one in sums),
+    }  # fmt: skip
 
 
 def _of_plan(batch: Batch, record: PlannerRecord | None, seconds: float) -> dict[str, float]:

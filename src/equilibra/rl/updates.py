@@ -19,7 +19,10 @@ from equilibra.rl.learner import LossSums, Predictions
 from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
 from equilibra.rl.sample import Sample
 
-__all__ = ["MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
+__all__ = ["POLICY_SUMS", "MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
+
+POLICY_SUMS = ("loss", "policy", "kl", "divergence", "entropy", "clipped", "weight")
+"""what the policy's loss reports; a rank whose group ran nothing reports none of it"""
 
 Numbers = Sequence[NDArray[np.float64]]
 
@@ -36,9 +39,13 @@ class MiniBatches:
     """times that all are gone through"""
 
     @classmethod
-    def of(cls, samples: Sequence[Sample], number: int, epochs: int) -> MiniBatches:
-        """Groups in turn."""
-        chosen = np.array([sample.group % number for sample in samples], np.int64)
+    def of(cls, samples: Sequence[Sample], number: int, epochs: int, *, places: int = 0) -> MiniBatches:
+        """Groups in turn. places: of answers that grow window by window; a place stays in its mini-batch.
+
+        Groups of a place are `places` apart: by group alone a mini-batch could come out empty.
+        """
+        turns = [sample.group % places if places else sample.group for sample in samples]
+        chosen = np.array(turns, np.int64) % number
         return cls(of_sample=chosen, number=number, epochs=epochs)
 
     @property
@@ -93,9 +100,7 @@ def policy_loss_of(setting: LossSetting, predictions: Predictions, columns_NC: T
         predictions.logprobs, old, advantages, weights, predictions.sequence, setting,
         reference_T=None if setting.divergence is Divergence.NONE else reference, entropy_T=predictions.entropy,
     )  # fmt: skip
-    names = ("policy", "kl", "divergence", "entropy", "clipped", "weight")
-    sums = {name: float(getattr(part, name)) for name in names}
-    return LossSums(loss=part.loss, sums={"loss": float(part.loss.detach()), **sums})
+    return LossSums(loss=part.loss, sums={name: float(getattr(part, name).detach()) for name in POLICY_SUMS})
 
 
 def value_loss_of(clip: float, predictions: Predictions, columns_NC: Tensor) -> LossSums:

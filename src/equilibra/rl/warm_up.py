@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients
+from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.rl.learner import Language, total_over
 from equilibra.rl.observe import Observer
 from equilibra.rl.padded import padded
@@ -49,8 +50,12 @@ def warm_up(
     """Collective: train on right answers. The same weights come out whatever the number of ranks, but for rounding."""
     assert isinstance(model, nn.Module)
     group = model.runtime.group
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setting.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    balancer = Balancer(model.runtime, BalancerSetting(tokens_per_rank=1, planner="static"), optimizer=optimizer)
+    masters = float32_masters(model)
+    learning = masters_or_parameters(model, masters)
+    optimizer = torch.optim.AdamW(learning, lr=setting.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    balancer = Balancer(
+        model.runtime, BalancerSetting(tokens_per_rank=1, planner="static"), optimizer=optimizer, masters=masters
+    )
     try:
         for step in range(setting.steps):
             observer.stage("warm-up", step=0, done=step, total=setting.steps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
@@ -14,7 +15,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.copies.transfer import Path as CopyPath
-from equilibra.execute.group import ExpertGroup
+from equilibra.execute.group import ExpertGroup, patient_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.integrations.hf import ModelFolder, ShardedModel, Text, build_model, open_model_folder, text_of
@@ -22,9 +23,11 @@ from equilibra.integrations.reasoning_gym import reasoning_gym_task
 from equilibra.rl.algorithms.algorithm import Algorithm, algorithm_named
 from equilibra.rl.learner import Learner
 from equilibra.rl.rollout import Rollout, RolloutSetting
+from equilibra.rl.skipped import Skipped
 from equilibra.rl.tasks.jsonl import jsonl_task
-from equilibra.rl.tasks.reward import reward_function
+from equilibra.rl.tasks.reward import UserScorer, reward_function
 from equilibra.rl.tasks.task import Task
+from equilibra.rl.tasks.timed import TimedTask
 from equilibra.train.config import Option, TrainConfig
 from equilibra.train.engines import build_engine, check_engine
 
@@ -47,6 +50,8 @@ class Parts:
     """all settings"""
     group: ExpertGroup
     """the ranks"""
+    patient: ExpertGroup
+    """the same, for waiting for rollouts and engines"""
     device: torch.device
     """of this rank"""
     dtype: torch.dtype
@@ -75,13 +80,18 @@ def model_folder_of(config: TrainConfig) -> ModelFolder:
 
 def task_of(config: TrainConfig) -> Task:
     """The problems, with the user's reward if there is one."""
-    task, reward = config.task, None
-    if task.reward:
-        reward = reward_function(task.reward)
-    if task.kind == "jsonl":
-        return jsonl_task(task.path, seed=config.run.seed, reward=reward)
+    task, seed = config.task, config.run.seed
     options = {**DEFAULT_OPTIONS.get(task.name, {}), **task.options}
-    return reasoning_gym_task(task.name, options, seed=config.run.seed, reward=reward)
+    own: Task = (
+        jsonl_task(task.path, seed=seed) if task.kind == "jsonl" else reasoning_gym_task(task.name, options, seed=seed)
+    )
+    if task.reward:
+        reward_function(task.reward)  # what is wrong with it is said now
+        return TimedTask(own, partial(UserScorer.of, own.name, task.reward), limit_s=task.score_timeout_s)
+    if task.kind == "jsonl":
+        return own  # compares text
+    make = partial(reasoning_gym_task, task.name, options, seed=seed)
+    return TimedTask(own, make, limit_s=task.score_timeout_s)
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
@@ -98,14 +108,16 @@ def algorithm_of(config: TrainConfig) -> Algorithm:
 
 
 def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -> Parts:
-    """Everything that is read or made of nothing but the configuration."""
+    """Collective: everything that is read or made of nothing but the configuration."""
     folder, task = model_folder_of(config), task_of(config)
     problems = [task.problem(number) for number in range(TOKENIZER_TEXTS)] if not folder.has_tokenizer else []
     text = text_of(folder, [text for problem in problems for text in (problem.prompt, problem.answer)])
     _check_rollout(config, task, text)
+    algorithm = algorithm_of(config)
+    patient = patient_group(group, timeout_s=config.rollout_timeout_s, what="connecting for rollouts")
     return Parts(
-        config=config, group=group, device=device, dtype=getattr(torch, config.run.dtype), folder=folder, task=task,
-        text=text, algorithm=algorithm_of(config),
+        config=config, group=group, patient=patient, device=device, dtype=getattr(torch, config.run.dtype),
+        folder=folder, task=task, text=text, algorithm=algorithm,
     )  # fmt: skip
 
 
@@ -169,6 +181,7 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
         model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),
         optimizer=optimizer, pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,
         max_norm=config.optimizer.max_norm, lr=lr or 0.0, warm_up_steps=config.optimizer.warm_up_steps, values=value,
+        skipped=Skipped(config.optimizer.max_skipped_steps),
     )  # fmt: skip
 
 

@@ -32,7 +32,9 @@ class RunConfig:
     device: str = "auto"
     """auto (cuda where there is one), cpu or cuda"""
     timeout_s: float = 120.0
-    """seconds after which a silent rank is lost, more than 0"""
+    """seconds after which a rank that is silent inside a training step is lost, more than 0"""
+    checkpoint_timeout_s: float = 1800.0
+    """the same while a checkpoint is written or read: seconds that the slowest disk may take, more than 0"""
     checkpoint_every: int = 20
     """steps between checkpoints; 0: only at the end and when the run is stopped"""
     keep: int = 2
@@ -46,7 +48,8 @@ class RunConfig:
         check_whole("run.seed", self.seed, low=0)
         check_choice("run.dtype", self.dtype, ("float64", "float32", "bfloat16"))
         check_choice("run.device", self.device, ("auto", "cpu", "cuda"))
-        check_number("run.timeout_s", self.timeout_s, above=0, high=1e6, below=True)
+        for name in ("timeout_s", "checkpoint_timeout_s"):
+            check_number(f"run.{name}", getattr(self, name), above=0, high=1e6, below=True)
         for name in ("steps", "keep", "evaluate_problems", "checkpoint_every", "evaluate_every"):
             check_whole(f"run.{name}", getattr(self, name), low=0 if name.endswith("_every") else 1)
 
@@ -98,6 +101,8 @@ class TaskConfig:
     """file of a jsonl task: one {"question": ..., "answer": ...} per line"""
     reward: str = ""
     """your own reward, file.py:function; empty: the task's"""
+    score_timeout_s: float = 30.0
+    """seconds that scoring one answer may take, more than 0; an answer that takes longer gets no reward"""
     options: Mapping[str, Option] = field(default_factory=dict)
     """settings of the reasoning-gym task; of spell_backward, words have 3 to 5 letters if nothing is said"""
 
@@ -105,6 +110,7 @@ class TaskConfig:
         check_choice("task.kind", self.kind, ("reasoning-gym", "jsonl"))
         for name in ("name", "path", "reward"):
             check_text(f"task.{name}", getattr(self, name), empty=True)
+        check_number("task.score_timeout_s", self.score_timeout_s, above=0, high=1e6, below=True)
         check_table("task.options", self.options)
         if self.kind == "jsonl" and not self.path:
             raise InputError("task.kind jsonl needs a file of problems: set task.path")
@@ -178,6 +184,9 @@ class OptimizerConfig:
     """gradients of a larger norm are shortened to it, more than 0"""
     warm_up_steps: int = 0
     """optimizer steps in which the learning rate rises from 0; 0: at once"""
+    max_skipped_steps: int = 3
+    """optimizer steps in a row that are skipped because a gradient is NaN or infinite, from 0 on; one more ends the
+    run"""
 
     def __post_init__(self) -> None:
         for name in ("lr", "value_lr", "weight_decay"):
@@ -186,7 +195,8 @@ class OptimizerConfig:
             check_number(f"optimizer.{name}", getattr(self, name), high=1, below=True)
         for name in ("epsilon", "max_norm"):
             check_number(f"optimizer.{name}", getattr(self, name), above=0)
-        check_whole("optimizer.warm_up_steps", self.warm_up_steps, low=0)
+        for name in ("warm_up_steps", "max_skipped_steps"):
+            check_whole(f"optimizer.{name}", getattr(self, name), low=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -261,6 +271,11 @@ class TrainConfig:
     """what the balancer may do"""
     debug: DebugConfig = field(default_factory=DebugConfig)
     """the loop cut in half"""
+
+    @property
+    def rollout_timeout_s(self) -> float:
+        """How long ranks wait for each other's rollouts and for engines that load weights."""
+        return self.rollout.timeout_s or self.run.timeout_s + 2 * self.rollout.server_timeout_s
 
     def __post_init__(self) -> None:
         rows = self.rollout.max_prompt_tokens + self.rollout.max_answer_tokens - 1

@@ -38,8 +38,15 @@ class RolloutConfig:
     """sglang: address of the server, http://127.0.0.1:30000, or of several with commas, which ranks ask in turn"""
     server_timeout_s: float = 600.0
     """sglang: seconds for a batch of answers, for new weights, and for a server that is starting, more than 0"""
+    timeout_s: float = 0.0
+    """seconds that ranks wait for each other's rollouts and for engines that load weights, from 0 on; 0: those of run
+    and twice those of a server (run.timeout_s + 2 x rollout.server_timeout_s)"""
     weights_folder: str = ""
     """sglang and vllm: folder that hands over new weights, seen by all; empty: engine-weights in the run folder"""
+    mismatch: str = "stop"
+    """when the engine's log-probabilities show other weights than the trainer's: stop the run, or warn and go on"""
+    mismatch_limit: float = 0.0
+    """mean difference of log-probabilities that is allowed, from 0 on; 0: what the number types explain"""
     options: Mapping[str, Option] = field(default_factory=dict)
     """vllm: further settings of vllm.LLM, as gpu_memory_utilization = 0.4"""
 
@@ -53,4 +60,7 @@ class RolloutConfig:
         for name in ("server", "weights_folder"):
             check_text(f"rollout.{name}", getattr(self, name), empty=True)
         check_number("rollout.server_timeout_s", self.server_timeout_s, above=0, high=1e6, below=True)
+        check_number("rollout.timeout_s", self.timeout_s, high=1e6, below=True)
+        check_choice("rollout.mismatch", self.mismatch, ("stop", "warn"))
+        check_number("rollout.mismatch_limit", self.mismatch_limit)
         check_table("rollout.options", self.options)

@@ -49,7 +49,7 @@ def _addresses(text: str) -> list[str]:
 
 def build_engine(parts: Parts, run: Path | None) -> Engine:
     """The engine of this rank. run: the run's folder."""
-    rollout, text, group = parts.config.rollout, parts.text, parts.group
+    rollout, text, group = parts.config.rollout, parts.text, parts.patient
     if rollout.engine == "embedded":
         return Replica(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end, pad=text.pad)
     if not rollout.weights_folder and run is None:
@@ -65,5 +65,5 @@ def build_engine(parts: Parts, run: Path | None) -> Engine:
     servers = [Server(url=url, timeout_s=rollout.server_timeout_s) for url in _addresses(rollout.server)]
     return SGLangEngine(
         servers=servers, group=group, model=model, vocabulary=parts.folder.config.vocab_size, end=text.end,
-        folder=folder, files=files,
+        folder=folder, files=files, dtype=parts.dtype,
     )  # fmt: skip

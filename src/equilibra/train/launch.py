@@ -13,7 +13,7 @@ from equilibra.core.errors import InputError
 from equilibra.train.config import ClusterConfig
 from equilibra.train.interrupts import Interrupts
 from equilibra.train.observers import Screen
-from equilibra.train.processes import STOPPING, run_processes
+from equilibra.train.processes import run_processes
 from equilibra.train.rank import Job, failure_of, run_rank
 from equilibra.train.run_folder import FolderLock
 
@@ -66,7 +66,7 @@ def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | 
             nonlocal told
             if interrupts.count and not told:
                 told = True
-                screen.note(STOPPING)
+                screen.note("stopping: the step is finished, a checkpoint is written next")
             return interrupts.count > 0
 
         try:

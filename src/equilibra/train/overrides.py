@@ -20,8 +20,9 @@ from equilibra.train.config_files import config_from_table, option_types, table_
 __all__ = ["changed_options", "check_resumable", "with_absolute_paths", "with_overrides"]
 
 CHANGEABLE = (
-    "run.steps", "run.checkpoint_every", "run.evaluate_every", "cluster.*", "balance.*", "rollout.server",
-    "rollout.server_timeout_s", "rollout.weights_folder",
+    "run.steps", "run.checkpoint_every", "run.checkpoint_timeout_s", "run.evaluate_every", "run.timeout_s", "cluster.*",
+    "balance.*", "rollout.server", "rollout.server_timeout_s", "rollout.weights_folder", "rollout.mismatch",
+    "rollout.mismatch_limit", "rollout.timeout_s", "task.score_timeout_s",
 )  # fmt: skip
 """what a resumed run may be told anew: nothing that changes its numbers"""
 

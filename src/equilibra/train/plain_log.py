@@ -37,6 +37,8 @@ def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     for names, form in COLUMNS:
         if all(name in metrics for name in names):
             parts.append(form.format(*(float(metrics[name]) for name in names)))
+    if metrics.get("skipped_steps", 0.0) > 0:
+        parts.append(f"{metrics['skipped_steps']:.0f} optimizer steps skipped: gradient not finite")
     return "  ".join(parts)
 
 

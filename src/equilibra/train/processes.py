@@ -1,8 +1,10 @@
 """The ranks of a run on this machine: started, listened to, and never left behind.
 
 They are forked from a server that has the worker's libraries loaded, so that these are loaded once. Ctrl-C or SIGTERM
-tells every rank to end after its step; a second one ends them at once. When a rank fails or dies, the others get a few
-seconds to notice; then they are ended too, and one error says which rank it was, and how.
+tells every rank to end after its step; a second one ends them at once. Schedulers send SIGTERM to every process of the
+job: the server ignores it, ranks take it as being told to stop, and only this process decides when they end. When a
+rank fails or dies, the others get a few seconds to notice; then they are ended too, and one error says which rank it
+was, and how.
 """
 
 from __future__ import annotations
@@ -11,32 +13,33 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from multiprocessing import forkserver
+from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
 from time import monotonic
 
+from equilibra.core.environment import environment_with
 from equilibra.core.errors import ExecuteError, InputError
-from equilibra.train.interrupts import Interrupts
+from equilibra.train.interrupts import SIGNALS, Interrupts
 from equilibra.train.observers import Screen
 from equilibra.train.rank import STOP, Done, Failure, Job, Told, rank_main
 from equilibra.train.run_folder import FolderLock
 
-__all__ = ["environment_with", "run_processes"]
+__all__ = ["run_processes"]
 
 MOST_PROCESSES = 128
 """on one machine"""
 GRACE_S = 6.0
 """in which the other ranks may say that they lost one, or what really went wrong"""
 TERMINATE_S = 2.0
-"""between asking a process to end and ending it"""
+"""in which ranks end by themselves once nobody listens to them"""
 TICK_S = 0.2
 """how often signals are looked for"""
-STOPPING = "stopping: this step is finished and a checkpoint written; once more ends at once"
+STOPPING = "stopping: finishing this step and writing a checkpoint first; a second signal ends the run at once"
 
 
 @dataclass(kw_only=True, eq=False)
@@ -128,7 +131,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
     }
-    with environment_with(shared), _ignoring_interrupts():  # libraries read some of it when they are loaded
+    with environment_with(shared), _holding_interrupts():  # libraries read some of it when they are loaded
         forkserver.ensure_running()
     for number in range(world):
         mine, theirs = context.Pipe()
@@ -154,28 +157,14 @@ def _free_port() -> int:
 
 
 @contextmanager
-def environment_with(values: Mapping[str, str]) -> Iterator[None]:
-    """Variables that processes started meanwhile inherit."""
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
+def _holding_interrupts() -> Iterator[None]:
+    """A process started meanwhile never sees signals that are for this one, which gets them afterwards."""
+    resource_tracker.ensure_running()  # whoever starts it lets signals through again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
     finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
-
-
-@contextmanager
-def _ignoring_interrupts() -> Iterator[None]:
-    """Processes started meanwhile never see Ctrl-C, not even before they can say so themselves."""
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
@@ -204,14 +193,12 @@ def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, time
 def _end(ranks: Sequence[_Rank]) -> None:
     """Make sure that no process stays."""
     running = [rank for rank in ranks if rank.process.exitcode is None]
-    for rank in running:
-        rank.process.terminate()
+    for rank in ranks:
+        rank.pipe.close()  # ranks that hear of nobody any more end
     _join(running, TERMINATE_S)
     for rank in running:
         rank.process.kill()
     _join(running, TERMINATE_S)
-    for rank in ranks:
-        rank.pipe.close()
 
 
 def _join(ranks: Sequence[_Rank], seconds: float) -> None:

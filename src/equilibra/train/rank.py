@@ -26,6 +26,7 @@ from equilibra.core.errors import InputError, RankLostError
 from equilibra.integrations.tensorboard import TensorBoard
 from equilibra.rl.observe import Silent
 from equilibra.train.config import TrainConfig
+from equilibra.train.interrupts import SIGNALS
 from equilibra.train.metrics_file import MetricsFile
 from equilibra.train.observers import Screen, Several
 from equilibra.train.plain_log import LogFile, PlainLog
@@ -151,9 +152,10 @@ def _plain(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Connection, job: Job) -> None:
     """What a process that was started for a rank does."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
     stop = Event()
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(143) if stop.is_set() else stop.set())
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # for good it ends us through the pipe
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     ending: Done | Failure = Done()
     try:
         recv_handle(pipe)  # the run folder's lock: held as long as this process lives
@@ -165,11 +167,13 @@ def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Con
     except BaseException as error:  # noqa: BLE001 - whatever it was, whoever started us must hear of it
         ending = failure_of(error)
         if not isinstance(error, InputError):
-            traceback.print_exc()
+            with suppress(OSError, ValueError):  # a full disk holds no traceback, and no reason to say nothing
+                traceback.print_exc()
     with suppress(OSError, ValueError):
-        sys.stdout.flush()
-        sys.stderr.flush()
         pipe.send(ending)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
     os._exit(0 if isinstance(ending, Done) else 1)  # a lost peer must not keep the process in gloo's destructors
 
 

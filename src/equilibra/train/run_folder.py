@@ -89,7 +89,7 @@ class RunFolder:
     def has_checkpoint(self) -> bool:
         """Whether there is something to resume from."""
         folders = self.checkpoints.glob("policy/step-*")
-        return any(folder.is_dir() and folder.suffix != ".part" for folder in folders)
+        return any(folder.is_dir() and not folder.suffix.startswith((".part", ".aside")) for folder in folders)
 
     def write_config(self, config: TrainConfig) -> None:
         """Echo the complete configuration."""

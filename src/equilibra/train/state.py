@@ -18,10 +18,10 @@ from typing import Any
 import numpy as np
 from torch import nn
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import InputError, UnreadableError
 from equilibra.core.placement import Placement
 from equilibra.execute.state.checkpoint import Checkpoints
-from equilibra.execute.state.checkpoint_folder import checkpoint_steps
+from equilibra.execute.state.checkpoint_folder import checkpoint_steps, remove_checkpoint
 from equilibra.rl.learner import Learner
 from equilibra.rl.recording import read_samples, write_samples
 from equilibra.rl.sample import Sample
@@ -37,8 +37,11 @@ def resumable_steps(folder: Path) -> list[int]:
 class State:
     """The checkpoints of a run."""
 
-    def __init__(self, folder: Path, policy: Learner, critic: Learner | None, *, keep: int) -> None:
-        self.folder, self.keep = folder / "checkpoints", keep
+    def __init__(
+        self, folder: Path, policy: Learner, critic: Learner | None, *, keep: int, timeout_s: float
+    ) -> None:  # fmt: skip
+        """timeout_s: how long ranks wait for each other's disks."""
+        self.folder, self.keep, self.timeout_s = folder / "checkpoints", keep, timeout_s
         self.learners = {"policy": policy, **({} if critic is None else {"value": critic})}
         self.checkpoints = {name: self._of(name, learner) for name, learner in self.learners.items()}
         self.group = policy.model.runtime.group
@@ -48,14 +51,15 @@ class State:
         return Checkpoints(
             self.folder / name, learner.model.runtime, learner.model, learner.optimizer,
             masters=learner.balancer.masters, keep=self.keep + (name == "value"),
+            timeout_s=self.timeout_s,
         )  # fmt: skip
 
     # --- save ---
 
-    def save(self, step: int, carried: Sequence[Sample]) -> None:
-        """Collective: everything after `step` steps."""
+    def save(self, step: int, carried: Sequence[Sample] | None) -> None:
+        """Collective: everything after `step` steps. carried: answers under way here; None: the run carries none."""
         for name in reversed(self.checkpoints):
-            if name == "policy" and carried:
+            if name == "policy" and carried is not None:  # the same on every rank, also on those without an answer
                 self._save_carried(step, carried)
             self.checkpoints[name].save(step, {"homes": self._homes(name)})
         self._forget_carried()
@@ -84,11 +88,11 @@ class State:
         self.group.all_succeed(lambda: write_samples(self._carried(step) / f"rank-{rank:05d}.npz", carried), what=what)
 
     def _forget_carried(self) -> None:
-        """Those of checkpoints that are gone."""
-        kept = {self._carried(step) for step in checkpoint_steps(self.folder / "policy")}
+        """Those of checkpoints that are gone; those that were set aside are still there."""
         if self.group.world_rank == 0 and (self.folder / "carried").is_dir():
+            kept = {path.name.partition(".")[0] for path in (self.folder / "policy").iterdir()}
             for path in (self.folder / "carried").iterdir():
-                if path not in kept:
+                if path.name.partition(".")[0] not in kept:
                     with suppress(OSError):
                         shutil.rmtree(path)
 
@@ -101,12 +105,30 @@ class State:
             raise InputError(f"there is no checkpoint in {self.folder}: the run ended before its first one; start anew")
         for step in reversed(steps):
             try:
-                return step, self._load(step, windowed=windowed)
+                carried = self._load(step, windowed=windowed)
+            except UnreadableError as error:  # it may be good: an older one instead would lose what it holds
+                raise UnreadableError(
+                    f"{error}; the checkpoint of step {step} may be good: resume again when it can be read, or move it "
+                    "away to go back to an older one"
+                ) from error
             except InputError as error:
                 if step == steps[0]:
                     raise
-                say(f"the checkpoint of step {step} cannot be used ({error}); going back to an older one")
+                say(
+                    f"the checkpoint of step {step} cannot be used ({error}); going back to an older one; the next "
+                    "checkpoint sets it aside as step-*.aside"
+                )
+            else:
+                self._forget_halves(steps[-1])
+                return step, carried
         raise AssertionError
+
+    def _forget_halves(self, last: int) -> None:
+        """Value models of checkpoints whose policy was never written, because something ended the run before."""
+        folder = self.folder / "value"
+        for step in checkpoint_steps(folder) if self.group.world_rank == 0 else ():
+            if step > last:
+                remove_checkpoint(folder, step)
 
     def _load(self, step: int, *, windowed: bool) -> list[Sample]:
         found: list[Sample] = []

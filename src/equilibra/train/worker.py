@@ -12,25 +12,30 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 
 import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.steps.replicated import check_replicated
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.critic import Critic
 from equilibra.rl.learner import Learner
 from equilibra.rl.loop import LoopSetting, Source, Trainer, train
 from equilibra.rl.loss import Divergence
+from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
 from equilibra.rl.recording import ModelShape
 from equilibra.rl.sources import EngineSource, RecordedSource, Recording
+from equilibra.rl.tasks.timed import TimedTask
 from equilibra.rl.warm_up import WarmUpSetting, warm_up
 from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout, cluster_of
 from equilibra.train.config import TrainConfig
@@ -62,23 +67,28 @@ def run_worker(
         critic = None if value is None else build_learner(parts, value, lr=config.optimizer.value_lr, value=True)
         reference = _reference(parts, model, folder, resume=resume)
         source = _source(parts, model, folder)
-        state = State(folder, policy, critic, keep=config.run.keep)
+        windowed = parts.algorithm.windowed and isinstance(source, EngineSource)
+        state = State(folder, policy, critic, keep=config.run.keep, timeout_s=config.run.checkpoint_timeout_s)
         first = 0
         if resume:
             observer.stage("checkpoint", step=0)
-            first, carried = state.load(windowed=parts.algorithm.windowed, say=say)
-            if isinstance(source, EngineSource) and parts.algorithm.windowed:
+            first, carried = state.load(windowed=windowed, say=say)
+            if isinstance(source, EngineSource) and windowed:
                 source.resume(carried)
+        for learner in (policy, critic, reference):
+            if learner is not None:
+                check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
         cut(first)
         observer.stage("weights", step=first)
-        source.new_weights()
+        setting = _loop(config, windowed=parts.algorithm.windowed)
+        source.new_weights(setting.version(first))
         last = LastStep(parts, folder)
 
         def save(step: int) -> None:
-            state.save(step, source.carried if isinstance(source, EngineSource) else [])
+            state.save(step, source.carried if isinstance(source, EngineSource) and windowed else None)
 
         trainer = Trainer(
-            setting=_loop(config), source=source, algorithm=parts.algorithm, policy=policy,
+            setting=setting, source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
             critic=None if critic is None else Critic(critic),
             reference=reference, save=save, keep_record=last.keep, observer=observer, stop=_agreed(group, stop),
         )  # fmt: skip
@@ -87,6 +97,8 @@ def run_worker(
         model.save(folder / "model", parts.text.files(), overwrite=True)
         last.write()
         state.close()
+        if isinstance(parts.task, TimedTask):
+            parts.task.close()
         for learner in (policy, critic, reference):
             if learner is not None:
                 learner.balancer.close()
@@ -102,7 +114,18 @@ def _device(config: TrainConfig) -> torch.device:
     if not torch.cuda.is_available():
         raise InputError("run.device is cuda, and torch sees none here: use cpu, or auto")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
-    torch.cuda.set_device(device)
+    try:
+        torch.cuda.set_device(device)
+        torch.zeros(1, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as error:
+        if "busy or unavailable" not in str(error):
+            raise
+        raise InputError(
+            f"GPU {device.index} takes no further process: its compute mode allows one (nvidia-smi -q -d COMPUTE); "
+            "give every rank a GPU of its own, start MPS (nvidia-cuda-mps-control -d), or change it (nvidia-smi -c 0)"
+        ) from error
     return device
 
 
@@ -119,10 +142,14 @@ def _joined(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
     if world > 1 and not given:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    failed = True
     try:
-        yield join_expert_group(cluster_of(config), timeout_s=config.run.timeout_s)
+        with join_expert_group(cluster_of(config), timeout_s=config.run.timeout_s) as group:
+            yield group
+        failed = False
     finally:
-        if dist.is_initialized() and not given:
+        nccl = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
+        if dist.is_initialized() and not given and not (failed and nccl):  # NCCL would wait for those that are gone
             dist.destroy_process_group()
 
 
@@ -185,17 +212,34 @@ def _source(parts: Parts, model: ShardedModel, folder: Path) -> Source:
     if config.debug.record:
         about = {"task": parts.task.name, "seed": config.run.seed}
         record = Recording(folder=Path(config.debug.record), model=shape, about=about)
+
+    def weights() -> Iterator[tuple[str, Tensor]]:
+        wait = partial(parts.patient.barrier, what="waiting for a rank that hands weights over")
+        return logical_weights(runtime, model.naming, model.dense(), wait=wait)
+
     return EngineSource(
-        build_rollout(parts, folder), parts.group, lambda: logical_weights(runtime, model.naming, model.dense()),
+        build_rollout(parts, folder), parts.patient, weights,
         num_held_out=min(config.run.evaluate_problems, parts.task.num_held_out), windowed=parts.algorithm.windowed,
         record=record,
     )  # fmt: skip
 
 
-def _loop(config: TrainConfig) -> LoopSetting:
-    run = config.run
+def _check(parts: Parts, source: Source, say: Callable[[str], None]) -> MismatchCheck | None:
+    """Of the engine's weights; a recording may be of any weights."""
+    if not isinstance(source, EngineSource):
+        return None
+    rollout = parts.config.rollout
+    roundoffs = (source.rollout.engine.roundoff, unit_roundoff(parts.dtype, parts.device.type))
+    limit = rollout.mismatch_limit or mismatch_limit(
+        roundoffs, num_layers=parts.folder.config.num_hidden_layers, temperature=rollout.temperature
+    )
+    return MismatchCheck(limit=limit, stop=rollout.mismatch == "stop", say=say)
+
+
+def _loop(config: TrainConfig, *, windowed: bool) -> LoopSetting:
+    run, rollout = config.run, config.rollout
     return LoopSetting(
         steps=run.steps, mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
         evaluate_every=run.evaluate_every, checkpoint_every=run.checkpoint_every,
-        max_answer_tokens=config.rollout.max_answer_tokens,
+        max_answer_tokens=rollout.max_answer_tokens, places=rollout.prompts * rollout.answers if windowed else 0,
     )  # fmt: skip

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from equilibra.bench.problems import zipf_loads
+from equilibra.cli import bench
 from equilibra.cli.main import main
 
 
@@ -198,3 +199,12 @@ def test_bench_runs_quickly_and_writes_results(tmp_path, capsys, monkeypatch):
     (tmp_path / "planner.json").write_text("[]")
     assert run("bench", "planner", "--only", "counting", "--output", tmp_path) == 2
     assert "not a result of this bench" in capsys.readouterr().err
+
+
+def test_an_interrupt_while_arguments_are_read_is_a_line(monkeypatch, capsys):
+    def interrupted(_commands):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(bench, "add_parser", interrupted)
+    assert main(["trace", "show", "nothing"]) == 130
+    assert capsys.readouterr().err == "equilibra: interrupted\n"

@@ -2,6 +2,7 @@
 
 import socket
 from contextlib import ExitStack
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import ClassVar
 
@@ -9,13 +10,13 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.distributed.rl_runs import ALONE, comparable, run, small
+from tests.distributed.rl_runs import ALONE, largest_gap, run, small
 from tests.references.hf_models import small_config
 from tests.references.sglang_server import Seeded, Served, noise_of, run_embedded, sglang_server
 from transformers import AutoModelForCausalLM
 
 from equilibra.core.cluster import Cluster
-from equilibra.core.errors import ExecuteError, InputError
+from equilibra.core.errors import ExecuteError, InputError, MismatchError
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.integrations.routed import model_from_config
@@ -24,11 +25,18 @@ from equilibra.integrations.sglang.http import Server, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine, import_vllm
 from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of
+from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.train.config import ClusterConfig, TrainConfig
 from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
 
 END = 17
+ROUNDING = 1e-9
+"""float64: a server's batches, threads and ranks are others, so products have other shapes and sums another order"""
+AFTER_ADAM = 1e-6
+"""Adam divides by small gradients and magnifies their rounding"""
 CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.arithmetic
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +77,7 @@ def embedded(model, weights, requests, temperature):
 def same(found, expected):
     for one, other in zip(found, expected, strict=True):
         np.testing.assert_array_equal(one.tokens, other.tokens)
-        np.testing.assert_array_equal(one.logprobs, other.logprobs)
+        np.testing.assert_allclose(one.logprobs, other.logprobs, rtol=ROUNDING)
         np.testing.assert_array_equal(one.experts, other.experts)
         assert (one.ended, one.experts.dtype) == (other.ended, np.int32)
 
@@ -111,13 +119,34 @@ def test_batches_are_asked_one_after_another(model, weights, group, tmp_path):
     same(found, expected)
 
 
+def test_pieces_are_bounded_by_the_bytes_of_their_answers(model, weights, group, tmp_path):
+    """Not all routing in one answer: 256 long answers of a large model would be gigabytes."""
+    requests = requests_of(9)
+    with sglang_server() as (url, served):
+        engine = sglang_engine(model, group, url, tmp_path, connections=3)
+        room = 3 * max(engine._most_bytes(request) for request in requests)
+        engine = replace(engine, piece_bytes=room)
+        engine.load_weights(iter(weights.items()))
+        found = engine.generate(requests, temperature=0.0)
+    assert served.asked == 9
+    assert max(served.posts) <= 3
+    assert max(served.answer_bytes) <= room
+    assert len(served.posts) >= 3
+    same(found, [one for piece in engine._pieces(requests) for one in embedded(model, weights, piece, 0.0)])
+    huge = replace(engine, piece_bytes=1)
+    assert [len(piece) for piece in huge._pieces(requests)] == [1] * 9
+
+
 def test_new_weights_replace_the_old_ones(model, weights, group, tmp_path):
     changed = {name: value * 1.01 for name, value in weights.items()}
     with sglang_server() as (url, served):
         engine = sglang_engine(model, group, url, tmp_path)
         for current in (weights, changed):
             engine.load_weights(iter(current.items()))
-        same(engine.generate(requests_of(), temperature=1.0), embedded(model, changed, requests_of(), 1.0))
+        found = engine.generate(requests_of(), temperature=1.0)
+    same(found, embedded(model, changed, requests_of(), 1.0))
+    with pytest.raises(AssertionError):
+        same(found, embedded(model, weights, requests_of(), 1.0))
     assert served.updates == [str(tmp_path / "new" / "weights")] * 2
     assert [path.name for path in (tmp_path / "new").iterdir()] == ["weights"]
 
@@ -136,7 +165,7 @@ def spoiled(change):
     (lambda results: [7] * 5, "has a table meta_info"),
     (lambda results: b"<html>", "answered no JSON"),
     (lambda results: b"[" * 100_000, "answered no JSON"),
-    (lambda results: b" " * (100 << 20), "answered more than the"),
+    (lambda results: b" " * (2 << 20), "answered more than the .* does it serve the model"),
     (lambda results: [one | {"meta_info": one["meta_info"] | {"routed_experts": None}} for one in results],
      "no token has routing: start the engine with enable_return_routed_experts"),
     (spoiled(lambda meta: meta.update(routed_experts="AAA")), "no base64"),
@@ -261,7 +290,7 @@ def test_transformers_loads_what_is_handed_over(model, weights, tmp_path):
 
 
 def test_training_with_servers_gives_the_numbers_of_the_embedded_engine(model, tmp_path):
-    """One process, two servers: every reported number but times is the same, to the last digit."""
+    """One process: every reported number but times is the same, up to rounding."""
     config = small(model.path, cluster=ALONE, run__steps=2)
     for name in ("embedded", "served"):
         (tmp_path / name).mkdir()
@@ -269,13 +298,71 @@ def test_training_with_servers_gives_the_numbers_of_the_embedded_engine(model, t
     with sglang_server() as (url, served):
         config = small(model.path, cluster=ALONE, run__steps=2, rollout__engine="sglang", rollout__server=url + ",")
         found = run(config, tmp_path / "served")
-    assert [comparable(step, plans=True) for step in found.steps] == [
-        comparable(step, plans=True) for step in expected.steps
-    ]
-    assert found.held_out == expected.held_out
+    assert largest_gap(found, expected, plans=True) < AFTER_ADAM
+    assert max(step["mismatch_max"] for step in [*found.steps, *expected.steps]) < 1e-6
     assert found.steps[-1]["gradient_norm"] > 1e-3
     assert served.updates == [str(tmp_path / "served" / "engine-weights")] * 3
     assert all(step["tokens_without_routing"] == 0 for step in found.steps)
+
+
+class Stale(Served):
+    """A server that goes wrong from the second hand-over on, in one of several ways."""
+
+    def __init__(self, fault):
+        super().__init__()
+        self.fault = fault
+
+    def update(self, body):
+        if not self.updates:
+            return super().update(body)
+        before = self.version, self.replica
+        kept = {name: value.clone() for name, value in self.replica._places.items()}
+        said = super().update(body)
+        if self.fault == "keeps its weights":
+            self.replica = before[1]
+        if self.fault == "loads all but experts":
+            self.replica.load_weights(
+                [(name, kept[name] if ".experts." in name else value) for name, value in self.replica._places.items()]
+            )
+        if self.fault == "says the old version":
+            self.version = before[0]
+        if self.fault == "was restarted":
+            self.version = "default"
+        return said
+
+
+FIGURES = r"step 1: .* tokens differ from the trainer's by [0-9.e-]+ on average .*, rounding explains [0-9.e-]+"
+
+
+@pytest.mark.parametrize(("fault", "reason"), [
+    ("keeps its weights", FIGURES),
+    ("loads all but experts", FIGURES),
+    ("says the old version", "step 1: .* answered with weights of version 0, and version 2 was handed over"),
+    ("was restarted", "step 1: .* weights that this run did not hand over, and version 2 was handed over"),
+])  # fmt: skip
+def test_an_engine_without_the_trainers_weights_stops_the_run(fault, reason, model, tmp_path):
+    """In the first step after the hand-over, before anything is trained on its answers."""
+    with sglang_server(Stale(fault)) as (url, served):
+        config = small(model.path, cluster=ALONE, rollout__engine="sglang", rollout__server=url, run__evaluate_every=0)
+        with pytest.raises(MismatchError, match=reason):
+            run(config, tmp_path)
+    assert len(served.updates) == 2
+
+
+def test_a_run_that_was_told_to_goes_on_and_says_so(model, tmp_path):
+    with sglang_server(Stale("keeps its weights")) as (url, _):
+        config = small(
+            model.path, cluster=ALONE, rollout__engine="sglang", rollout__server=url, rollout__mismatch="warn",
+            run__evaluate_every=0,
+        )  # fmt: skip
+        notes = run(config, tmp_path)
+    assert [note["step"] for note in notes.steps] == [0, 1, 2]
+    warned = [line for line in notes.said if line.startswith("warning: ")]
+    assert len(warned) == 2
+    assert all("does not have the trainer's weights" in line for line in warned)
+    limit = mismatch_limit([unit_roundoff(torch.float64, "cuda")], num_layers=3, temperature=1.0)
+    apart = [note["mismatch_mean"] for note in notes.steps]
+    assert apart[0] < 1e-3 * limit < limit < min(apart[1:])
 
 
 def test_ranks_share_servers(model, tmp_path):
@@ -290,9 +377,8 @@ def test_ranks_share_servers(model, tmp_path):
             rollout__weights_folder=str(tmp_path / "weights"),
         )  # fmt: skip
         found = run_ranks(2, run, config, tmp_path / "served")[0]
-    assert [comparable(step, plans=True) for step in found.steps] == [
-        comparable(step, plans=True) for step in expected.steps
-    ]
+    assert largest_gap(found, expected, plans=True) < AFTER_ADAM
+    assert max(step["mismatch_max"] for step in [*found.steps, *expected.steps]) < 1e-6
     assert served.updates == other.updates == [str(tmp_path / "weights")] * 2
     assert served.asked == other.asked > 0
 
@@ -381,6 +467,21 @@ def test_vllm_gives_the_numbers_of_the_embedded_engine(model, weights, group, tm
     llm = LLM.made[-1]
     assert llm.calls == ["reload_weights", "reset_prefix_cache"]
     assert (llm.options, llm.dtype) == ({"gpu_memory_utilization": 0.4}, "float32")
+
+
+def test_vllm_that_repacks_weights_is_started_anew(model, weights, group, tmp_path):
+    """Its CPU build: `reload_weights` would leave the old ones."""
+    engine = vllm_engine(model, group, tmp_path)
+    engine._library.platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+    changed = {name: value * 1.01 for name, value in weights.items()}
+    before = len(LLM.made)
+    for version, current in enumerate((weights, changed)):
+        engine.load_weights(iter(current.items()), version=version)
+        found = engine.generate(requests_of(), temperature=1.0)
+        same(found, embedded(model, current, requests_of(), 1.0))
+        assert {one.version for one in found} == {version}
+    assert len(LLM.made) == before + 2
+    assert LLM.made[-1].calls == []
 
 
 @pytest.mark.parametrize(("change", "reason"), [

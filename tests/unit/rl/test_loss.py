@@ -9,6 +9,8 @@ import torch
 from equilibra.core.errors import InputError
 from equilibra.rl.loss import Average, Divergence, LossSetting, Ratio, policy_loss, token_weights, value_loss
 
+pytestmark = pytest.mark.arithmetic
+
 CLIPS = {"clip_low": 0.2, "clip_high": 0.3}
 SETTINGS = [
     LossSetting(),

@@ -3,6 +3,7 @@
 import errno
 import json
 import os
+import resource
 import signal
 import time
 from pathlib import Path
@@ -99,3 +100,11 @@ def bad_input(config, folder, **_):
 def full_disk(config, folder, **_):
     checkpoint(folder, 1)
     raise OSError(errno.ENOSPC, "No space left on device", str(folder / "file"))
+
+
+def limited(config, folder, **_):
+    """Can write no file any more, not even what it prints."""
+    checkpoint(folder, 1)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+    print("kept until the end")
+    (folder / "file").write_text("too much")

@@ -87,6 +87,7 @@ def test_tables_hold_plain_values(section, value, said):
         ("run", "device", "tpu", "one of auto, cpu, cuda, not 'tpu'"),
         ("run", "timeout_s", 0, "more than 0 and below 1e\\+06, not 0"),
         ("run", "timeout_s", 1e6, "below 1e\\+06"),
+        ("run", "checkpoint_timeout_s", 0, "more than 0"),
         ("cluster", "nodes", 65_537, "from 1 to 65536, not 65537"),
         ("model", "source", "", "model.source must not be empty"),
         ("task", "kind", "json", "did you mean 'jsonl'"),

@@ -19,7 +19,7 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.train import processes
 from equilibra.train.config import ClusterConfig, RunConfig, TaskConfig, TrainConfig
 from equilibra.train.history import History
-from equilibra.train.interrupts import Interrupts
+from equilibra.train.interrupts import REPEAT_S, Interrupts
 from equilibra.train.launch import Place, launch, place_under_torchrun
 from equilibra.train.metrics_file import read_history
 from equilibra.train.rank import Job, failure_of
@@ -162,6 +162,11 @@ def test_a_full_disk_is_one_line_that_says_how_to_go_on(tmp_path):
         start(tmp_path, "full_disk")
 
 
+def test_a_rank_that_cannot_even_print_says_why(tmp_path):
+    with pytest.raises(InputError, match=r"^cannot write .*: File too large; continue with: equilibra "):
+        start(tmp_path, "limited")
+
+
 def test_a_worker_that_is_not_there(tmp_path):
     with pytest.raises(ExecuteError, match="failed: AttributeError"):
         start(tmp_path, "nobody")
@@ -219,6 +224,7 @@ def test_handlers_are_put_back():
     heard = []
     with Interrupts(heard.append) as interrupts:
         os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGTERM)  # the same one, passed on by somebody else
         os.kill(os.getpid(), signal.SIGINT)
     assert interrupts.count == 2
     assert heard == [1, 2]
@@ -227,30 +233,69 @@ def test_handlers_are_put_back():
 
 SCRIPT = """
 import sys
+from dataclasses import replace
 from pathlib import Path
-from equilibra.train.config import TrainConfig
+from equilibra.train.config import RunConfig, TaskConfig, TrainConfig
 from equilibra.train.launch import launch
 from equilibra.train.plain_log import PlainLog
 from equilibra.train.rank import Job
 from equilibra.train.run_folder import begin_run
-config = TrainConfig()
+config = TrainConfig(run=RunConfig(steps=1000), task=TaskConfig(options={"sleep_s": 0.3}))
 folder, lock = begin_run(Path(sys.argv[1]), config)
-job = Job(config=config, folder=folder, resume=False, worker="tests.unit.train.stand_in:all_hang")
-launch(job, screen=PlainLog(print, steps=1), place=None, lock=lock)
+job = Job(config=config, folder=folder, resume=False, worker=f"tests.unit.train.stand_in:{sys.argv[2]}")
+try:
+    print("stopped" if launch(job, screen=PlainLog(print, steps=1), place=None, lock=lock) else "done")
+except KeyboardInterrupt:
+    print("ended at once")
 """
+
+
+def started(folder, worker):
+    """A run in a process group of its own, once all four ranks are at work."""
+    environment = {**os.environ, "PYTHONPATH": f"{REPOSITORY / 'src'}:{REPOSITORY}"}
+    parent = subprocess.Popen(
+        [sys.executable, "-c", SCRIPT, str(folder.path), worker], env=environment, cwd=REPOSITORY,
+        start_new_session=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+    )  # fmt: skip
+    end = time.monotonic() + 20
+    while len(pids(folder)) < 4:
+        assert time.monotonic() < end, parent.stdout.read()
+        time.sleep(0.02)
+    return parent
 
 
 def test_ranks_end_when_the_process_that_started_them_is_killed(tmp_path):
     folder = RunFolder(path=tmp_path / "run")
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY)}
-    parent = subprocess.Popen([sys.executable, "-c", SCRIPT, str(folder.path)], env=environment, cwd=REPOSITORY)
-    end = time.monotonic() + 20
-    while len(pids(folder)) < 4:
-        assert time.monotonic() < end
-        time.sleep(0.02)
+    parent = started(folder, "all_hang")
     parent.kill()
     parent.wait()
+    parent.stdout.close()
     FolderLock(folder).close()  # waits for the ranks: they hold it too
+    assert_gone(folder)
+
+
+def test_a_signal_to_the_whole_process_group_ends_with_a_checkpoint(tmp_path):
+    """As Slurm, systemd and `timeout` send it, some of them twice: to ranks and to the server that forks them too."""
+    folder = RunFolder(path=tmp_path / "run")
+    parent = started(folder, "trains")
+    for _ in range(2):
+        os.killpg(parent.pid, signal.SIGTERM)
+        time.sleep(0.1)
+    said = parent.communicate(timeout=30)[0]
+    assert said.splitlines()[-1] == "stopped", said
+    assert sum("stopping: " in line for line in said.splitlines()) == 1
+    assert folder.has_checkpoint
+    assert_gone(folder)
+
+
+def test_a_second_signal_to_the_whole_process_group_ends_at_once(tmp_path):
+    folder = RunFolder(path=tmp_path / "run")
+    parent = started(folder, "all_hang")
+    os.killpg(parent.pid, signal.SIGTERM)
+    time.sleep(REPEAT_S + 0.2)
+    os.killpg(parent.pid, signal.SIGTERM)
+    said = parent.communicate(timeout=10)[0]
+    assert said.splitlines()[-1] == "ended at once", said
     assert_gone(folder)
 
 

@@ -2,8 +2,9 @@
 
     python -m sglang.launch_server --model-path MODEL --enable-return-routed-experts
 
-Every rank asks one of the servers, whole batches at a time. After an update world rank 0 writes the weights to a folder
-that the servers see, and has each of them load it (`/update_weights_from_disk`); the others wait until that is done.
+Every rank asks one of the servers, in pieces whose answers are of bounded size. After an update world rank 0 writes the
+weights to a folder that the servers see, and has each of them load it (`/update_weights_from_disk`); the others wait
+until that is done.
 
 The noise of a request cannot be handed to a server: it becomes a seed (`sampling_seed`, which SGLang follows under
 --enable-deterministic-inference). So runs repeat as far as the server does.
@@ -13,11 +14,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -29,12 +32,15 @@ from equilibra.integrations.routed.save import NOTHING
 from equilibra.integrations.sglang.http import Server
 from equilibra.integrations.sglang.routing import sequence_of_result
 from equilibra.integrations.weights_folder import hand_over
-from equilibra.rl.engine import Generation, Request, seed_of
+from equilibra.rl.engine import UNKNOWN, Generation, Request, seed_of
+from equilibra.rl.mismatch import unit_roundoff
 
 __all__ = ["SGLangEngine"]
 
 SMALL_BYTES = 1 << 20
 """of an answer that says only how it went"""
+ANSWER_BYTES = 64 << 10
+"""of what an answer says besides its tokens"""
 BYTES_PER_TOKEN = 256
 """of a generated token in JSON, its log-probability and text, generously"""
 
@@ -57,41 +63,77 @@ class SGLangEngine:
     """where weights are handed over; all servers see it"""
     files: Mapping[str, bytes]
     """config.json and the tokenizer's, which servers read with the weights"""
+    dtype: torch.dtype = torch.float32
+    """numbers of the weights"""
     batch: int = 256
-    """requests that are sent at the same time"""
+    """most requests of one piece, which is one POST"""
+    piece_bytes: int = 64 << 20
+    """most bytes that the answer to a piece may have, but for a single request that needs more"""
+    connections: int = 32
+    """pieces that are under way at the same time"""
 
     # --- weights ---
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
-        """Collective: servers take new weights."""
+    @property
+    def roundoff(self) -> float:
+        """Of the run's type on a GPU: what a server computes with is not known here."""
+        return unit_roundoff(self.dtype, "cuda")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
+        """Collective: servers take new weights; their answers say the version."""
 
         def take() -> None:
-            for server in self.servers if self.group.world_rank == 0 else ():
-                _update(server, self.folder)
+            if self.group.world_rank == 0:
+                with ThreadPoolExecutor(len(self.servers)) as pool:
+                    list(pool.map(lambda server: _update(server, self.folder, version), self.servers))
 
         hand_over(self.group, self.folder, weights, self.files, take=take)
 
     # --- sampling ---
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests, batch by batch."""
+        """Answer all requests, in pieces of bounded size, several at a time."""
         server = self.servers[self.group.world_rank % len(self.servers)]
-        done: list[Generation] = []
-        for first in range(0, len(requests), self.batch):
-            done += self._batch(server, requests[first : first + self.batch], temperature)
-        return done
-
-    def _batch(self, server: Server, requests: Sequence[Request], temperature: float) -> list[Generation]:
         asked = [request for request in requests if request.max_new]
-        results = self._ask(server, asked, temperature) if asked else []
-        if not isinstance(results, list) or len(results) != len(asked):
-            raise InputError(f"{server.url} was asked {len(asked)} questions and answered {results!r:.80}")
-        if asked and all(_meta(result).get("routed_experts") is None for result in results):
+        pool = ThreadPoolExecutor(self.connections)
+        try:
+            found = list(pool.map(lambda piece: self._piece(server, piece, temperature), self._pieces(asked)))
+        finally:
+            pool.shutdown(cancel_futures=True)
+        pairs = [pair for piece in found for pair in piece]
+        if asked and not any(routed for _, routed in pairs):
             raise InputError(f"{server.url}: {NOTHING}")
-        answers = iter(results)
+        answers = iter([generation for generation, _ in pairs])
         shape = (len(self.model.moe_layers), self.model.top_k)
-        return [self._read(server, request, next(answers)) if request.max_new else request.unanswered(shape)
-                for request in requests]  # fmt: skip
+        return [next(answers) if request.max_new else request.unanswered(shape) for request in requests]
+
+    def _pieces(self, requests: Sequence[Request]) -> list[list[Request]]:
+        """Neighbours that share a POST."""
+        pieces: list[list[Request]] = []
+        room = 0
+        for request in requests:
+            size = self._most_bytes(request)
+            if not pieces or size > room or len(pieces[-1]) == self.batch:
+                pieces.append([])
+                room = self.piece_bytes
+            pieces[-1].append(request)
+            room -= size
+        return pieces
+
+    def _most_bytes(self, request: Request) -> int:
+        """Of the answer: routing as int32 in base64, and text."""
+        per_row = math.ceil(4 * self.model.num_layers * self.model.top_k * 4 / 3) + BYTES_PER_TOKEN
+        return ANSWER_BYTES + (request.tokens.size + request.max_new) * per_row
+
+    def _piece(self, server: Server, requests: Sequence[Request], temperature: float) -> list[tuple[Generation, bool]]:
+        """Answers, and whether they have routing."""
+        results = self._ask(server, requests, temperature)
+        if not isinstance(results, list) or len(results) != len(requests):
+            raise InputError(f"{server.url} was asked {len(requests)} questions and answered {results!r:.80}")
+        return [
+            (self._read(server, request, result), _meta(result).get("routed_experts") is not None)
+            for request, result in zip(requests, results, strict=True)
+        ]
 
     def _ask(self, server: Server, requests: Sequence[Request], temperature: float) -> Any:  # noqa: ANN401
         body = {
@@ -104,9 +146,8 @@ class SGLangEngine:
             "return_logprob": True,
             "return_routed_experts": True,
         }  # fmt: skip
-        per_row = math.ceil(4 * self.model.num_layers * self.model.top_k * 4 / 3) + BYTES_PER_TOKEN
-        rows = sum(request.tokens.size + request.max_new for request in requests)
-        return server.post("/generate", body, max_bytes=SMALL_BYTES * len(requests) + rows * per_row)
+        most = SMALL_BYTES + sum(self._most_bytes(request) for request in requests)
+        return server.post("/generate", body, max_bytes=most)
 
     def _read(self, server: Server, request: Request, result: object) -> Generation:
         with located(f"an answer of {server.url}"):
@@ -124,11 +165,15 @@ class SGLangEngine:
                     f"it says that the prompt has {sequence.prompt_length} tokens and all of it {sequence.num_tokens}, "
                     f"and they have {wanted[0]} and {wanted[1]}"
                 )
-            return Generation(tokens=tokens, logprobs=logprobs, experts=sequence.experts(), ended=bool(ended))
+            return Generation(
+                tokens=tokens, logprobs=logprobs, experts=sequence.experts(), ended=bool(ended),
+                version=_version(_meta(result)),
+            )  # fmt: skip
 
 
-def _update(server: Server, folder: Path) -> None:
-    said = server.post("/update_weights_from_disk", {"model_path": str(folder)}, max_bytes=SMALL_BYTES)
+def _update(server: Server, folder: Path, version: int) -> None:
+    body = {"model_path": str(folder), "weight_version": str(version)}
+    said = server.post("/update_weights_from_disk", body, max_bytes=SMALL_BYTES)
     if not isinstance(said, Mapping) or said.get("success") is not True:
         raise InputError(f"{server.url} did not take the weights in {folder}: {said!r:.300}")
 
@@ -138,6 +183,14 @@ def _meta(result: object) -> Mapping[str, Any]:
     if not isinstance(meta, Mapping):
         raise InputError(f"an answer of SGLang has a table meta_info, and this is {result!r:.80}")
     return meta
+
+
+def _version(meta: Mapping[str, Any]) -> int | None:
+    """Of the weights that the server answered with; servers before weight_version say nothing."""
+    said = meta.get("weight_version")
+    if said is None:
+        return None
+    return int(said) if str(said).isdecimal() else UNKNOWN
 
 
 def _tokens(meta: Mapping[str, Any], vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:

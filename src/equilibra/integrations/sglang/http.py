@@ -56,7 +56,10 @@ class Server:
         )
         content = self._answer(request, max_bytes)
         if len(content) > max_bytes:
-            raise InputError(f"{self.url}{path} answered more than the {max_bytes:,} bytes that there can be")
+            raise InputError(
+                f"{self.url}{path} answered more than the {max_bytes:,} bytes that there can be: does it serve the "
+                "model that is trained, and return no more than it is asked for?"
+            )
         try:
             return json.loads(content)
         except (ValueError, RecursionError) as error:

@@ -1,21 +1,25 @@
 """A rollout engine inside the training processes: one `vllm.LLM` per rank.
 
 It is started when the first weights come, from the folder that hands them over, and loads later ones from there
-(`reload_weights`). Log-probabilities are those of the temperature (`logprobs_mode="processed_logprobs"`). The noise of
-a request becomes its seed, so runs repeat as far as vLLM does.
+(`reload_weights`). vLLM's CPU build repacks weights when it starts and cannot load others in place: there every
+hand-over starts a new `vllm.LLM`. Log-probabilities are those of the temperature
+(`logprobs_mode="processed_logprobs"`). The noise of a request becomes its seed, so runs repeat as far as vLLM does.
 
-What is written here follows vLLM's documentation. It has been run with a stand-in of the same interface, never with
-vLLM itself.
+Ranks may not have children (they are daemonic), so vLLM runs its engine core in the rank's own process unless
+VLLM_ENABLE_V1_MULTIPROCESSING says otherwise. This has been run with vLLM 0.30 on CPUs, with one and two ranks; on GPUs
+only with a stand-in of the same interface.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -26,6 +30,7 @@ from equilibra.integrations.routed.save import NOTHING
 from equilibra.integrations.vllm.routing import sequences_of_outputs
 from equilibra.integrations.weights_folder import hand_over
 from equilibra.rl.engine import Generation, Request, seed_of
+from equilibra.rl.mismatch import unit_roundoff
 
 __all__ = ["VLLMEngine", "import_vllm"]
 
@@ -35,6 +40,7 @@ OURS = frozenset({"model", "dtype", "skip_tokenizer_init", "enable_return_routed
 
 def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
     """The library, or an error that says what to do."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when it is loaded
     try:
         return import_module("vllm")
     except ImportError as error:
@@ -63,17 +69,30 @@ class VLLMEngine:
         }  # fmt: skip
         self._library = load()
         self._llm: Any = None
+        self._version: int | None = None
 
-    def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> None:
+    @property
+    def roundoff(self) -> float:
+        """Of the model's type on the device that vLLM uses."""
+        return unit_roundoff(getattr(torch, self._settings["dtype"]), "cuda" if torch.cuda.is_available() else "cpu")
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
         """Collective: take new weights, or start with them."""
         hand_over(self.group, self.folder, weights, self.files, take=self._take)
+        self._version = version
 
     def _take(self) -> None:
-        if self._llm is None:
+        if self._llm is None or self._repacks():
+            self._llm = None  # its memory is free before the next one takes any
             self._llm = self._library.LLM(**self._settings)
             return
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
         self._llm.reset_prefix_cache()  # of the weights before
+
+    def _repacks(self) -> bool:
+        """Whether weights are repacked when vLLM starts, so that `reload_weights` does not reach them."""
+        platform = getattr(getattr(self._library, "platforms", None), "current_platform", None)
+        return platform is not None and bool(platform.is_cpu())
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
         """Answer all requests; vLLM batches them."""
@@ -118,4 +137,4 @@ class VLLMEngine:
             )
         pairs = zip(answer.logprobs, tokens.tolist(), strict=True)
         logprobs = np.array([chosen[token].logprob for chosen, token in pairs], np.float64)
-        return Generation(tokens=tokens, logprobs=logprobs, experts=experts, ended=ended)
+        return Generation(tokens=tokens, logprobs=logprobs, experts=experts, ended=ended, version=self._version)

@@ -18,6 +18,7 @@ import zipfile
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from stat import S_ISREG
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -110,12 +111,14 @@ def read_samples(
 @contextmanager
 def _opened(path: Path) -> Iterator[dict[str, StoredArray]]:
     """The arrays of a file, their headers read and compared with its size; whatever is wrong inside names the file."""
-    if not path.is_file():
-        raise InputError(f"cannot read {path}: there is no such file of samples")
     try:
+        if not S_ISREG(path.stat().st_mode):  # `is_file` would pass over a file that cannot be looked at now
+            raise FileNotFoundError  # noqa: TRY301 - the same answer as for a path that leads nowhere
         with warnings.catch_warnings(), zipfile.ZipFile(path) as archive:
             warnings.simplefilter("ignore")  # of numpy, about odd headers
             yield _arrays(archive, path.stat().st_size)
+    except (FileNotFoundError, NotADirectoryError):
+        raise InputError(f"cannot read {path}: there is no such file of samples") from None
     except OSError as error:
         raise cannot("read", path, error) from error
     except InputError as error:

@@ -27,9 +27,9 @@ from typing import Any
 import numpy as np
 
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, Task
+from equilibra.rl.tasks.task import Problem, Task, WrappedTask
 
-__all__ = ["JudgedTask", "RewardFunction", "judged", "reward_function"]
+__all__ = ["JudgedTask", "RewardFunction", "UserScorer", "judged", "reward_function"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RewardFunction:
 
 
 @dataclass(frozen=True, kw_only=True)
-class JudgedTask:
+class JudgedTask(WrappedTask):
     """A task whose answers are judged by a user's function."""
 
     task: Task
@@ -64,27 +64,28 @@ class JudgedTask:
     judge: RewardFunction
     """how good answers are"""
 
-    @property
-    def name(self) -> str:
-        """The task's."""
-        return self.task.name
-
-    @property
-    def num_held_out(self) -> int:
-        """The task's."""
-        return self.task.num_held_out
-
-    def problem(self, number: int) -> Problem:
-        """The task's."""
-        return self.task.problem(number)
-
-    def held_out(self, number: int) -> Problem:
-        """The task's."""
-        return self.task.held_out(number)
-
     def reward(self, problem: Problem, answer_text: str) -> float:
         """What the function says."""
         return self.judge(self.name, problem, answer_text)
+
+
+@dataclass(frozen=True, kw_only=True)
+class UserScorer:
+    """A user's function by its name alone, so that it can be found in another process."""
+
+    task: str
+    """name of the task, for messages"""
+    judge: RewardFunction
+    """the function"""
+
+    @classmethod
+    def of(cls, task: str, named: str) -> UserScorer:
+        """The function that a name stands for."""
+        return cls(task=task, judge=reward_function(named))
+
+    def reward(self, problem: Problem, answer_text: str) -> float:
+        """What the function says."""
+        return self.judge(self.task, problem, answer_text)
 
 
 def judged(task: Task, reward: RewardFunction | None) -> Task:

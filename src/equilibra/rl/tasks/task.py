@@ -14,7 +14,7 @@ from typing import Protocol
 
 from equilibra.core.errors import InputError
 
-__all__ = ["Problem", "Task", "check_number", "check_share", "hash_of_prompt"]
+__all__ = ["Problem", "Task", "WrappedTask", "check_number", "check_share", "hash_of_prompt"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,6 +55,30 @@ class Task(Protocol):
     def reward(self, problem: Problem, answer_text: str) -> float:
         """How good the answer is, 0 to 1."""
         ...
+
+
+class WrappedTask:
+    """The problems of another task; whoever inherits from it gives the rewards."""
+
+    task: Task
+
+    @property
+    def name(self) -> str:
+        """The task's."""
+        return self.task.name
+
+    @property
+    def num_held_out(self) -> int:
+        """The task's."""
+        return self.task.num_held_out
+
+    def problem(self, number: int) -> Problem:
+        """The task's."""
+        return self.task.problem(number)
+
+    def held_out(self, number: int) -> Problem:
+        """The task's."""
+        return self.task.held_out(number)
 
 
 def hash_of_prompt(prompt: str) -> int:

@@ -1,0 +1,127 @@
+"""Whether the rollout engine has the weights that it was given: its log-probabilities against the trainer's.
+
+The recompute stage replays the engine's routing under the trainer's weights, before the first update of the step. Where
+both have the same weights, the two log-probabilities of an answer token differ by rounding alone. Only the tokens of
+this step's window are compared: older ones of the same answer are of older weights.
+
+The statistic is the mean of |difference| over all tokens of the step: one that only a few tokens are far off (an expert
+that was chosen on the edge) hardly moves, while stale weights move every token. Its limit is
+
+    (PER_LAYER x u x sqrt(layers) + LAST x 2^-24) / min(1, temperature)
+
+u: unit roundoff of the coarsest type that takes part (bfloat16 2^-8, float16 and TF32 2^-11, float32 2^-24). float64
+counts as float32, in which every family computes some part, and float32 on GPUs as TF32, which engines multiply in.
+Every layer rounds what it adds to the residual stream; such errors are independent and add up as the root of the number
+of layers. Last, the log-softmax is float32 whatever the model is. docs/training.md has what was measured.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import sqrt
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from equilibra.core.errors import MismatchError
+from equilibra.execute.group import ExpertGroup
+from equilibra.rl.sample import Sample
+
+__all__ = ["Mismatch", "MismatchCheck", "measure_mismatch", "mismatch_limit", "unit_roundoff"]
+
+PER_LAYER = 4.0
+"""unit roundoffs of the mean difference that one layer explains"""
+LAST = 16.0
+"""float32 roundoffs of a log-probability: it may be -16, and the sum over the vocabulary has errors, too"""
+TF32 = 2.0**-11
+WHAT = "comparing log-probabilities with the engine's"
+
+
+def unit_roundoff(dtype: torch.dtype, device: str) -> float:
+    """Of products in this type. device: cpu or cuda."""
+    finest = TF32 if device == "cuda" else 2.0**-24
+    return max(torch.finfo(dtype).eps / 2, finest)
+
+
+def mismatch_limit(roundoffs: Sequence[float], *, num_layers: int, temperature: float) -> float:
+    """The largest mean difference that rounding explains. roundoffs: of everybody who takes part."""
+    return (PER_LAYER * max(roundoffs) * sqrt(num_layers) + LAST * 2.0**-24) / min(1.0, temperature)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Mismatch:
+    """How far apart engine and trainer are in a step, over all ranks."""
+
+    mean: float
+    """of |difference| of log-probabilities"""
+    largest: float
+    """difference"""
+    num_tokens: int
+    """that were compared"""
+    oldest: int
+    """version of weights that the engine answered with; `UNKNOWN`: none that this run handed over"""
+    newest: int
+    """the same; another one where answers are of several versions"""
+
+    def metrics(self) -> dict[str, float]:
+        """What is reported of it."""
+        return {"mismatch_mean": self.mean, "mismatch_max": self.largest}
+
+
+def measure_mismatch(samples: Sequence[Sample], old: Sequence[NDArray[np.float64]], group: ExpertGroup) -> Mismatch:
+    """Collective: compare the newest tokens of own samples, and of everybody else's."""
+    pairs = [(sample, numbers) for sample, numbers in zip(samples, old, strict=True) if sample.segments]
+    apart = [np.abs(numbers - sample.logprobs)[sample.fresh :] for sample, numbers in pairs]
+    flat = np.concatenate([np.zeros(0), *apart])
+    versions = [sample.segments[-1].version for sample, _ in pairs]
+    extremes = [min(versions, default=0), max(versions, default=0), len(versions)]
+    row = np.array([[flat.sum(), flat.size, flat.max(initial=0.0), *extremes]], np.float64)
+    rows = np.concatenate(group.gather(row, what=WHAT)).astype(np.float64)
+    known = rows[rows[:, 5] > 0]
+    return Mismatch(
+        mean=float(rows[:, 0].sum() / max(rows[:, 1].sum(), 1.0)), largest=float(rows[:, 2].max()),
+        num_tokens=int(rows[:, 1].sum()), oldest=int(known[:, 3].min(initial=2**62)),
+        newest=int(known[:, 4].max(initial=-1)),
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MismatchCheck:
+    """What happens when the engine does not have the trainer's weights."""
+
+    limit: float
+    """of the mean difference"""
+    stop: bool
+    """True: the run ends; False: it is said, and goes on"""
+    say: Callable[[str], None]
+    """a line for people"""
+
+    def __call__(self, found: Mismatch, *, step: int, version: int) -> None:
+        """An error, or a line, where the engine answered with other weights than those of this version."""
+        reason = self._reason(found, version)
+        if not reason:
+            return
+        text = f"step {step}: the rollout engine does not have the trainer's weights: {reason}"
+        if self.stop:
+            raise MismatchError(
+                f"{text}. Nothing was trained on these answers. Look at what the engine printed when it loaded the "
+                "weights; rollout.mismatch=warn goes on, rollout.mismatch_limit allows more"
+            )
+        self.say(f"warning: {text}")
+
+    def _reason(self, found: Mismatch, version: int) -> str:
+        if not found.num_tokens:
+            return ""
+        if (found.oldest, found.newest) != (version, version):
+            other = found.oldest if found.oldest != version else found.newest
+            said = f"weights of version {other}" if other >= 0 else "weights that this run did not hand over"
+            return f"it answered with {said}, and version {version} was handed over (was it restarted?)"
+        if found.mean <= self.limit:
+            return ""
+        return (
+            f"log-probabilities of {found.num_tokens:,} answer tokens differ from the trainer's by {found.mean:.2g} on "
+            f"average (at most {found.largest:.2g}), rounding explains {self.limit:.2g}. It kept older weights, loaded "
+            "only some of the tensors, or computes in a lower precision than the run assumes"
+        )

@@ -1,0 +1,164 @@
+"""Rewards with a time limit: answers are scored in a process of their own, which is ended when it takes too long.
+
+A scorer may run for ever on an answer that a model makes up: simplifying an expression, matching a pattern. Nothing
+inside the process can end it for certain, so the scorer has a process to itself; one that is over its time is killed
+and replaced, and the answer is worth as much as a wrong one. It is started by `subprocess`, which ranks may use though
+they are daemonic and have threads.
+
+    task = TimedTask(task, partial(reasoning_gym_task, "countdown"), limit_s=30.0)
+"""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
+from typing import Protocol
+
+from equilibra.core.errors import ExecuteError, InputError
+from equilibra.rl.tasks.task import Problem, Task, WrappedTask
+
+__all__ = ["Scorer", "TimedTask", "serve"]
+
+ALONE_S = 10.0
+"""that a scorer may be over its time where the rank is gone"""
+START_S = 300.0
+"""in which a scorer must be ready: it loads its libraries"""
+HELD = (signal.SIGINT, signal.SIGTERM)
+"""signals to the whole job: the step under way is finished, so its answers are scored; who started us decides when we end"""
+BOOT = """
+import sys
+from multiprocessing.connection import Connection
+pipe = Connection(int(sys.argv[1]))
+sys.path[:] = pipe.recv()
+from equilibra.rl.tasks.timed import serve
+serve(pipe)
+"""
+
+
+class Scorer(Protocol):
+    """What scores answers: a task, or a user's function."""
+
+    def reward(self, problem: Problem, answer_text: str) -> float:
+        """How good the answer is, 0 to 1."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Said:
+    """What the scorer's process answers: that it is ready, a score, or why there cannot be one."""
+
+    score: float = 0.0
+    refused: str = ""
+
+
+@dataclass(eq=False)
+class _Running:
+    process: subprocess.Popen[bytes]
+    pipe: Connection
+    ready: bool = False
+
+    def end(self) -> None:
+        """No process stays, not even a dead one."""
+        self.pipe.close()
+        self.process.kill()
+        self.process.wait()
+
+
+class TimedTask(WrappedTask):
+    """A task whose rewards come from a process that is ended when it takes too long."""
+
+    def __init__(self, task: Task, make: Callable[[], Scorer], *, limit_s: float) -> None:
+        """make: makes the scorer, in its process; it travels there, and so does what it is called with."""
+        self.task, self.limit_s = task, limit_s
+        self._make, self._unscored = make, 0
+        self._running = self._started()
+
+    def reward(self, problem: Problem, answer_text: str) -> float:
+        """The scorer's; 0 for an answer that keeps it busy for longer than the limit, or ends its process."""
+        self._wait_until_ready()
+        try:
+            self._running.pipe.send((problem, answer_text))
+            if self._running.pipe.poll(self.limit_s):
+                return _score(self._running.pipe.recv())
+            why = f"was not scored within {self.limit_s:g} s"
+        except (EOFError, OSError):
+            why = "ended the scorer's process"
+        self._unscored += 1
+        print(
+            f"an answer to problem {problem.number} of {self.name} {why}, no reward: {answer_text!r:.600}", flush=True
+        )
+        self._running.end()
+        self._running = self._started()
+        return 0.0
+
+    def take_unscored(self) -> int:
+        """Answers since the last call that got no reward because scoring them did not end."""
+        found, self._unscored = self._unscored, 0
+        return found
+
+    def close(self) -> None:
+        """End the process."""
+        self._running.end()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_running"):
+            self._running.end()
+
+    def _started(self) -> _Running:
+        mine, theirs = Pipe()
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # the process inherits it
+        try:
+            process = subprocess.Popen(  # noqa: S603 - this Python, and a program that is written here
+                [sys.executable, "-c", BOOT, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
+            )
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+            theirs.close()
+        mine.send(sys.path)
+        mine.send((self._make, self.limit_s))
+        return _Running(process, mine)
+
+    def _wait_until_ready(self) -> None:
+        if self._running.ready:
+            return
+        try:
+            said = self._running.pipe.recv() if self._running.pipe.poll(START_S) else None
+        except (EOFError, OSError):
+            said = None
+        if said is None:
+            self._running.end()
+            raise ExecuteError(
+                f"the process that scores answers of {self.name} ended or was not ready within {START_S:g} s: look at "
+                "what it printed, beside what the rank printed"
+            )
+        _score(said)
+        self._running.ready = True
+
+
+def _score(said: _Said) -> float:
+    if said.refused:
+        raise InputError(said.refused)
+    return said.score
+
+
+def serve(pipe: Connection) -> None:
+    """The scorer's process: until nobody asks any more."""
+    make, limit_s = pipe.recv()
+    try:
+        scorer: Scorer = make()
+        pipe.send(_Said())
+        while True:
+            problem, answer_text = pipe.recv()
+            signal.setitimer(signal.ITIMER_REAL, limit_s + ALONE_S)  # ends us even if nobody is left who would
+            score = scorer.reward(problem, answer_text)
+            signal.setitimer(signal.ITIMER_REAL, 0.0)
+            pipe.send(_Said(score=score))
+    except InputError as error:
+        pipe.send(_Said(refused=str(error)))
+    except (EOFError, OSError):
+        pass
