@@ -1,0 +1,156 @@
+"""The training program's worker, told what happens to this rank.
+
+Beside the disk of the run is a folder `control`. Ranks write there who they are, when a checkpoint was done and what
+they did; `order.json` says which of them does what to itself, and at which stage.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+from equilibra.cost.rates import Rates
+from equilibra.execute.copies import segment
+from equilibra.execute.steps import balancer
+from equilibra.train.config import TrainConfig
+from equilibra.train.worker import run_worker
+
+__all__ = ["fill_disk", "limit_files", "run", "spread"]
+
+FILLER = "filler"
+LIMIT_BYTES = 1
+
+
+def spread(prompt: str, answer: str, expected: str) -> float:  # noqa: ARG001
+    """A reward that differs between answers, so that there is something to learn."""
+    return sum(answer.encode()) % 7 / 6
+
+
+def fill_disk(disk: Path) -> None:
+    """Leave not a byte."""
+    file = os.open(disk / FILLER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    for size in (1 << 20, 1 << 12, 1):
+        try:
+            while os.write(file, bytes(size)):
+                pass
+        except OSError:
+            continue
+    os.close(file)
+
+
+def limit_files(pid: int) -> None:
+    """Let a process write no file any further."""
+    hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
+    resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, hard))
+
+
+def run(
+    config: TrainConfig, folder: Path, *, resume: bool, observer: Any, cut: Callable[[int], None], **others: Any  # noqa: ANN401
+) -> None:  # fmt: skip
+    """One rank of a run in CONTROL/../disk/run."""
+    control, rank = folder.parents[1] / "control", int(os.environ["RANK"])
+    note = Notes(control, rank)
+    note("begin", pid=os.getpid())
+    order = json.loads((control / "order.json").read_text())
+
+    def first(step: int) -> None:
+        note("first", step=step)
+        cut(step)
+
+    balancer.rates_for = lambda *_, **__: Rates.free()  # else nothing pays in so small a run
+    mine = order if order.get("rank") == rank and order.get("stage") else None
+    watched = Watched(observer, note, None if mine is None else Order(mine, note, folder.parent))
+    run_worker(config, folder, resume=resume, observer=watched, cut=first, **others)
+    note("end")
+
+
+class Notes:
+    """Lines of control/rank-N.jsonl: kind, time, and more."""
+
+    def __init__(self, control: Path, rank: int) -> None:
+        self.file = os.open(control / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+
+    def __call__(self, kind: str, **values: object) -> None:
+        """Write one; a rank that may write nothing more keeps silent."""
+        with suppress(OSError):
+            os.write(self.file, json.dumps({"kind": kind, "at": time.monotonic(), **values}).encode() + b"\n")
+
+
+class Order:
+    """Does its act once, when the stage comes."""
+
+    def __init__(self, order: dict[str, Any], note: Notes, disk: Path) -> None:
+        self.order, self.note, self.disk, self.done = order, note, disk, False
+        for name, module, function in (("migrate", balancer, "migrate"), ("segment", segment, "_create")):
+            if order["stage"] == name:
+                setattr(module, function, self._around(getattr(module, function)))
+
+    def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        calls = iter(range(1 << 30))
+
+        def called(*values: Any, **named: Any) -> Any:  # noqa: ANN401
+            if next(calls) >= (self.order["step"] if self.order["stage"] == "migrate" else 0):
+                self.begin()
+            result = function(*values, **named)
+            if self.order["stage"] == "segment":
+                self.act()  # between making and sharing
+            return result
+
+        return called
+
+    def at(self, name: str, step: int) -> None:
+        """A stage begins."""
+        if (name, step) == (self.order["stage"], self.order["step"]):
+            self.begin()
+
+    def begin(self) -> None:
+        """Act at the moment of the order, counted from now."""
+        if self.order["stage"] != "segment":
+            delay = threading.Timer(self.order["delay_s"], self.act)
+            delay.daemon = True
+            delay.start()
+
+    def act(self) -> None:
+        """Once."""
+        if self.done:
+            return
+        self.done, kind = True, self.order["injection"]
+        self.note("injected", pid=os.getpid())
+        if kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif kind in ("stop", "pause", "slow"):
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif kind == "full":
+            fill_disk(self.disk)
+        elif kind == "limit":
+            limit_files(0)
+
+
+class Watched:
+    """The run's observer, and the order's."""
+
+    def __init__(self, observer: Any, note: Notes, order: Order | None) -> None:  # noqa: ANN401
+        self.observer, self.note, self.order = observer, note, order
+
+    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
+        """A stage begins, or is further."""
+        self.note("stage", name=name, step=step)
+        self.observer.stage(name, step=step, done=done, total=total)
+        if self.order is not None:
+            self.order.at(name, step)
+
+    def step(self, step: int, metrics: Any) -> None:  # noqa: ANN401
+        """A step is over."""
+        self.observer.step(step, metrics)
+
+    def evaluated(self, step: int, metrics: Any) -> None:  # noqa: ANN401
+        """Held-out problems were answered."""
+        self.observer.evaluated(step, metrics)

@@ -1,0 +1,10 @@
+"""Mutants of the planner and the executor, and the tests that kill them.
+
+    pip install cosmic-ray
+    python -m benchmarks.mutants --mutants 320 --seed 0       # writes benchmarks/results/mutants.md and mutants.json
+
+Cosmic Ray's operators make the mutants, but it does not run them. It would rewrite files and start a new process
+for each: with torch to load and kernels to compile that is minutes a mutant. Here a process with the libraries loaded
+is forked for every mutant; an import hook hands it the changed source, kernels run as plain Python
+(NUMBA_DISABLE_JIT), and the ranks of distributed tests are forked from it. The nearest tests run first.
+"""

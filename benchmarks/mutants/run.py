@@ -1,0 +1,148 @@
+"""Run tests in a fork of this process, with a module's source replaced."""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import sys
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from time import monotonic, sleep
+from types import ModuleType
+from typing import Any
+
+from benchmarks.mutants.sample import SOURCE
+
+__all__ = ["Outcome", "load_libraries", "tried"]
+
+ROOT = SOURCE.parents[1]
+
+
+def load_libraries() -> None:
+    """Everything that tests need and no mutant is in."""
+    import accelerate  # noqa: F401, PLC0415
+    import hypothesis.extra.numpy  # noqa: F401, PLC0415
+    import numba  # noqa: F401, PLC0415
+    import scipy.optimize  # noqa: F401, PLC0415
+    import torch  # noqa: PLC0415
+    import torch._dynamo  # noqa: PLC0415
+    import torch.distributed.checkpoint  # noqa: PLC0415
+    import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401, PLC0415
+
+    torch.set_num_threads(1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """What tests said."""
+
+    seconds: dict[str, float]
+    """of those that passed"""
+    failed: list[str]
+    """those that failed; a process that died or never ended is one"""
+
+
+class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Gives one module another source."""
+
+    def __init__(self, name: str, path: Path, source: str) -> None:
+        self.name, self.path, self.source = name, path, source
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ANN401, ARG002
+        """Of this module alone."""
+        if name != self.name:
+            return None
+        inside = [str(self.path.parent)] if self.path.name == "__init__.py" else None
+        return importlib.util.spec_from_file_location(name, self.path, loader=self, submodule_search_locations=inside)
+
+    def exec_module(self, module: ModuleType) -> None:
+        """Run the source."""
+        exec(compile(self.source, str(self.path), "exec"), module.__dict__)  # noqa: S102
+
+
+def tried(
+    tests: Sequence[str],
+    *,
+    file: str = "",
+    source: str = "",
+    only: Sequence[str] | None = None,
+    cpu_s: float,
+    wall_s: float,
+    limit_s: float,
+) -> Outcome:
+    """Run test files with src/equilibra/FILE replaced by `source`.
+
+    only: these tests of the files, in this order, until one fails.
+    cpu_s, wall_s: limits of one test. limit_s: of all of them.
+    """
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        os.setsid()
+        try:
+            found = _in_child(tests, file, source, only=only, cpu_s=cpu_s, wall_s=wall_s)
+            os.write(writer, json.dumps(found).encode())
+        except BaseException:  # noqa: BLE001 - the mutant's, as likely as ours
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    os.close(writer)
+    end, said = monotonic() + limit_s, b""
+    os.set_blocking(reader, False)
+    done = False
+    while not done and monotonic() < end:
+        sleep(0.02)
+        try:
+            while piece := os.read(reader, 1 << 20):
+                said += piece
+            done = True
+        except BlockingIOError:
+            pass
+    with suppress(ProcessLookupError):
+        os.killpg(pid, signal.SIGKILL)  # and what it left
+    os.waitpid(pid, 0)
+    os.close(reader)
+    if not said:
+        return Outcome(seconds={}, failed=["the process died" if done else "the process never ended"])
+    return Outcome(**json.loads(said))
+
+
+def _in_child(
+    tests: Sequence[str], file: str, source: str, *, only: Sequence[str] | None, cpu_s: float, wall_s: float
+) -> dict[str, Any]:
+    import pytest  # noqa: PLC0415
+    from benchmarks.mutants.plugin import Plugin  # noqa: PLC0415
+
+    quiet = os.open(os.environ.get("MUTANTS_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(quiet, 1)
+    os.dup2(quiet, 2)
+    if file:
+        name = ".".join(["equilibra", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
+        sys.meta_path.insert(0, _Replaced(name, SOURCE / file, source))
+    plugin = Plugin(cpu_s=cpu_s, wall_s=wall_s, only=only)
+    os.chdir(ROOT)
+    options = [
+        "-q",
+        "-W",
+        "ignore:Module already imported",
+        "-p",
+        "no:cacheprovider",
+        "-p",
+        "no:xdist",
+        "-m",
+        "not slow",
+    ]
+    if only is not None:
+        options.append("-x")
+    code = pytest.main([*options, *tests], plugins=[plugin])
+    if code not in (0, 1, 5) and not plugin.failed:
+        plugin.failed.append(f"collecting tests ended with {int(code)}")
+    return {"seconds": plugin.seconds, "failed": plugin.failed}
