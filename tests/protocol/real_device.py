@@ -76,8 +76,9 @@ class RealDeviceRank(DeviceRank):
     def cuda(self):
         """The engine's torch has the streams of this rank."""
         fake = SimpleNamespace(
-            current_stream=lambda _device: self.current, stream=self.on_stream, Stream=lambda _device: Stream(self.side, self)
-        )
+            current_stream=lambda _device: self.current, stream=self.on_stream,
+            Stream=lambda _device: Stream(self.side, self),
+        )  # fmt: skip
         real, mark = device.torch, device.mark
         device.torch = SimpleNamespace(cuda=fake)
         device.mark = Stream.record_event

@@ -29,7 +29,7 @@ ALONE_S = 10.0
 START_S = 300.0
 """in which a scorer must be ready: it loads its libraries"""
 HELD = (signal.SIGINT, signal.SIGTERM)
-"""signals to the whole job: the step under way is finished, so its answers are scored; who started us decides when we end"""
+"""signals to the whole job: the step under way is finished, so its answers are still scored"""
 BOOT = """
 import sys
 from multiprocessing.connection import Connection
