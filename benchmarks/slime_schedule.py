@@ -27,7 +27,7 @@ from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule, step_load
 from equilibra.cost.rates import Rates
 from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.pack import cell_cost
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.count import sequence_loads

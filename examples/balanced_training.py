@@ -20,6 +20,8 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
+from equilibra.events.imbalance import imbalance
+from equilibra.events.run import PlannerRecord, Run, save_run
 from equilibra.execute import (
     BalancedMoE,
     Balancer,
@@ -31,8 +33,6 @@ from equilibra.execute import (
     join_expert_group,
 )
 from equilibra.execute.steps.gradients import clip_gradients
-from equilibra.measure.imbalance import imbalance
-from equilibra.measure.run import PlannerRecord, Run, save_run
 from equilibra.simulate.predict import beside
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.times import Pricing
@@ -64,7 +64,7 @@ def write_run(record: PlannerRecord, step: Step, folder: str) -> None:
         name="example", num_layers=LAYERS, hidden=SPEC.hidden, expert_ffn=SPEC.expert_ffn,
         num_experts=SPEC.num_experts, top_k=SPEC.top_k,
     )  # fmt: skip
-    setting = RunSetting(recompute_stage=False, activation_recompute=False)
+    setting = RunSetting(logprob_stage=False, activation_recompute=False)
     pricing = Pricing(model=model, hardware=hardware_named("h200"), cluster=step.plan.cluster, setting=setting)
     records = beside(record, step.plan, step.sequence_loads, pricing)
     about = {"kind": "measured", "command": " ".join(sys.argv), "model": {"name": model.name}}

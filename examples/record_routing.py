@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import numpy as np
 
 from equilibra.integrations import sglang, slime, verl, vllm
-from equilibra.integrations.routed import RoutedModel, save_sequences
+from equilibra.integrations.routing_formats import RoutedModel, save_sequences
 from equilibra.trace.open import load_trace
 
 # The engines have a column for every layer; the dense ones, here the first, are columns of zeros and are left out.

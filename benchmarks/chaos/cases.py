@@ -29,7 +29,7 @@ OF_A_RANK = ("kill", "stop", "pause", "slow", "full", "limit")
 """those that can happen at a stage: the rank does it to itself"""
 STAGES = (
     "checkpoint", "checkpoint", "checkpoint", "migrate", "migrate", "segment", "evaluate", "rollout", "reward", "plan",
-    "recompute", "advantages", "update", "update", "weights", "report",
+    "logprob", "advantages", "update", "update", "weights", "report",
 )  # fmt: skip
 STEPS_OF = {"evaluate": (0, 2, 3), "report": (3,), "migrate": (0, 1), "segment": (0,)}
 """of stages that not every step has; of migrations: how many came before"""

@@ -127,7 +127,7 @@ class Layer:
             for i in range(count)
         ]  # fmt: skip
         self.dx = torch.empty_like(self.x)
-        self.weighed = RowWeights(torch.rand(rows, device=DEVICE), torch.empty(rows, device=DEVICE))
+        self.weighted = RowWeights(torch.rand(rows, device=DEVICE), torch.empty(rows, device=DEVICE))
 
 
 def bare(layer: Layer) -> Works:
@@ -156,7 +156,7 @@ def ours(layer: Layer) -> Works:
     return {
         "forward": lambda: grouped.forward(kind, layer.x, groups, instances),
         "backward": lambda: grouped.backward(
-            kind, saved, groups, instances, layer.gradients, layer.dx, weighed=layer.weighed
+            kind, saved, groups, instances, layer.gradients, layer.dx, weighted=layer.weighted
         ),
     }
 
@@ -219,13 +219,13 @@ def check() -> list[dict[str, Any]]:
         y64, h64 = expert_math.forward(kind, layer.x.double(), layer.sizes, wide)
         g64 = [ExpertParts(*(None if p is None else torch.zeros_like(p) for p in i)) for i in wide]
         dx64 = torch.empty_like(y64)
-        weighed64 = RowWeights(layer.weighed.values_N.double(), torch.empty_like(dx64[:, 0]))
+        weighed64 = RowWeights(layer.weighted.values_N.double(), torch.empty_like(dx64[:, 0]))
         saved = (layer.x.double(), h64, layer.dy.double())
-        expert_math.backward(kind, saved, layer.sizes, wide, g64, dx64, weighed=weighed64)
+        expert_math.backward(kind, saved, layer.sizes, wide, g64, dx64, weighted=weighed64)
         y, h = expert_math.forward(kind, layer.x, layer.sizes, layer.instances)
         saved = (layer.x, h, layer.dy)
         expert_math.backward(
-            kind, saved, layer.sizes, layer.instances, layer.gradients, layer.dx, weighed=layer.weighed, num_last=2
+            kind, saved, layer.sizes, layer.instances, layer.gradients, layer.dx, weighted=layer.weighted, num_last=2
         )
         pairs = [
             (a, b)
@@ -237,7 +237,7 @@ def check() -> list[dict[str, Any]]:
             name: max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in group)
             for name, group in {
                 "y": [(y, y64)], "dx": [(layer.dx, dx64)], "weights": pairs,
-                "weights of rows": [(layer.weighed.gradients_N, weighed64.gradients_N)],
+                "weights of rows": [(layer.weighted.gradients_N, weighed64.gradients_N)],
             }.items()
         }
         found.append({"shape": shape, "bias": bias, "kind": str(kind), **errors})
@@ -256,9 +256,9 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
 
     return {
         "FIRST": lambda: grouped.first_product(kind, groups, layer.x, layer.instances, h, a),
-        "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx, turned=True),
-        "PRODUCT_inner": lambda: grouped.product(groups, layer.dy, layer.instances, "down", a, turned=False),
-        "activation": lambda: grouped.activation_gradient(kind, h, a, dh, layer.weighed),
+        "PRODUCT_down": lambda: grouped.product(groups, a, layer.instances, "down", layer.dx, transposed=True),
+        "PRODUCT_inner": lambda: grouped.product(groups, layer.dy, layer.instances, "down", a, transposed=False),
+        "activation": lambda: grouped.activation_gradient(kind, h, a, dh, layer.weighted),
         "WEIGHT_and_rows": lambda: grouped.weights_and_rows(
             launches(), groups, (layer.dy, a, h, layer.x), layer.instances, layer.gradients, slice(0, layer.count),
             layer.dx,
@@ -295,9 +295,9 @@ def passes(layer: Layer) -> Works:
         "permute": lambda: layer.x.index_select(0, layer.index),
         "gather": lambda: tokens.index_select(0, of_row),
         "spread": lambda: rows.spread(tokens, of_pair, layer.dx),
-        "spread_with_weights": lambda: rows.spread(tokens, of_pair, layer.dx, weights, layer.weighed.values_N),
-        "weighed_sum": lambda: rows.weighed_sum(layer.x, of_pair, weights),
-        "plain_sum_with_gradients": lambda: rows.plain_sum(layer.x, of_pair, layer.weighed.gradients_N, weights),
+        "spread_with_weights": lambda: rows.spread(tokens, of_pair, layer.dx, weights, layer.weighted.values_N),
+        "weighted_sum": lambda: rows.weighted_sum(layer.x, of_pair, weights),
+        "plain_sum_with_gradients": lambda: rows.plain_sum(layer.x, of_pair, layer.weighted.gradients_N, weights),
         "add_float32": lambda: [sums.add_(part) for sums, part in zip(layer.gradient, low, strict=True)],
     }
 

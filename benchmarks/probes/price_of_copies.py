@@ -35,8 +35,8 @@ def priced(rates: Rates, model: MoEModel) -> Rates:
     size = model.expert_bytes / PER_BYTES
     return replace(
         rates,
-        hold_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: HOLD_US * size},
-        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: SERVE_US * size},
+        hold_us={Stage.LOGPROB: 0.0, Stage.UPDATE: HOLD_US * size},
+        serve_us={Stage.LOGPROB: 0.0, Stage.UPDATE: SERVE_US * size},
     )
 
 

@@ -8,7 +8,7 @@ import pytest
 from playwright.sync_api import Browser, Page, sync_playwright
 from tests.references.runs import make_run
 
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
 from equilibra.report.page import write_report
 
 CHROMIUM = Path("/usr/bin/chromium")

@@ -6,8 +6,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.measure.imbalance import imbalance
-from equilibra.measure.run import Run
+from equilibra.events.imbalance import imbalance
+from equilibra.events.run import Run
 from equilibra.report.names import label_of
 from equilibra.report.timeline import kind_totals
 

@@ -7,8 +7,8 @@ import pytest
 from axe_playwright_python.sync_playwright import Axe
 from tests.references.runs import ALL_PLANNERS, FULL, HOSTILE, SMALL, TINY, Size, hostile_run, make_run
 
-from equilibra.measure.events import EVENT, Events
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
+from equilibra.events.schema import EVENT, Events
 
 
 def chosen(opened) -> tuple[int, int]:

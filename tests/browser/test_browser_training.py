@@ -73,7 +73,7 @@ def test_stages_add_up_to_the_step(trained):
     assert list(drawn) == [
         "rollout",
         "plan",
-        "recompute",
+        "logprob",
         "update",
         "weights",
         "other",

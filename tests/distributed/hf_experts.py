@@ -41,10 +41,10 @@ def hidden(model, tokens, mask):
 def loss_of(run, parts):
     """Of some sequences in a rectangle with padding; the rows of their tokens too."""
     inputs = padded([(torch.cat([tokens, tokens[:1]]), 1) for tokens in parts], 0, CPU)
-    return inputs, lambda: weighed(run(inputs.tokens_BT, inputs.mask_BT).flatten(0, 1)[inputs.rows])
+    return inputs, lambda: weighted(run(inputs.tokens_BT, inputs.mask_BT).flatten(0, 1)[inputs.rows])
 
 
-def weighed(states):
+def weighted(states):
     """A loss that the last norm does not make constant."""
     return (states * torch.linspace(0.1, 2.0, states.shape[-1], dtype=states.dtype)).square().sum()
 
@@ -139,7 +139,7 @@ def check(folder: Path, ranks: int, dtype: torch.dtype, checkpointing: bool) -> 
     reference = plain(folder, dtype)
     wanted = 0.0
     for tokens in parts:
-        value = weighed(hidden(reference, tokens[None], torch.ones_like(tokens)[None]))
+        value = weighted(hidden(reference, tokens[None], torch.ones_like(tokens)[None]))
         value.backward()
         wanted += float(value.detach())
 

@@ -177,7 +177,7 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
         step = balancer.begin(mine)
         if "dropped" in run:
             Exchange.send = partialmethod(without_gradients, send)
-        result = train(model, rank, again=partial(balancer.arm, step, Stage.RECOMPUTE))
+        result = train(model, rank, again=partial(balancer.arm, step, Stage.LOGPROB))
         Exchange.send = send
         found[run] = gaps(result, one_process if "remedy" in run else unplanned)
         found[run]["copies"] = step.plan.stages[Stage.UPDATE].num_copies

@@ -17,6 +17,7 @@ from equilibra.core.errors import EquilibraError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.events.schema import Kind
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.moe.spec import MoESpec, RouterSpec
@@ -24,7 +25,6 @@ from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
-from equilibra.measure.events import Kind
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 SPEC = MoESpec(hidden=8, expert_ffn=6, num_experts=8, top_k=2, router=RouterSpec(), shared_ffn=4, expert_bias=True)
@@ -260,7 +260,7 @@ def outside(group: ExpertGroup) -> dict[str, object]:
     found = {"backward": error_of(loss.backward)}
     with first:
         loss = loss_of(checkpoint(world.model, world.tokens(first), use_reentrant=False), 1.0)
-    found["recompute"] = error_of(loss.backward)
+    found["logprob"] = error_of(loss.backward)
 
     def wrong_tokens():
         with first:

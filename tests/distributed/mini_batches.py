@@ -6,7 +6,7 @@ from itertools import chain
 
 import numpy as np
 import torch
-from tests.distributed.training import Gaps, compare_weights, recompute, update
+from tests.distributed.training import Gaps, compare_weights, logprob, update
 from tests.distributed.worlds import Batch, RandomPlanner, balanced_stack, random_batch, random_spec, reference_stack
 from tests.protocol.recorded import Journal
 
@@ -62,12 +62,12 @@ def _case(seed: int, planner: str, path: Path, depth: int, group) -> Gaps:
         _check_step(step, mini, planner, gaps)
         together = number % 2 == 0  # old log-probabilities of everything first, or of each mini-batch before its update
         if together:
-            recompute(step, model, reference, batch, gaps)
+            logprob(step, model, reference, batch, gaps)
         mode = str(rng.choice(["none", "full", "in flight"]))
         for epoch in range(1 + number % 2):
             for mini_batch in range(step.num_mini_batches):
                 if not together and epoch == 0:
-                    recompute(step, model, reference, batch, gaps, mini_batch)
+                    logprob(step, model, reference, batch, gaps, mini_batch)
                 part = step.micro_batches(Stage.UPDATE, mini_batch)
                 sequences = np.flatnonzero(mini == mini_batch)
                 update(step, balancer, model, reference, batch, part, sequences, mode, optimizers, rng, gaps)

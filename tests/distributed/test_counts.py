@@ -11,13 +11,13 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
+from equilibra.events.run import Run, load_run, save_run
+from equilibra.events.schema import Kind
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
-from equilibra.measure.events import Kind
-from equilibra.measure.run import Run, load_run, save_run
 from equilibra.report.page import render
 from equilibra.simulate.predict import predict
 from equilibra.simulate.setting import RunSetting

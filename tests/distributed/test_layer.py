@@ -86,7 +86,7 @@ def test_wrong_arguments_are_errors_on_every_rank(seen):
 def test_a_backward_pass_outside_of_its_micro_batch_says_so(seen):
     for rank in seen:
         assert rank["outside"]["backward"].startswith("ExecuteError: the backward pass of micro-batch")
-        assert "with micro_batch" in rank["outside"]["recompute"]
+        assert "with micro_batch" in rank["outside"]["logprob"]
         assert rank["outside"]["tokens"].startswith("InputError")
 
 

@@ -19,11 +19,11 @@ from tests.distributed.states import EXPERTS, World, make_world, merged, to
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
 from equilibra.core.placement import Migration, Placement
+from equilibra.events.schema import Kind, Resource
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.state import migrate as module
 from equilibra.execute.state.checkpoint import Checkpoints, latest_checkpoint
 from equilibra.execute.state.migrate import Carried, Migrated, migrate, optimizer_tensors
-from equilibra.measure.events import Kind, Resource
 
 WORLD = 4
 

@@ -151,7 +151,7 @@ def test_killed_ranks_lose_nothing(stage, victims, model, whole, tmp_path):
 @pytest.mark.parametrize("algorithm", ["grpo", "tppo"])
 @pytest.mark.parametrize("victims", [(0,), (3,), (0, 1, 2, 3)])
 @pytest.mark.parametrize(
-    "stage", ["rollout", "reward", "plan", "recompute", "advantages", "update", "weights", "checkpoint"]
+    "stage", ["rollout", "reward", "plan", "logprob", "advantages", "update", "weights", "checkpoint"]
 )
 def test_killed_at_every_stage(stage, victims, algorithm, model, whole, tmp_path):
     config = small(model, algorithm=algorithm, run__steps=4, run__timeout_s=30.0)

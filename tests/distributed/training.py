@@ -28,6 +28,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.events.schema import StageNumber
 from equilibra.execute.copies import ipc
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import join_expert_group
@@ -37,7 +38,6 @@ from equilibra.execute.steps.gradients import clip_gradients
 from equilibra.execute.steps.measured import executed_rows
 from equilibra.execute.steps.step import Step
 from equilibra.execute.visits.micro_batch import MicroBatch
-from equilibra.measure.events import StageNumber
 
 
 @dataclass
@@ -119,7 +119,7 @@ def train_case(seed: int, group, unrecorded: float, sabotage: str, device: str =
     for number, batch in enumerate(batches):
         step = balancer.begin() if ahead else balancer.begin(batch.routing_of(group.world_rank))
         ahead = bool(rng.integers(2)) and number + 1 < len(batches)
-        recompute(step, model, reference, batch, gaps)
+        logprob(step, model, reference, batch, gaps)
         halves = min(2 if rng.random() < 0.4 else 1, step.plan.num_micro_batches)
         mode = str(rng.choice(["none", "full", "selective", "in flight"]))
         for half in range(halves):
@@ -163,12 +163,12 @@ def _wanted(reference: Stack, batch: Batch, sequences: np.ndarray) -> Tensor:
     return torch.cat([batch.tokens[0].new_empty(0, batch.tokens[0].shape[1]), *parts])
 
 
-def recompute(
+def logprob(
     step: Step, model: Stack, reference: Stack, batch: Batch, gaps: Gaps, mini_batch: int | None = None
 ) -> None:
     data = _data(step, batch)
     with torch.no_grad():
-        for micro_batch in step.micro_batches(Stage.RECOMPUTE, mini_batch):
+        for micro_batch in step.micro_batches(Stage.LOGPROB, mini_batch):
             with micro_batch:
                 out = model(_tokens(step, batch, micro_batch, data))
             gaps.out = max(gaps.out, gap(out, _wanted(reference, batch, micro_batch.sequences)))
@@ -276,7 +276,7 @@ def _check_counts(step: Step, gaps: Gaps) -> None:
     plan, load, group = step.plan, step.armed.load, step.runtime.group
     rows = np.concatenate(group.gather(step.runtime.recorder.taken(), what="events"))
     shape = (plan.num_layers, plan.num_micro_batches, plan.cluster.num_ranks)
-    for number, stage in ((StageNumber.RECOMPUTE, Stage.RECOMPUTE), (StageNumber.UPDATE, Stage.UPDATE)):
+    for number, stage in ((StageNumber.LOGPROB, Stage.LOGPROB), (StageNumber.UPDATE, Stage.UPDATE)):
         ran = executed_rows(rows, shape, number)
         planned = plan.rank_load(load, stage)
         exact = np.flatnonzero(step.as_planned_M)

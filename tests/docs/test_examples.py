@@ -9,7 +9,7 @@ import pytest
 from tests.conftest import REPOSITORY
 from tests.references.hf_models import small_config
 
-from equilibra.measure.run import load_run
+from equilibra.events.run import load_run
 from equilibra.report.page import render
 
 TRAINING = REPOSITORY / "examples" / "balanced_training.py"

@@ -32,7 +32,7 @@ def test_rows_computed_in_halves_of_tiles_have_the_same_bits(width, inner, sizes
     assert sum(int(launch.shares.view(-1, 10)[:, 9].sum()) for launch in launches) > 0
     dx, whole = torch.full_like(x, torch.nan), torch.full_like(x, torch.nan)
     grouped.weights_and_rows(launches, groups, (dy, a, dh, x), instances, sums, slice(0, len(sizes)), dx)
-    grouped.product(groups, dh, instances, "gate_up", whole, turned=False)
+    grouped.product(groups, dh, instances, "gate_up", whole, transposed=False)
     assert torch.equal(dx, whole)
     for instance, (first, size) in enumerate(zip(groups.offsets.tolist(), sizes, strict=False)):
         of = slice(first, first + size)

@@ -6,7 +6,7 @@ from tests.distributed.ranks import run_ranks
 from tests.distributed.test_training import WORLDS
 from tests.gpu.bf16 import bf16_steps
 
-from equilibra.measure.events import Direction, Kind
+from equilibra.events.schema import Direction, Kind
 
 CLUSTER, RANKS = WORLDS["4 ranks"]
 

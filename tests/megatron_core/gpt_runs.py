@@ -113,7 +113,7 @@ class Training:
         elif self.balancer is not None:
             if self.homes == "shuffled":
                 self.moves += self.shuffle(number)
-            stage = Stage.RECOMPUTE if forward_only else Stage.UPDATE
+            stage = Stage.LOGPROB if forward_only else Stage.UPDATE
             # by_micro_batch makes nothing at all of no layers
             planned: Any = self.prepared.pop(number, routing if self.layers or number % 2 else [])
             self.steps.append(self.balancer.begin(planned, stage))

@@ -13,11 +13,11 @@ import numpy as np
 from tests.protocol.calls import Armed, Call, Calls, Event, Visit, Where
 
 from equilibra.core.plan import Stage
+from equilibra.events.schema import Direction, StageNumber
 from equilibra.execute.copies.copies import Copies
 from equilibra.execute.runtime import Runtime
-from equilibra.measure.events import Direction, StageNumber
 
-STAGES = {StageNumber.RECOMPUTE: "log-prob", StageNumber.UPDATE: "update"}
+STAGES = {StageNumber.LOGPROB: "log-prob", StageNumber.UPDATE: "update"}
 DIRECTIONS = {Direction.FORWARD: "F", Direction.FORWARD_AGAIN: "A", Direction.BACKWARD: "B"}
 ASKED = {"publish", "fetch", "arrive", "gradient slots", "give back", "add", "finish sums", "finish reads"}
 """calls of an engine; the model also says what is computed in between"""
@@ -146,7 +146,7 @@ def moves_of(armed: Any, group: Any) -> Callable[[Where], bool]:
     plan, per_node = armed.plan, group.cluster.ranks_per_node
 
     def moves(where: Where) -> bool:
-        part = plan.stages[Stage.RECOMPUTE if where.stage == "log-prob" else Stage.UPDATE]
+        part = plan.stages[Stage.LOGPROB if where.stage == "log-prob" else Stage.UPDATE]
         problem = where.layer * plan.num_micro_batches + where.micro_batch
         ranks = part.rank[part.first_of_problem[problem] : part.first_of_problem[problem + 1]]
         return bool(np.isin(group.node, ranks // per_node))

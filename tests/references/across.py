@@ -23,7 +23,7 @@ from equilibra.plan.micro_batch import (
     QUOTA,
     TARGET,
     balance_micro_batch,
-    bench_for,
+    scratch_for,
 )
 
 Ints = NDArray[np.int64]
@@ -102,7 +102,7 @@ def split_of(case: Case) -> Split:
     cluster, num_standing = case.cluster, len(case.standing_expert)
     num_ranks = cluster.num_ranks
     standing_expert, standing_rank = np.array(case.standing_expert, np.int64), np.array(case.standing_rank, np.int64)
-    bench = bench_for(cluster, case.home, case.slots, standing_expert, standing_rank)
+    bench = scratch_for(cluster, case.home, case.slots, standing_expert, standing_rank)
     copies = np.zeros((5, num_ranks * case.slots + 1), np.int64)
     standing = np.zeros((num_standing, num_ranks), np.int32)
     out = np.zeros((num_ranks * case.slots + 1, num_ranks), np.int32)

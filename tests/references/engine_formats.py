@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from equilibra.integrations.routed import RoutedModel
+from equilibra.integrations.routing_formats import RoutedModel
 
 MODEL = RoutedModel(num_layers=5, top_k=3, num_experts=16, dense_layers=(0, 3))
 

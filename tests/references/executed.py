@@ -312,7 +312,7 @@ def run_step(rng: np.random.Generator, tally: Tally) -> Step:
     """Plan one and execute every visit of it: both stages where they differ."""
     step = random_step(rng)
     plan = planned(step)
-    same = plan.stages[Stage.UPDATE] is plan.stages[Stage.RECOMPUTE]
+    same = plan.stages[Stage.UPDATE] is plan.stages[Stage.LOGPROB]
     for layer in range(plan.num_layers):
         for m in range(plan.num_micro_batches):
             ids = step.experts[layer * plan.num_micro_batches + m]

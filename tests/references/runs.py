@@ -12,9 +12,9 @@ import numpy as np
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.measure.events import EVENT, Direction, Events, Kind, Resource, StageNumber, event_table
-from equilibra.measure.imbalance import imbalance, spread
-from equilibra.measure.run import PASSES, PlannerRecord, Run
+from equilibra.events.imbalance import imbalance, spread
+from equilibra.events.run import PASSES, PlannerRecord, Run
+from equilibra.events.schema import EVENT, Direction, Events, Kind, Resource, StageNumber, event_table
 from equilibra.plan.entry import step_problem
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
@@ -22,7 +22,7 @@ from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 US_PER_PAIR, ATTENTION_US, DISPATCH_US, COPY_US = 0.05, 400.0, 120.0, 180.0
 EXPERT_BYTES = 3 * 2048 * 768 * 2
 PASS_OF = (
-    (StageNumber.RECOMPUTE, Direction.FORWARD, 1.0),
+    (StageNumber.LOGPROB, Direction.FORWARD, 1.0),
     (StageNumber.UPDATE, Direction.FORWARD, 1.0),
     (StageNumber.UPDATE, Direction.BACKWARD, 2.0),
 )

@@ -28,8 +28,8 @@ def some_setting(rng: np.random.Generator, *, layers: int, micro_batches: int = 
         pipeline_stages=int(rng.integers(1, min(layers, 3) + 1)),
         data_parallel=int(rng.integers(1, 3)),
         optimizer_steps=int(rng.integers(1, min(micro_batches, 3) + 1)),
-        recompute_stage=bool(rng.integers(2)),
-        recompute_path=paths[rng.integers(2)],
+        logprob_stage=bool(rng.integers(2)),
+        logprob_path=paths[rng.integers(2)],
         update_path=paths[rng.integers(2)],
     )
 

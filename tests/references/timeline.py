@@ -101,7 +101,7 @@ class Stage:
         self.layers = list(range(num_layers * number // stages, num_layers * (number + 1) // stages))
         self.is_last = number == stages - 1
         self.passes: list[tuple[int, str, int, int]] = []  # stage, F or B, micro-batch, optimizer step
-        if setting.recompute_stage:
+        if setting.logprob_stage:
             self.passes += [(0, "F", m, 0) for m in range(num_micro_batches)]
         edges = [num_micro_batches * i // setting.optimizer_steps for i in range(setting.optimizer_steps + 1)]
         parts = [range(a, b) for a, b in pairwise(edges) if b > a]

@@ -38,7 +38,7 @@ def on_two_ranks() -> dict[str, Any]:
     from verl.models.mcore.patch import apply_patch_megatron_recomputation_backward
 
     apply_patch_megatron_recomputation_backward()  # as on GPUs: inputs are freed once they were computed anew
-    found["recompute"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
+    found["logprob"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
     found["static"] = train(verl, **options(planner="static"))
     found["spread"] = train(verl, **options(spread_sequences=True))
     found["recorded"] = [
@@ -52,7 +52,7 @@ def on_two_ranks() -> dict[str, Any]:
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
-    for name in ("balanced", "recompute", "static", "spread", "sabotaged"):
+    for name in ("balanced", "logprob", "static", "spread", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
     del plain["weights"]
     return found

@@ -25,7 +25,7 @@ def test_two_ranks() -> None:
     for found in run_ranks(2, runs.on_two_ranks, timeout_s=300):
         plain = found["plain"]
         assert plain["metrics"] == [{}] * (runs.STEPS + 1)
-        for name in ("balanced", "recompute", "spread"):
+        for name in ("balanced", "logprob", "spread"):
             same(found[name], plain)
         same(found["static"], plain, copies=False)
         assert found["static"]["weights"] == 0

@@ -12,7 +12,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.model import MODELS
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import Planner, StepProblem, planner_named, planner_names
 from equilibra.plan.step import Equilibra
@@ -61,7 +61,7 @@ def ablation(setting: Setting) -> list[Row]:
                 "standing_gb": plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) / 1e9,
                 "flash_per_layer": flash_per_layer(plan),
                 "flash_gb": (
-                    plan.stages[Stage.RECOMPUTE].num_copies * model.expert_bytes
+                    plan.stages[Stage.LOGPROB].num_copies * model.expert_bytes
                     + plan.stages[Stage.UPDATE].num_copies * (model.expert_bytes + model.expert_gradient_bytes)
                 ) / 1e9,
             })  # fmt: skip

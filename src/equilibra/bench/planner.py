@@ -20,7 +20,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads

@@ -19,8 +19,8 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.placement import contiguous
-from equilibra.measure.imbalance import imbalance
-from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUICK_TRIES, QUOTA, TARGET, balance_micro_batch, bench_for
+from equilibra.events.imbalance import imbalance
+from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUICK_TRIES, QUOTA, TARGET, balance_micro_batch, scratch_for
 
 __all__ = ["Solved", "over_sources", "solve_problems"]
 
@@ -65,7 +65,7 @@ def solve_problems(
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
     spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied
-    bench = bench_for(cluster, home, spare_slots)
+    bench = scratch_for(cluster, home, spare_slots)
     copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
     standing = np.zeros((0, num_ranks), np.int32)
     out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)

@@ -17,7 +17,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.model import MODELS
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import rates_for
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.plan.step import Equilibra

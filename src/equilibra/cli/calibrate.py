@@ -65,7 +65,7 @@ def _measurements(path: Path) -> list[dict[str, Any]]:
     from equilibra.core.model import MoEModel
     from equilibra.cost.calibrate import measurements_of_run
     from equilibra.cost.files import read_table
-    from equilibra.measure.run import load_run
+    from equilibra.events.run import load_run
 
     if not path.is_dir():
         found = read_table(path).get("measurements")

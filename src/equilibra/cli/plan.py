@@ -125,7 +125,7 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
 def _plan_trace(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
     from equilibra.core.plan import Stage
-    from equilibra.measure.imbalance import imbalance, spread
+    from equilibra.events.imbalance import imbalance, spread
     from equilibra.plan.entry import step_problem
     from equilibra.plan.planner import planner_named, respects_slots
     from equilibra.plan.step import Equilibra

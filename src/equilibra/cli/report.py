@@ -30,7 +30,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 
 def run(arguments: argparse.Namespace) -> int:
     """Write the page and the trace."""
-    from equilibra.measure.run import load_run
+    from equilibra.events.run import load_run
     from equilibra.report.page import write_report
     from equilibra.report.perfetto import write_perfetto
 

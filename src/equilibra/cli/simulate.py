@@ -18,7 +18,7 @@ from equilibra.core.errors import InputError
 if TYPE_CHECKING:
     from equilibra.core.load import SequenceLoad
     from equilibra.core.model import MoEModel
-    from equilibra.measure.run import Run
+    from equilibra.events.run import Run
     from equilibra.simulate.entry import Answer
     from equilibra.trace.routing import Recording
 
@@ -51,7 +51,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
         "--standing-slots", type=int, default=2, metavar="S", help="standing copies per node, layer (2)"
     )
     copies.add_argument("--prefetch-depth", type=int, default=1, metavar="D", help="layers that copies come ahead (1)")
-    for stage in ("recompute", "update"):
+    for stage in ("logprob", "update"):
         copies.add_argument(f"--{stage}-path", choices=("nvlink", "host"), default="nvlink",
                             help=f"where flash copies of the {stage} stage come from (nvlink)")  # fmt: skip
     step = parser.add_argument_group("the step")
@@ -60,7 +60,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     step.add_argument("--optimizer-steps", type=positive, default=1, metavar="O", help="mini-batches of the update (1)")
     step.add_argument("--ranks-per-sequence", type=positive, metavar="C", help="ranks that share a sequence (a node)")
     step.add_argument("--no-activation-recompute", action="store_true", help="keep all activations")
-    step.add_argument("--no-recompute-stage", action="store_true", help="update only, no old log-probabilities")
+    step.add_argument("--no-logprob-stage", action="store_true", help="update only, no old log-probabilities")
     step.add_argument(
         "--history", metavar="FILE", help="the last step's routing, for eplb-history (first half of this)"
     )
@@ -109,8 +109,8 @@ def run(arguments: argparse.Namespace) -> int:
             pipeline_stages=arguments.pipeline_stages,
             data_parallel=arguments.data_parallel,
             optimizer_steps=arguments.optimizer_steps,
-            recompute_stage=not arguments.no_recompute_stage,
-            recompute_path=CopyPath(arguments.recompute_path),
+            logprob_stage=not arguments.no_logprob_stage,
+            logprob_path=CopyPath(arguments.logprob_path),
             update_path=CopyPath(arguments.update_path),
         ),
         ranks_per_sequence=arguments.ranks_per_sequence,
@@ -212,7 +212,7 @@ def _input(path: str, recording: Recording) -> dict[str, Any]:
 
 
 def _write(run: Run, arguments: argparse.Namespace) -> None:
-    from equilibra.measure.run import save_run
+    from equilibra.events.run import save_run
     from equilibra.report.page import write_report
     from equilibra.report.perfetto import write_perfetto
 

@@ -12,7 +12,7 @@ from equilibra.cli.progress import announced
 from equilibra.core.errors import InputError, TraceFormatError
 
 if TYPE_CHECKING:
-    from equilibra.integrations.routed import RoutedModel
+    from equilibra.integrations.routing_formats import RoutedModel
 
 __all__ = ["add_convert"]
 
@@ -93,7 +93,7 @@ def _convert_recording(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _convert_responses(arguments: argparse.Namespace) -> tuple[int, int]:
     from equilibra.integrations.responses import sequences_of_file
-    from equilibra.integrations.routed import save_sequences
+    from equilibra.integrations.routing_formats import save_sequences
 
     model = _model(arguments)
     engine = None if arguments.format == "auto" else arguments.format
@@ -105,7 +105,7 @@ def _model(arguments: argparse.Namespace) -> RoutedModel:
     """What the responses are about: from config.json, from options, or from both where options say more."""
     from dataclasses import replace
 
-    from equilibra.integrations.routed import RoutedModel, model_from_folder
+    from equilibra.integrations.routing_formats import RoutedModel, model_from_folder
 
     said = {"num_layers": arguments.layers, "top_k": arguments.top_k, "num_experts": arguments.experts}
     said["dense_layers"] = arguments.dense

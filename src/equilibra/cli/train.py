@@ -238,7 +238,7 @@ def _report(folder: Path) -> str | None:
 
 def finish(folder: Path) -> Path | None:
     """Write the report of the run's last step; None if the run kept no such step."""
-    from equilibra.measure.run import load_run
+    from equilibra.events.run import load_run
     from equilibra.report.page import write_report
 
     step, report = folder / "step.run", folder / "report.html"

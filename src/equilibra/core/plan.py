@@ -41,7 +41,7 @@ STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "st
 class Stage(StrEnum):
     """The two passes over a rollout."""
 
-    RECOMPUTE = "recompute"
+    LOGPROB = "logprob"
     """old log-probabilities: forward only"""
     UPDATE = "update"
     """policy update: forward and backward"""

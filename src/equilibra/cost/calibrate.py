@@ -25,7 +25,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.cost.compute import ExpertLaw
 from equilibra.cost.hardware import Hardware
-from equilibra.measure.events import Direction, Events, Kind, Resource
+from equilibra.events.schema import Direction, Events, Kind, Resource
 
 __all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run"]
 

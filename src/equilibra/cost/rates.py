@@ -155,12 +155,12 @@ def rates_for(
     between_us = dense_us / model.top_k + crossing
     held_us = machine.experts_forward.instance_us(model) if price_copies else 0.0
     in_update_us = (gradient_us(model, machine), served_us(model, machine)) if price_copies else (0.0, 0.0)
-    passes = 3  # recompute forward, update forward, update backward: each dispatches and combines once
+    passes = 3  # log-prob forward, update forward, update backward: each dispatches and combines once
     return Rates(
-        row_us={Stage.RECOMPUTE: forward_us, Stage.UPDATE: forward_us + backward_us},
+        row_us={Stage.LOGPROB: forward_us, Stage.UPDATE: forward_us + backward_us},
         cross_row_us=passes * 2 * model.hidden * model.weight_bytes * across_us_per_byte,
         flash_copy_us={
-            Stage.RECOMPUTE: model.expert_bytes * inside_us_per_byte,
+            Stage.LOGPROB: model.expert_bytes * inside_us_per_byte,
             Stage.UPDATE: with_gradient * inside_us_per_byte,
         },
         standing_copy_us=with_gradient * across_us_per_byte,
@@ -168,15 +168,15 @@ def rates_for(
         move_inside_us=model.expert_home_bytes * inside_us_per_byte,
         exposed_share=min(machine.flash_gb_per_s / machine.copy_loss_gb_per_s, 1.0),
         link_us={
-            Stage.RECOMPUTE: model.expert_bytes * inside_us_per_byte,
+            Stage.LOGPROB: model.expert_bytes * inside_us_per_byte,
             Stage.UPDATE: (model.expert_bytes + with_gradient) * inside_us_per_byte,
         },
         gap_us={
-            Stage.RECOMPUTE: machine.experts_forward.fixed_us,
+            Stage.LOGPROB: machine.experts_forward.fixed_us,
             Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,
         },
-        gap_row_us={Stage.RECOMPUTE: between_us, Stage.UPDATE: 3 * between_us + forward_us},
-        hold_us={Stage.RECOMPUTE: held_us, Stage.UPDATE: held_us + in_update_us[0]},
-        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: in_update_us[1]},
+        gap_row_us={Stage.LOGPROB: between_us, Stage.UPDATE: 3 * between_us + forward_us},
+        hold_us={Stage.LOGPROB: held_us, Stage.UPDATE: held_us + in_update_us[0]},
+        serve_us={Stage.LOGPROB: 0.0, Stage.UPDATE: in_update_us[1]},
         token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )

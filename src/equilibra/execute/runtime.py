@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.placement import Placement
+from equilibra.events.schema import Direction, Kind, Resource, StageNumber
 from equilibra.execute.copies.copies import Copies, CopySetting
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.moe import expert_math
@@ -30,7 +31,6 @@ from equilibra.execute.visits.armed import Armed
 from equilibra.execute.visits.micro_batch import MicroBatch
 from equilibra.execute.visits.tables import Instances, only_homes, planned_counts, receive_table, send_table
 from equilibra.execute.visits.visit import Tables, Where, on_device
-from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 
 __all__ = ["Armed", "CopySetting", "Runtime", "homes_of"]
 
@@ -242,7 +242,7 @@ class Runtime:
 
     # --- backward ---
 
-    def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor, weighed: RowWeights) -> None:
+    def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor, weighted: RowWeights) -> None:
         """Gradients of one visit's rows and of all instances that computed them; those of flash copies travel home."""
         tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
         instances = self.instances(visit, Direction.BACKWARD)
@@ -263,7 +263,7 @@ class Runtime:
 
         try:
             expert_math.backward(
-                self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND, weighed=weighed,
+                self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND, weighted=weighted,
                 num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
             )  # fmt: skip
         except BaseException:

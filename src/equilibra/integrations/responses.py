@@ -15,9 +15,9 @@ from typing import IO, Any
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
 from equilibra.integrations import sglang, vllm
-from equilibra.integrations.routed.decode import count_in, located, table_in
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.sequence import RoutedSequence
+from equilibra.integrations.routing_formats.decode import count_in, located, table_in
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.sequence import RoutedSequence
 
 __all__ = ["FORMATS", "sequences_of_file"]
 

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import Stage
 from equilibra.plan.layer import Choice, LayerProblem
-from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, ORIGIN, TARGET, TRIES, balance_micro_batch, bench_for
+from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, ORIGIN, TARGET, TRIES, balance_micro_batch, scratch_for
 
 __all__ = ["LayerCopies", "fill", "no_copies", "real_cost_us"]
 
@@ -64,14 +64,14 @@ def fill(
     load, cluster, means = problem.load, problem.cluster, problem.means
     num_micro_batches, num_ranks, slots = load.num_micro_batches, cluster.num_ranks, means.spare_slots
     num_standing = choice.standing_expert.size
-    bench = bench_for(cluster, choice.home_of_expert, slots, choice.standing_expert, standing_rank)
+    scratch = scratch_for(cluster, choice.home_of_expert, slots, choice.standing_expert, standing_rank)
     most = num_micro_batches * num_ranks * slots
     copies = np.empty((5, most), np.int64)
     num = np.zeros(num_micro_batches, np.int64)
     standing_MCR = np.zeros((num_micro_batches, num_standing, num_ranks), np.int32)
     pool = np.zeros((most + num_standing + 1, num_ranks), np.int32)
     n = _fill(
-        load.tokens_MLER, problem.layer, bench, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
+        load.tokens_MLER, problem.layer, scratch, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
         hold_rows, serve_rows, min_tokens, TRIES, row_slack, num, copies, standing_MCR, pool,
     )  # fmt: skip
     return LayerCopies(
@@ -86,7 +86,7 @@ def fill(
 
 @kernel
 def _fill(  # type: ignore[no-untyped-def]
-    tokens_MLER, layer, bench, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
+    tokens_MLER, layer, scratch, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
     num, copies, standing_MCR, pool,
 ):  # fmt: skip
     """Balance every micro-batch of a layer; returns the number of flash copies."""
@@ -94,7 +94,7 @@ def _fill(  # type: ignore[no-untyped-def]
     one = np.empty((5, group * num_nodes * slots + 1), np.int64)
     for m in range(tokens_MLER.shape[0]):
         n = balance_micro_batch(
-            tokens_MLER[m, layer], bench, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries,
+            tokens_MLER[m, layer], scratch, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries,
             row_slack, one, standing_MCR[m], pool[total:],
         )  # fmt: skip
         copies[:, total : total + n] = one[:, :n]

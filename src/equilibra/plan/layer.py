@@ -24,9 +24,9 @@ from equilibra.plan.stand import choose_standing_copies
 
 __all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
 
-BUSIEST = 8
+BUSIEST_OVER_MEAN = 8
 """how much later moved homes are there than if every rank's link carried the same and nothing else"""
-WORTH = 4
+PAYBACK_FACTOR = 4
 """how many times its own way across nodes a standing copy must save in traffic"""
 GOOD_ENOUGH = 1.0005
 """slowest node over mean node at which no more standing copies are sought"""
@@ -148,7 +148,7 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
         n = _add_for_traffic(problem, bins, slots, n, expert, node)
     across = np.count_nonzero(home // group != problem.home // group)
     inside = np.count_nonzero(home != problem.home) - across
-    moves_us = BUSIEST * (across * rates.move_us + inside * rates.move_inside_us) / cluster.num_ranks
+    moves_us = BUSIEST_OVER_MEAN * (across * rates.move_us + inside * rates.move_inside_us) / cluster.num_ranks
     choice = Choice(
         home_of_expert=home,
         standing_expert=expert[:n].copy(),
@@ -173,7 +173,7 @@ def _add_for_traffic(
     rates, group = problem.rates, problem.cluster.ranks_per_node
     near_NE = problem.near_NEM.sum(axis=2)
     held_us = problem.load_EM.shape[1] * sum(rates.hold_us.values())
-    pays = (WORTH * rates.standing_copy_us * group + held_us) / rates.cross_row_us
+    pays = (PAYBACK_FACTOR * rates.standing_copy_us * group + held_us) / rates.cross_row_us
     held = {(int(e), int(k)) for e, k in zip(expert[:n], node[:n], strict=True)}
     for k in range(problem.cluster.num_nodes):
         free = slots - sum(of == k for _, of in held)
@@ -218,7 +218,7 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
         away_NEM = load_EM - problem.near_NEM
         time_BEM += np.repeat(away_NEM, num_bins // cluster.num_nodes, axis=0) * (rates.cross_row_us / per_bin)
     whole_BEM, unit = quantized(time_BEM)
-    move_us = BUSIEST * (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
+    move_us = BUSIEST_OVER_MEAN * (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
     num_micro_batches = load_EM.shape[1]
     base = np.zeros((num_bins, num_micro_batches), np.int32)
     swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less

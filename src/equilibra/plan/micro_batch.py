@@ -2,7 +2,7 @@
 
 Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the layer, I = E + C instances.
 
-`bench_for` lays out what does not change between the micro-batches of a layer (the instances in the order of their
+`scratch_for` lays out what does not change between the micro-batches of a layer (the instances in the order of their
 ranks) and scratch memory, in one array, because every array handed to a compiled function costs a call about a tenth
 of a microsecond. `balance_micro_batch` is the kernel; `balance` is the same for one problem, for other runtimes.
 """
@@ -36,7 +36,7 @@ __all__ = [
     "Balanced",
     "balance",
     "balance_micro_batch",
-    "bench_for",
+    "scratch_for",
 ]
 
 TRIES = 6
@@ -48,7 +48,7 @@ NO_EXCHANGE = -1.0
 SMALL_GROUP = 16
 """ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
 
-# Rows of the bench.
+# Rows of the scratch.
 _EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
     replicate.NUM_ROWS + 0,
     replicate.NUM_ROWS + 1,
@@ -64,14 +64,14 @@ _NUM_ROWS = replicate.NUM_ROWS + 20
 EXPERT, TARGET, ORIGIN, QUOTA, NODE = 0, 1, 2, 3, 4
 
 
-def bench_for(
+def scratch_for(
     cluster: Cluster,
     home_of_expert: NDArray[np.int32],
     slots: int,
     standing_expert: NDArray[np.integer] | None = None,
     standing_rank: NDArray[np.integer] | None = None,
 ) -> NDArray[np.int64]:
-    """The bench for one layer's homes [E] and standing copies (sorted by expert, then rank)."""
+    """The scratch for one layer's homes [E] and standing copies (sorted by expert, then rank)."""
     num_experts, num_ranks, group = home_of_expert.size, cluster.num_ranks, cluster.ranks_per_node
     standing_expert = np.zeros(0, np.int64) if standing_expert is None else standing_expert
     standing_rank = np.zeros(0, np.int64) if standing_rank is None else standing_rank
@@ -81,19 +81,19 @@ def bench_for(
     first = np.searchsorted(rank_of_instance[by_rank], np.arange(num_ranks + 1))
     first_of_node = first[::group]
     width = 2 + max(by_rank.size, num_ranks * (slots + 2) + num_standing, cluster.num_nodes * (group + 1))
-    bench = np.zeros((_NUM_ROWS, width), np.int64)
-    bench[_EXPERT_OF, : by_rank.size] = np.concatenate([np.arange(num_experts), standing_expert])[by_rank]
-    bench[_COPY_OF, : by_rank.size] = np.concatenate([np.full(num_experts, -1), np.arange(num_standing)])[by_rank]
-    bench[_HOME, :num_experts] = home_of_expert
-    bench[_HOME_NODE, :num_experts] = home_of_expert // group
+    scratch = np.zeros((_NUM_ROWS, width), np.int64)
+    scratch[_EXPERT_OF, : by_rank.size] = np.concatenate([np.arange(num_experts), standing_expert])[by_rank]
+    scratch[_COPY_OF, : by_rank.size] = np.concatenate([np.full(num_experts, -1), np.arange(num_standing)])[by_rank]
+    scratch[_HOME, :num_experts] = home_of_expert
+    scratch[_HOME_NODE, :num_experts] = home_of_expert // group
     for node in range(cluster.num_nodes):
         ranks = slice(node * (group + 1), (node + 1) * (group + 1))
-        bench[_FIRST, ranks] = first[node * group : (node + 1) * group + 1] - first_of_node[node]
-    bench[_FIRST_OF_NODE, : first_of_node.size] = first_of_node
-    bench[_ST_EXPERT, :num_standing] = standing_expert
-    bench[_ST_RANK, :num_standing] = standing_rank
-    bench[_ST_NODE, :num_standing] = standing_rank // group
-    return bench
+        scratch[_FIRST, ranks] = first[node * group : (node + 1) * group + 1] - first_of_node[node]
+    scratch[_FIRST_OF_NODE, : first_of_node.size] = first_of_node
+    scratch[_ST_EXPERT, :num_standing] = standing_expert
+    scratch[_ST_RANK, :num_standing] = standing_rank
+    scratch[_ST_NODE, :num_standing] = standing_rank // group
+    return scratch
 
 
 @kernel
@@ -215,9 +215,9 @@ def balance_micro_batch(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Flash copies into `copies` [5, ...], tokens by source into out [copies, R] and standing_CR; returns their number.
 
-    tokens_ER: int32. b: from `bench_for`. out: int32 [R * slots + 1, R], zero before; copies: int64 [5, R * slots + 1].
-    hold, serve: what a copy costs, see `replicate`. row_slack: see `across`; copies are made also to even out traffic
-    across nodes, unless it is below 0.
+    tokens_ER: int32. b: from `scratch_for`. out: int32 [R * slots + 1, R], zero before; copies: int64
+    [5, R * slots + 1]. hold, serve: what a copy costs, see `replicate`. row_slack: see `across`; copies are made also
+    to even out traffic across nodes, unless it is below 0.
     """
     num_standing = standing_CR.shape[0]
     _loads(tokens_ER, b, num_nodes, group, hold, num_standing, row_slack >= 0)
@@ -330,12 +330,12 @@ def balance(
         raise InputError(
             f"homes must be ranks 0 to {cluster.num_ranks - 1}, not {home_of_expert.min()} to {home_of_expert.max()}"
         )
-    bench = bench_for(cluster, home_of_expert, spare_slots)
+    scratch = scratch_for(cluster, home_of_expert, spare_slots)
     num_ranks = cluster.num_ranks
     copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
     out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
     n = balance_micro_batch(
-        tokens, bench, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, hold_rows, serve_rows,
+        tokens, scratch, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, hold_rows, serve_rows,
         min_tokens_per_copy, QUICK_TRIES, NO_EXCHANGE, copies, np.zeros((0, num_ranks), np.int32), out,
     )  # fmt: skip
     rank_load = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)

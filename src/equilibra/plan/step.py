@@ -23,18 +23,18 @@ from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
 from equilibra.plan import bounds
-from equilibra.plan.beside import level_beside
 from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
 from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
 from equilibra.plan.micro_batch import NO_EXCHANGE
 from equilibra.plan.mini_batches import joined
 from equilibra.plan.pack import check_budget, pack
 from equilibra.plan.planner import StepProblem
+from equilibra.plan.relevel import relevel
 
 __all__ = ["Equilibra", "stage_plan", "usable_cores"]
 
 T = TypeVar("T")
-DEARER = 4
+DEARER_FACTOR = 4
 """how many times as many tokens a flash copy must take where links are too slow for all that would pay"""
 
 
@@ -117,8 +117,7 @@ class Equilibra:
             previous=problem.home_now,
             standing=standing,
             stages={
-                stage: level_beside(part, load, placement, standing, problem.rates, stage)
-                for stage, part in stages.items()
+                stage: relevel(part, load, placement, standing, problem.rates, stage) for stage, part in stages.items()
             },
             bound_LM=bounds.any_plan(load),
             schedule=schedule,
@@ -168,7 +167,7 @@ class Equilibra:
     def _fill(self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]) -> _Filled:
         """Copies of both stages, with those that even out traffic or without; or nothing, where that is cheaper."""
         still = stay(layer)
-        for row_slack, dearer in ((layer.rates.row_slack, 1), (NO_EXCHANGE, 1), (NO_EXCHANGE, DEARER)):
+        for row_slack, dearer in ((layer.rates.row_slack, 1), (NO_EXCHANGE, 1), (NO_EXCHANGE, DEARER_FACTOR)):
             copies = self._copies(layer, choice, ranks, row_slack, dearer)
             cost_us = real_cost_us(layer, choice, ranks, copies)
             if cost_us <= still.cost_us:

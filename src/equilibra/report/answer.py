@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from equilibra.measure.run import PlannerRecord, Run
+from equilibra.events.run import PlannerRecord, Run
 from equilibra.report.figures import finite
 from equilibra.report.names import PREDICTED, chosen_pair, label_of, predictions_in
 from equilibra.report.training import training, training_facts, training_sentence
@@ -53,13 +53,13 @@ def _measured_sentence(run: Run, after: str, before: str) -> str:
     took = f"{name}: this run has no step time." if step is None else f"{name} took {_seconds(step)} for the step."
     ratio = _ratio(same, other)
     if before == PREDICTED or ratio is None:
-        return took if same is None else f"{took} The cost model predicts {_seconds(same)} for recompute and update."
+        return took if same is None else f"{took} The cost model predicts {_seconds(same)} for log-prob and update."
     if abs(ratio - 1) < 0.005:
         gain = f"as long as {label_of(before)}"
     else:
         gain = f"{ratio:.2f} of the time of {label_of(before)}, {_speed(ratio)}"
     return (
-        f"{took} For recompute and update the cost model, at the rates of this step, predicts {gain}, were every rank "
+        f"{took} For log-prob and update the cost model, at the rates of this step, predicts {gain}, were every rank "
         "on a processor of its own."
     )
 

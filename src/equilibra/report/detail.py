@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.measure.run import PlannerRecord, Run
+from equilibra.events.run import PlannerRecord, Run
 from equilibra.report.names import IDEAL, chosen_pair
 from equilibra.report.pack import pack, packed_size
 

@@ -10,15 +10,15 @@ from typing import Any
 
 import numpy as np
 
-from equilibra.measure.imbalance import imbalance, spread
-from equilibra.measure.run import PlannerRecord
+from equilibra.events.imbalance import imbalance, spread
+from equilibra.events.run import PlannerRecord
 from equilibra.report.names import IDEAL, label_of
 
 __all__ = ["finite", "planner_figures"]
 
 
 WHOLE_STEP = ("step_time_s", "throughput_tokens_per_s")
-"""what a runtime measures of a whole training step, with its rollout, and a prediction says of recompute and update"""
+"""what a runtime measures of a whole training step, with its rollout, and a prediction says of log-prob and update"""
 
 
 def planner_figures(

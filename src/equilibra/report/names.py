@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
 
 __all__ = ["BASELINE", "HERO", "IDEAL", "PREDICTED", "chosen_pair", "label_of", "labels_of", "predictions_in"]
 

@@ -17,7 +17,7 @@ from typing import Any
 
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
-from equilibra.measure.run import PASSES, Run
+from equilibra.events.run import PASSES, Run
 from equilibra.report.answer import answer
 from equilibra.report.detail import collect_detail
 from equilibra.report.figures import planner_figures

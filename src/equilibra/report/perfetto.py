@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
-from equilibra.measure.events import Direction, Kind, Resource, StageNumber
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
+from equilibra.events.schema import Direction, Kind, Resource, StageNumber
 from equilibra.report.names import chosen_pair, label_of
 from equilibra.report.timeline import hidden_us, words_of
 

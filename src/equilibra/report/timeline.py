@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.measure.events import Direction, Kind, Resource, StageNumber
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
+from equilibra.events.schema import Direction, Kind, Resource, StageNumber
 from equilibra.report.pack import pack
 
 __all__ = ["MAX_RANKS", "hidden_us", "kind_totals", "shown_ranks", "timeline", "words_of"]

@@ -13,7 +13,7 @@ from itertools import pairwise
 from statistics import fmean, median
 from typing import Any
 
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
 from equilibra.report.figures import finite
 from equilibra.report.names import BASELINE, chosen_pair, label_of
 

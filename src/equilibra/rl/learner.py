@@ -3,7 +3,7 @@
 Symbols: A answer tokens of a sample, N answer tokens of a micro-batch, C columns of numbers per answer token.
 
     batch = learner.begin(samples, mini_batches)         # plan, move homes, arm copies
-    old = batch.logprobs()                               # recompute stage: own samples in, own numbers out
+    old = batch.logprobs()                               # log-prob stage: own samples in, own numbers out
     batch.give(columns)                                  # what the loss needs, to the ranks that run the samples
     for mini_batch in range(batch.num_mini_batches):
         batch.update(mini_batch, loss)                   # update stage: forward, backward, optimizer
@@ -211,9 +211,9 @@ class Batch:
 
     @torch.no_grad()
     def logprobs(self) -> list[NDArray[np.float64]]:
-        """Collective: the recompute stage. [A] log-probabilities (or values) of own samples, forward only."""
+        """Collective: the log-prob stage. [A] log-probabilities (or values) of own samples, forward only."""
         said: dict[int, Tensor] = {}
-        for micro_batch in self.step.micro_batches(Stage.RECOMPUTE):
+        for micro_batch in self.step.micro_batches(Stage.LOGPROB):
             inputs = self._inputs(micro_batch)
             with micro_batch:
                 numbers = self.learner.predict(micro_batch, inputs).logprobs.double().cpu()
@@ -296,7 +296,7 @@ def _captured(model: Language, step: Step) -> Iterator[dict[int, NDArray[np.int3
     finally:
         for one in hooks:
             one.remove()
-    for micro_batch in step.micro_batches(Stage.RECOMPUTE):
+    for micro_batch in step.micro_batches(Stage.LOGPROB):
         experts = torch.stack([part for _, part in sorted(seen[micro_batch.number].items())], dim=1)
         sizes = [len(step.experts_of_sequence[s]) for s in micro_batch.sequences.tolist()]
         for s, part in zip(micro_batch.sequences.tolist(), torch.split(experts, sizes), strict=True):

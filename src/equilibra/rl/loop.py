@@ -1,8 +1,8 @@
 """The training loop, on one screen.
 
-    rollout -> reward -> recompute old log-probabilities -> advantages -> update -> weights to the engine -> next plan
+    rollout -> reward -> log-prob (old log-probabilities) -> advantages -> update -> weights to the engine -> next plan
 
-Recompute and update replay the rollout's routing under one plan. Debug modes cut the loop in half: `source` may be a
+Log-prob and update replay the rollout's routing under one plan. Debug modes cut the loop in half: `source` may be a
 recording instead of an engine, and every rollout may be written down.
 """
 
@@ -17,7 +17,7 @@ from typing import Protocol
 import numpy as np
 
 from equilibra.core.errors import NonFiniteError
-from equilibra.measure.run import PlannerRecord
+from equilibra.events.run import PlannerRecord
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.clock import Clock
 from equilibra.rl.critic import Critic
@@ -124,7 +124,7 @@ def train(trainer: Trainer, first_step: int) -> int:
         parts = MiniBatches.of(samples, setting.mini_batches, setting.epochs, places=setting.places)
         with clock.stage("plan"):
             batch = trainer.policy.begin(samples, parts.of_sample)
-        with clock.stage("recompute"):
+        with clock.stage("logprob"):
             old = batch.logprobs()
             apart = measure_mismatch(samples, old, trainer.policy.model.runtime.group)
             if trainer.check is not None:

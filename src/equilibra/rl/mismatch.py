@@ -1,6 +1,6 @@
 """Whether the rollout engine has the weights that it was given: its log-probabilities against the trainer's.
 
-The recompute stage replays the engine's routing under the trainer's weights, before the first update of the step. Where
+The log-prob stage replays the engine's routing under the trainer's weights, before the first update of the step. Where
 both have the same weights, the two log-probabilities of an answer token differ by rounding alone. Only the tokens of
 this step's window are compared: older ones of the same answer are of older weights.
 

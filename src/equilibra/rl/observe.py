@@ -8,7 +8,7 @@ from typing import Protocol
 __all__ = ["STAGES", "Observer", "Silent"]
 
 STAGES = (
-    "start", "warm-up", "weights", "evaluate", "rollout", "reward", "plan", "recompute", "advantages", "update",
+    "start", "warm-up", "weights", "evaluate", "rollout", "reward", "plan", "logprob", "advantages", "update",
     "checkpoint", "report",
 )  # fmt: skip
 """what a run does, in the words that users see"""

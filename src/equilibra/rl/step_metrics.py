@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from equilibra.measure.run import PlannerRecord
+from equilibra.events.run import PlannerRecord
 from equilibra.rl.learner import Batch
 from equilibra.rl.loss import Total
 from equilibra.rl.mismatch import Mismatch

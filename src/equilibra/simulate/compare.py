@@ -13,8 +13,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from equilibra.core.plan import Stage
-from equilibra.measure.imbalance import spread
-from equilibra.measure.run import PlannerRecord
+from equilibra.events.imbalance import spread
+from equilibra.events.run import PlannerRecord
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 from equilibra.simulate.record import balanced_record, planner_record
 from equilibra.simulate.step import StepResult, simulate_step

@@ -16,7 +16,7 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
 from equilibra.cost.hardware import Hardware
 from equilibra.cost.rates import rates_for
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
 from equilibra.plan.planner import Planner
 from equilibra.simulate.compare import BALANCED, DEFAULT_PLANNERS, STATIC, Comparison, compare
 from equilibra.simulate.scenario import Slots, step_problems

@@ -12,8 +12,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.measure.events import Direction, StageNumber
-from equilibra.measure.run import PASSES
+from equilibra.events.run import PASSES
+from equilibra.events.schema import Direction, StageNumber
 from equilibra.simulate.order import Pass, Visits, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.timeline import COLUMNS, run_visits
@@ -177,7 +177,7 @@ class _PipelineStage:
     def add_layer_us(self, layer_us: NDArray[np.float64]) -> None:
         """Add the time of every visit to its pass, layer and micro-batch."""
         backward = (self.visits.direction != Direction.FORWARD).astype(np.int64)
-        number = self.visits.stage + backward  # 0 recompute forward, 1 update forward, 2 update backward
+        number = self.visits.stage + backward  # 0 log-prob forward, 1 update forward, 2 update backward
         np.add.at(layer_us, (number, self.visits.layer, self.visits.micro_batch), self.end - self.begin)
 
     def record(self) -> StageRecord:

@@ -1,6 +1,6 @@
 """Order: which pass of which micro-batch every pipeline stage runs next.
 
-Recompute runs all micro-batches forward. The update runs one forward, one backward (1F1B): a stage with n stages behind
+Log-prob runs all micro-batches forward. The update runs one forward, one backward (1F1B): a stage with n stages behind
 it starts n + 1 forward passes before its first backward pass. Micro-batches of different optimizer steps do not mix.
 
 A visit is one pass of one micro-batch through one layer. Under activation recompute a backward pass visits each layer
@@ -15,7 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.measure.events import Direction, StageNumber
+from equilibra.events.schema import Direction, StageNumber
 from equilibra.simulate.setting import RunSetting
 
 __all__ = ["Pass", "Visits", "chunks", "passes_of_stage", "visits_of"]
@@ -28,7 +28,7 @@ class Pass(NamedTuple):
     direction: Direction
     micro_batch: int
     chunk: int
-    """optimizer step, counted from 0; the recompute stage is -1"""
+    """optimizer step, counted from 0; the log-prob stage is -1"""
 
 
 class Visits(NamedTuple):
@@ -51,8 +51,8 @@ def chunks(num_micro_batches: int, optimizer_steps: int) -> list[range]:
 def passes_of_stage(number: int, num_micro_batches: int, setting: RunSetting) -> list[Pass]:
     """What pipeline stage `number` runs, in order."""
     found: list[Pass] = []
-    if setting.recompute_stage:
-        found += [Pass(StageNumber.RECOMPUTE, Direction.FORWARD, m, -1) for m in range(num_micro_batches)]
+    if setting.logprob_stage:
+        found += [Pass(StageNumber.LOGPROB, Direction.FORWARD, m, -1) for m in range(num_micro_batches)]
     for chunk, part in enumerate(chunks(num_micro_batches, setting.optimizer_steps)):
         ahead = min(setting.pipeline_stages - number, len(part))
         forward = [Pass(StageNumber.UPDATE, Direction.FORWARD, m, chunk) for m in part]
@@ -76,7 +76,7 @@ def visits_of(passes: list[Pass], layers: range, *, activation_recompute: bool) 
                 rows.append((one.stage, Direction.FORWARD_AGAIN, layer, one.micro_batch, one.chunk))
             rows.append((one.stage, Direction.BACKWARD, layer, one.micro_batch, one.chunk))
     table = np.array(rows, np.int64).reshape(-1, 5)
-    chunk = np.maximum(table[:, 4], 0)  # weights are the same in the recompute stage and in the first optimizer step
+    chunk = np.maximum(table[:, 4], 0)  # weights are the same in the log-prob stage and in the first optimizer step
     last = np.searchsorted(chunk, chunk, side="right") - 1
     stage, direction, layer, micro_batch, _ = np.ascontiguousarray(table.T)
     return Visits(stage, direction, layer, micro_batch, last)

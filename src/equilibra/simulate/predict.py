@@ -18,7 +18,7 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.plan import StepPlan
 from equilibra.cost.calibrate import calibrate, measurements_of_run
 from equilibra.cost.rates import Rates
-from equilibra.measure.run import PlannerRecord
+from equilibra.events.run import PlannerRecord
 from equilibra.plan.planner import StepProblem, Timing
 from equilibra.simulate.compare import step_metrics
 from equilibra.simulate.record import planner_record

@@ -9,8 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.plan import Stage, StagePlan
-from equilibra.measure.events import Direction, Events, Kind, Resource, StageNumber, event_table
-from equilibra.measure.run import PlannerRecord, columns_of_plan
+from equilibra.events.run import PlannerRecord, columns_of_plan
+from equilibra.events.schema import Direction, Events, Kind, Resource, StageNumber, event_table
 from equilibra.simulate.group import GroupTimeline, StageRecord
 from equilibra.simulate.step import GroupResult
 from equilibra.simulate.times import Pricing, Times
@@ -18,7 +18,7 @@ from equilibra.simulate.times import Pricing, Times
 __all__ = ["balanced_record", "planner_record"]
 
 Table = NDArray[np.void]
-STAGES = {StageNumber.RECOMPUTE: Stage.RECOMPUTE, StageNumber.UPDATE: Stage.UPDATE}
+STAGES = {StageNumber.LOGPROB: Stage.LOGPROB, StageNumber.UPDATE: Stage.UPDATE}
 
 
 def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:

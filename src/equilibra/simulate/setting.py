@@ -33,10 +33,10 @@ class RunSetting:
     """expert-parallel groups that work on different sequences"""
     optimizer_steps: int = 1
     """optimizer steps of the update (mini-batches); standing copies are fetched anew for each"""
-    recompute_stage: bool = True
+    logprob_stage: bool = True
     """whether old log-probabilities are computed anew before the update"""
-    recompute_path: CopyPath = CopyPath.NVLINK
-    """path of flash copies in the recompute stage"""
+    logprob_path: CopyPath = CopyPath.NVLINK
+    """path of flash copies in the log-prob stage"""
     update_path: CopyPath = CopyPath.NVLINK
     """path of flash copies in the update stage"""
 

@@ -16,7 +16,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.memory import MemoryNeed, memory_need
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of
 from equilibra.simulate.group import GroupTimeline, run_group
 from equilibra.simulate.times import CellWork, Pricing, Times, cell_work, ideal, price
@@ -118,9 +118,9 @@ def simulate_group(
     schedule = plan.schedule or problem.schedule
     assert isinstance(schedule, Schedule)
     cells = cell_work(problem.sequences.length_of_sequence, schedule, problem.cluster)
-    same = plan.stages[Stage.RECOMPUTE] is plan.stages[Stage.UPDATE]
+    same = plan.stages[Stage.LOGPROB] is plan.stages[Stage.UPDATE]
     update = stage_work(plan, load, Stage.UPDATE)
-    work = {Stage.RECOMPUTE: update if same else stage_work(plan, load, Stage.RECOMPUTE), Stage.UPDATE: update}
+    work = {Stage.LOGPROB: update if same else stage_work(plan, load, Stage.LOGPROB), Stage.UPDATE: update}
     moves = layer_moves(plan)
     timing = timing_of(planner)
     times = price(
@@ -149,9 +149,9 @@ def simulate_group(
 def _copy_bytes(pricing: Pricing, plan: StepPlan) -> float:
     """Flash copies: fetched forward, fetched anew for the backward pass, gradients back; standing ones once a step."""
     model, setting = pricing.model, pricing.setting
-    recompute = plan.stages[Stage.RECOMPUTE].num_copies * setting.recompute_stage
+    logprob = plan.stages[Stage.LOGPROB].num_copies * setting.logprob_stage
     update = plan.stages[Stage.UPDATE].num_copies
-    flash = (recompute + 2 * update) * model.expert_bytes + update * model.expert_gradient_bytes
+    flash = (logprob + 2 * update) * model.expert_bytes + update * model.expert_gradient_bytes
     standing = plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) * setting.optimizer_steps
     return float(flash + standing)
 

@@ -20,7 +20,7 @@ from __future__ import annotations
 import numpy as np
 
 from equilibra.core.kernel import inlined, kernel
-from equilibra.measure.events import Direction
+from equilibra.events.schema import Direction
 
 __all__ = ["COLUMNS", "run_visits"]
 

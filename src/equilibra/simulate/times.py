@@ -1,6 +1,6 @@
 """Times: the work of a plan, priced by a model and a machine.
 
-Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is recompute forward, update forward or update backward
+Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is log-prob forward, update forward or update backward
 (`measure.run.PASSES`). All times are microseconds. `ideal` is the same step with experts and their traffic at the mean
 on every rank, and nothing to copy, plan or exchange: no plan with this schedule and traffic gets below it, since every
 price is convex in what a rank does. `without_overhead` keeps the balance of the plan and drops what it costs to have
@@ -83,7 +83,7 @@ class Times:
     hop_us: NDArray[np.float64]
     """[M] a micro-batch from one pipeline stage to the next"""
     host_path: tuple[bool, bool]
-    """whether flash copies of the recompute and the update stage come over the host link"""
+    """whether flash copies of the log-prob and the update stage come over the host link"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -214,7 +214,7 @@ def price(
     slowed = np.stack([of.flash_LMR for of, _ in passes])
     slowed[:2] *= lost_us * model.expert_bytes
     slowed[2] *= lost_us * (model.expert_bytes + model.expert_gradient_bytes)
-    host = tuple(path is CopyPath.HOST for path in (setting.recompute_path, setting.update_path))
+    host = tuple(path is CopyPath.HOST for path in (setting.logprob_path, setting.update_path))
     copy_us = [model.expert_bytes * 1e-3 / machine.host_link_gb_per_s if of_host else weight_us for of_host in host]
 
     def by_node(flash_LMR: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from equilibra.measure.imbalance import imbalance, spread
+from equilibra.events.imbalance import imbalance, spread
 from equilibra.trace.count import loads_of_groups, micro_batches_in_file_order
 
 if TYPE_CHECKING:

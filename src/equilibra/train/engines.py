@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.hf import Replica
-from equilibra.integrations.routed import model_from_config
+from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.sglang.engine import SGLangEngine
 from equilibra.integrations.sglang.http import Server, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine

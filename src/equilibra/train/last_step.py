@@ -4,7 +4,7 @@
                      predicted   the same plan by the cost model, at the rates of the measured step
                      static      the same sequences where the rollout left them, contiguous homes, no copies; predicted
 
-Predicted times are of recompute and update alone, and of ranks that share no processor. So the two predictions compare
+Predicted times are of log-prob and update alone, and of ranks that share no processor. So the two predictions compare
 with each other, not with the measured time. `about["predicted"]` names them, `about["training"]` holds the curves.
 """
 
@@ -21,8 +21,8 @@ from equilibra.core.model import MoEModel
 from equilibra.core.plan import StepPlan
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
+from equilibra.events.run import PlannerRecord, Run, save_run
 from equilibra.execute.steps.own_schedule import own_schedule
-from equilibra.measure.run import PlannerRecord, Run, save_run
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.rl.learner import Batch
 from equilibra.simulate.predict import PREDICTED, predict

@@ -21,8 +21,8 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.plan import StepPlan
 from equilibra.cost.compute import ExpertLaw
 from equilibra.cost.hardware import Hardware
-from equilibra.measure.events import Direction, Events, Kind
-from equilibra.measure.run import PlannerRecord
+from equilibra.events.run import PlannerRecord
+from equilibra.events.schema import Direction, Events, Kind
 from equilibra.simulate.predict import predict
 from equilibra.simulate.times import Pricing
 

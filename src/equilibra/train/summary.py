@@ -54,7 +54,7 @@ def summary_table(history: History) -> str:
 
 
 def _order(name: str) -> tuple[int, str]:
-    order = ("rollout", "reward", "plan", "recompute", "advantages", "update", "weights", "checkpoint")
+    order = ("rollout", "reward", "plan", "logprob", "advantages", "update", "weights", "checkpoint")
     stage = name.removeprefix("seconds_")
     return (order.index(stage) if stage in order else len(order), stage)
 

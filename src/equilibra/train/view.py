@@ -31,7 +31,7 @@ REFRESHES_PER_S = 3.0
 PACE_OVER = 10
 """newest steps that the time left is judged by"""
 NOTES = 3
-STAGES = ("rollout", "reward", "plan", "recompute", "update", "weights", "checkpoint")
+STAGES = ("rollout", "reward", "plan", "logprob", "update", "weights", "checkpoint")
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red", "white")
 BAR, SPARKS = 36, "▁▂▃▄▅▆▇█"
 

@@ -27,8 +27,8 @@ RATES = {
     "slow links": rates_for(model_named("gpt-oss-20b"), SLOW),
     "with prices": replace(
         rates_for(model_named("qwen3-30b-a3b"), num_nodes=2),
-        hold_us={Stage.RECOMPUTE: 0.3, Stage.UPDATE: 2.0},
-        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: 1.0},
+        hold_us={Stage.LOGPROB: 0.3, Stage.UPDATE: 2.0},
+        serve_us={Stage.LOGPROB: 0.0, Stage.UPDATE: 1.0},
     ),
 }
 KINDS = ["zero", "one-hot", "flat", "skewed", "correlated", "small", "huge", "mixed"]

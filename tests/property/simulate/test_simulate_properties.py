@@ -149,15 +149,15 @@ def test_the_same_question_has_the_same_answer(seed):
 @settings(max_examples=12, deadline=None)
 @given(seed=SEEDS)
 def test_less_to_do_is_faster(seed):
-    """Without the recompute stage a step is shorter; without activation recompute too."""
-    step = Step(seed, recompute_stage=True, activation_recompute=True)
+    """Without the log-prob stage a step is shorter; without activation recompute too."""
+    step = Step(seed, logprob_stage=True, activation_recompute=True)
     for name in ("static", "ultraep"):
         planner = step.fixed(name)
         whole = step.seconds(planner)
-        for less in ({"recompute_stage": False}, {"activation_recompute": False}):
+        for less in ({"logprob_stage": False}, {"activation_recompute": False}):
             step.setting = replace(step.setting, **less)
             assert step.seconds(planner) < whole, less
-            step.setting = replace(step.setting, recompute_stage=True, activation_recompute=True)
+            step.setting = replace(step.setting, logprob_stage=True, activation_recompute=True)
 
 
 def adverse() -> tuple[Times, RunSetting]:
@@ -182,7 +182,7 @@ def test_balanced_is_a_lower_bound_when_attention_and_traffic_are_on_other_ranks
 
 def test_online_planners_pay_and_planned_ones_do_not():
     """The same plan, called online, is slower by at least counting and planning in every forward pass."""
-    step = Step(5, recompute_stage=True, data_parallel=1, pipeline_stages=1)
+    step = Step(5, logprob_stage=True, data_parallel=1, pipeline_stages=1)
     planner = step.fixed("equilibra")
     ahead = step.seconds(planner, planner_cores=10**6)
     planner.timing, planner.online_us = Timing.ONLINE, 70.0

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibra.core.errors import TraceFormatError
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.trace.count import loads_of_groups, micro_batches_in_file_order, sequence_loads
 from equilibra.trace.open import load_trace, save_trace
 from equilibra.trace.routing import RoutingTrace, id_dtype

@@ -17,10 +17,10 @@ from equilibra.core.errors import InputError
 
 SHARED = {"rollout": 2.0, "reward": 0.5}
 SECONDS = {
-    "static": {"plan": 0.1, "move": 0.0, "recompute": 2.0, "advantages": 0.4, "update": 4.0, "weights": 1.0},
-    "equilibra": {"plan": 0.2, "move": 0.1, "recompute": 1.5, "advantages": 0.2, "update": 2.5, "weights": 1.0},
-    "equilibra-moves": {"plan": 0.2, "move": 0.6, "recompute": 1.6, "advantages": 0.1, "update": 2.4, "weights": 1.0},
-    "balanced": {"plan": 0.1, "move": 0.0, "recompute": 1.5, "advantages": 0.4, "update": 2.1, "weights": 1.0},
+    "static": {"plan": 0.1, "move": 0.0, "logprob": 2.0, "advantages": 0.4, "update": 4.0, "weights": 1.0},
+    "equilibra": {"plan": 0.2, "move": 0.1, "logprob": 1.5, "advantages": 0.2, "update": 2.5, "weights": 1.0},
+    "equilibra-moves": {"plan": 0.2, "move": 0.6, "logprob": 1.6, "advantages": 0.1, "update": 2.4, "weights": 1.0},
+    "balanced": {"plan": 0.1, "move": 0.0, "logprob": 1.5, "advantages": 0.4, "update": 2.1, "weights": 1.0},
 }
 TOTALS = {"static": 10.0, "equilibra": 8.0, "equilibra-moves": 8.4, "balanced": 7.6}
 IMBALANCE = {"static": 1.5, "equilibra": 1.02, "equilibra-moves": 1.04, "balanced": 1.0}
@@ -55,9 +55,9 @@ def repeat(factor=1.0, **changes):
 def test_figures_are_ratios_within_a_repeat():
     figures = figures_of([repeat()])
     assert figures["speedup_over_static"]["step"]["median"] == pytest.approx(10 / 8)
-    assert figures["speedup_over_static"]["recompute_and_update"]["median"] == pytest.approx(6 / 4)
+    assert figures["speedup_over_static"]["logprob_and_update"]["median"] == pytest.approx(6 / 4)
     assert figures["share_of_balanced"]["step"]["median"] == pytest.approx(7.6 / 8)
-    assert figures["share_of_balanced"]["recompute_and_update"]["median"] == pytest.approx(3.6 / 4)
+    assert figures["share_of_balanced"]["logprob_and_update"]["median"] == pytest.approx(3.6 / 4)
     assert figures["planning_and_moving_share"]["median"] == pytest.approx(0.3 / 8)
     assert figures["exposed_share"]["median"] == pytest.approx(0.02)
     assert figures["prepared_share"]["median"] == pytest.approx(0.4 / 8)
@@ -82,7 +82,7 @@ def test_spreads_are_over_repeats():
     assert speedup["step"]["repeats"] == pytest.approx([1.25, 1.25, slow])
     assert (speedup["step"]["median"], speedup["step"]["low"]) == pytest.approx((1.25, 1.25))
     assert speedup["step"]["high"] == pytest.approx(slow)
-    assert speedup["recompute_and_update"]["high"] == pytest.approx(1.5)  # a slow repeat is slow for all contenders
+    assert speedup["logprob_and_update"]["high"] == pytest.approx(1.5)  # a slow repeat is slow for all contenders
     assert figures["imbalance"] == {"median": 1.02, "low": 1.02, "high": 1.1, "repeats": [1.02, 1.1, 1.02]}
     assert figures["exposed_share"]["low"] == 0.0
 

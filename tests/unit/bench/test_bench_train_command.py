@@ -13,7 +13,7 @@ pytest.importorskip("torch")
 pytest.importorskip("transformers")
 pytest.importorskip("reasoning_gym")
 CONTENDERS = {"static", "equilibra", "equilibra-moves", "balanced"}
-STAGES = {"rollout", "reward", "plan", "move", "recompute", "advantages", "update", "weights"}
+STAGES = {"rollout", "reward", "plan", "move", "logprob", "advantages", "update", "weights"}
 SPREADS = {
     "static_imbalance",
     "imbalance",
@@ -39,7 +39,7 @@ def test_json_has_the_figures_with_their_spreads_and_files_are_written(tmp_path,
         for name in SPREADS:
             assert found[name]["low"] <= found[name]["median"] <= found[name]["high"], name
         for name in ("speedup_over_static", "share_of_balanced"):
-            assert set(found[name]) == {"step", "recompute_and_update"}
+            assert set(found[name]) == {"step", "logprob_and_update"}
             assert all(len(spread["repeats"]) == 2 for spread in found[name].values())
     assert set(result["shares"]) == CONTENDERS
     for shares in result["shares"].values():

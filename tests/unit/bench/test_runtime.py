@@ -26,7 +26,7 @@ from equilibra.core.errors import BudgetError, ExecuteError, InputError, PlanErr
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Balanced, Eplb
 from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
 from equilibra.plan.planner import StepProblem
@@ -321,8 +321,8 @@ def test_a_rank_that_cannot_start_its_work_says_why():
 
 def events_of(contender, rank, *, lost=0):
     """What the runtime records when it executes a plan; `lost` rows of the last event are missing."""
+    from equilibra.events.schema import Direction, Events, Kind, event_table
     from equilibra.execute.visits.visit import NUMBER
-    from equilibra.measure.events import Direction, Events, Kind, event_table
 
     parts = []
     for stage in Stage:

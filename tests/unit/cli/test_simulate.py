@@ -18,7 +18,7 @@ from equilibra.cli import progress
 from equilibra.cli.main import main
 from equilibra.core.model import model_named
 from equilibra.cost.presets import measured_h200
-from equilibra.measure.run import Run, load_run, save_run
+from equilibra.events.run import Run, load_run, save_run
 from equilibra.trace.open import load_trace
 
 METRICS = {"step_time_s", "throughput_tokens_per_s", "speedup_over_static", "share_of_balanced", "imbalance_mean",
@@ -132,9 +132,9 @@ def test_several_recordings_are_joined(ask, folder):
 
 EVERY_OPTION = {
     "--hardware": ["b200"], "--spare-slots": [1], "--standing-slots": [0], "--prefetch-depth": [3],
-    "--recompute-path": ["host"], "--update-path": ["host"], "--pipeline-stages": [2], "--data-parallel": [2],
+    "--logprob-path": ["host"], "--update-path": ["host"], "--pipeline-stages": [2], "--data-parallel": [2],
     "--optimizer-steps": [3], "--ranks-per-sequence": [1], "--no-activation-recompute": [],
-    "--no-recompute-stage": [], "--nodes": [2], "--planner": ["equilibra", "ultraep", "lpt"],
+    "--no-logprob-stage": [], "--nodes": [2], "--planner": ["equilibra", "ultraep", "lpt"],
 }  # fmt: skip
 
 
@@ -145,7 +145,7 @@ def test_every_option_is_heard(ask, option):
     assert changed["settings"] != plain["settings"] or option in ("--hardware", "--nodes", "--planner")
     if option == "--planner":
         assert list(changed["planners"]) == ["static", "equilibra", "ultraep", "lpt", "balanced"]
-    if option in ("--no-activation-recompute", "--no-recompute-stage", "--hardware"):
+    if option in ("--no-activation-recompute", "--no-logprob-stage", "--hardware"):
         for name, row in changed["planners"].items():
             assert row["step_time_s"] < plain["planners"][name]["step_time_s"], name
     if option in ("--data-parallel", "--pipeline-stages"):
@@ -220,7 +220,7 @@ def test_what_makes_no_sense_is_refused(ask, words, parts):
     ["--tokens-per-microbatch", "0"], ["--tokens-per-microbatch", "-5"], ["--tokens-per-microbatch", "1e5"],
     ["--pipeline-stages", "0"],
     ["--data-parallel", "0"], ["--optimizer-steps", "0"], ["--ranks-per-sequence", "0"], ["--prompts", "0"],
-    ["--answers", "0"], ["--recompute-path", "usb"], ["--spare-slots", "some"], ["--planner"], ["--trace"],
+    ["--answers", "0"], ["--logprob-path", "usb"], ["--spare-slots", "some"], ["--planner"], ["--trace"],
 ])  # fmt: skip
 def test_words_that_are_not_numbers_or_choices(words, capsys):
     assert run("simulate", *words) == 2

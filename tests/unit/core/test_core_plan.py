@@ -43,7 +43,7 @@ def plan(one: StagePlan | None = None, **changes) -> StepPlan:
         "placement": HOMES,
         "previous": HOMES,
         "standing": StandingCopies(layer=ints(0), expert=ints(0), rank=ints(2)),
-        "stages": {Stage.RECOMPUTE: one, Stage.UPDATE: one},
+        "stages": {Stage.LOGPROB: one, Stage.UPDATE: one},
         "bound_LM": np.full((2, 3), 40),
     }
     return StepPlan(**{**fields, **changes})
@@ -68,7 +68,7 @@ def test_the_plan_of_another_load_is_refused():
 
 
 def test_both_stages_are_needed():
-    with pytest.raises(PlanError, match="recompute, update, not update"):
+    with pytest.raises(PlanError, match="logprob, update, not update"):
         plan(stages={Stage.UPDATE: stage()}).check(LOAD)
 
 
@@ -151,7 +151,7 @@ def test_the_digest_sees_every_decision():
         plan(stage(tokens_FR=np.array([[0, 8, 0, 1]], np.int32))),
         plan(stage(first_of_problem=np.array([0, 1, 1, 1, 1, 1, 1]))),
         plan(stage(standing_tokens_CMR=np.zeros((1, 3, 4), np.int32))),
-        plan(stages={Stage.RECOMPUTE: stage(), Stage.UPDATE: stage(tokens_FR=np.zeros((1, 4), np.int32))}),
+        plan(stages={Stage.LOGPROB: stage(), Stage.UPDATE: stage(tokens_FR=np.zeros((1, 4), np.int32))}),
     ]
     assert len({p.digest for p in plans}) == len(plans)
     assert plan().digest == plan().digest

@@ -9,7 +9,7 @@ from equilibra.core.model import MoEModel, model_named
 from equilibra.cost.calibrate import calibrate, fit_experts, measurements_of_run
 from equilibra.cost.compute import ExpertLaw
 from equilibra.cost.presets import measured_h200
-from equilibra.measure.events import Direction, Events, Kind, event_table
+from equilibra.events.schema import Direction, Events, Kind, event_table
 
 SHAPES = [(2048, 768), (4096, 1536), (7168, 2048), (2880, 2880)]
 TRUE = ExpertLaw(fixed_us=50.0, weight_gb_per_s=3000.0, row_gb_per_s=4000.0, tflops=600.0)

@@ -86,12 +86,12 @@ def test_rates_follow_from_the_machine():
     rates = {name: rates_for(model, hardware_named(name), num_nodes=2) for name in hardware_names()}
     assert rates["a100"].row_us[Stage.UPDATE] > rates["h200"].row_us[Stage.UPDATE] > rates["b200"].row_us[Stage.UPDATE]
     h200 = rates["h200"]
-    assert h200.row_us[Stage.UPDATE] > 2 * h200.row_us[Stage.RECOMPUTE]
+    assert h200.row_us[Stage.UPDATE] > 2 * h200.row_us[Stage.LOGPROB]
     assert h200.standing_copy_us == pytest.approx(3 * model.expert_bytes * 1e-3 / 45)
     assert h200.move_us == pytest.approx(7 * model.expert_bytes * 1e-3 / 45)
     assert rates_for(model) == rates_for(model, hardware_named("h200"))
     # an NVLink copy pays back after FLOPS / bandwidth rows: 500 to 2,000 (the facts say about 890 for 400 TFLOP/s)
-    assert 500 < h200.flash_copy_us[Stage.RECOMPUTE] / h200.row_us[Stage.RECOMPUTE] < 2000
+    assert 500 < h200.flash_copy_us[Stage.LOGPROB] / h200.row_us[Stage.LOGPROB] < 2000
 
 
 @pytest.mark.parametrize("change", [
@@ -110,8 +110,8 @@ def test_copies_cost_what_their_gradients_do(name):
     rates = rates_for(model, machine, price_copies=True)
     written_us = model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
     assert rates.hold_us[Stage.UPDATE] >= written_us
-    assert rates.hold_us[Stage.RECOMPUTE] == machine.experts_forward.instance_us(model)
-    assert rates.serve_us == {Stage.RECOMPUTE: 0.0, Stage.UPDATE: pytest.approx(0.75 * written_us)}
+    assert rates.hold_us[Stage.LOGPROB] == machine.experts_forward.instance_us(model)
+    assert rates.serve_us == {Stage.LOGPROB: 0.0, Stage.UPDATE: pytest.approx(0.75 * written_us)}
     assert set(rates_for(model, machine).hold_us.values()) == {0.0}
     assert 0 < rates.serve_rows(Stage.UPDATE) < rates.hold_rows(Stage.UPDATE) < 200
 

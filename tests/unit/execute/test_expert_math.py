@@ -31,11 +31,11 @@ def test_forward_and_backward_equal_autograd(activation, bias, weigh):
     ]
     y, h = expert_math.forward(activation, rows.detach(), sizes, instances)
     dx = torch.empty_like(rows)
-    weighed = RowWeights(weights.detach(), torch.full_like(weights, torch.nan).detach()) if weigh else None
-    expert_math.backward(activation, (rows.detach(), h, dy), sizes, instances, gradients, dx, weighed=weighed)
+    weighted = RowWeights(weights.detach(), torch.full_like(weights, torch.nan).detach()) if weigh else None
+    expert_math.backward(activation, (rows.detach(), h, dy), sizes, instances, gradients, dx, weighted=weighted)
     assert torch.allclose(y, wanted, atol=1e-13)
     assert torch.allclose(dx, rows.grad, atol=1e-12)
-    assert not weigh or torch.allclose(weighed.gradients_N, weights.grad, atol=1e-12)
+    assert not weigh or torch.allclose(weighted.gradients_N, weights.grad, atol=1e-12)
     for name, parameter in layer.experts.items():
         for expert in range(3):
             assert torch.allclose(getattr(gradients[expert], name), parameter.grad[expert], atol=1e-12), name

@@ -64,8 +64,8 @@ for (D, F, sizes), kind, bias, learned, num_first, num_last, weigh in (
     of_rows = torch.rand(len(x), generator=generator)
     mine, theirs = (RowWeights(of_rows, torch.full_like(of_rows, torch.nan)) if weigh else None for _ in range(2))
     saved = x, wanted_h, dy
-    grouped.backward(kind, saved, groups, instances, found, dx, weighed=mine, **ends, after_last=tell)
-    expert_math.backward(kind, saved, sizes, instances, wanted, wanted_dx, weighed=theirs, **ends)
+    grouped.backward(kind, saved, groups, instances, found, dx, weighted=mine, **ends, after_last=tell)
+    expert_math.backward(kind, saved, sizes, instances, wanted, wanted_dx, weighted=theirs, **ends)
     see("dx", dx, wanted_dx)
     if weigh:
         see("weights of rows", mine.gradients_N, theirs.gradients_N)
@@ -82,7 +82,7 @@ values = random(T * K, D)
 row_of_pair = torch.randperm(T * K, generator=generator).view(T, K).to(torch.int32)
 weights, dout = torch.rand(T, K, generator=generator), random(T, D)
 chosen = values[row_of_pair.long()]
-see("sum", rows.weighed_sum(values, row_of_pair, weights), (chosen * weights[..., None]).sum(1))
+see("sum", rows.weighted_sum(values, row_of_pair, weights), (chosen * weights[..., None]).sum(1))
 for travels in (False, True):
     laden = Laden.empty(T * K, D, values, travels=travels)
     laden.fill(dout, None, row_of_pair, weights)

@@ -60,9 +60,9 @@ CASES = {
     "first": (products.first_product, grouped.FIRST,
               {"D": 2048, "F": 768, "BIAS": False, "KEEP": True, "CLAMPED": False, "NUM": 132}),
     "down": (products.product, grouped.PRODUCT,
-             {"K": 768, "C": 2048, "TURNED": True, "BIAS": True, "STAGES": grouped.PRODUCT.stages, "NUM": 132}),
+             {"K": 768, "C": 2048, "TRANSPOSED": True, "BIAS": True, "STAGES": grouped.PRODUCT.stages, "NUM": 132}),
     "inner": (products.product, grouped.PRODUCT,
-              {"K": 2048, "C": 768, "TURNED": False, "BIAS": False, "STAGES": grouped.PRODUCT.stages, "NUM": 132}),
+              {"K": 2048, "C": 768, "TRANSPOSED": False, "BIAS": False, "STAGES": grouped.PRODUCT.stages, "NUM": 132}),
     "gradients": (products.gradients, grouped.WEIGHT,
                   {"D": 2048, "F": 768, "IN_MEMORY": True, "DX_BK": grouped.DX.bk, "DX_STAGES": grouped.DX.stages}),
 }  # fmt: skip

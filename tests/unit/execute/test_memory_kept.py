@@ -67,7 +67,7 @@ def test_weights_that_move_away_are_freed(alone):
             del values
     alone.balancer.weights_changed()
     with torch.no_grad():
-        for micro_batch in alone.begin(2).micro_batches(Stage.RECOMPUTE):
+        for micro_batch in alone.begin(2).micro_batches(Stage.LOGPROB):
             with micro_batch:
                 alone.forward()
         alone.forward()  # routed live

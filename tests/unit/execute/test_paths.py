@@ -13,6 +13,7 @@ from equilibra.core.errors import InputError  # noqa: E402
 from equilibra.core.placement import contiguous  # noqa: E402
 from equilibra.core.plan import Stage  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
+from equilibra.events.schema import StageNumber  # noqa: E402
 from equilibra.execute.copies.copies import Copies  # noqa: E402
 from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
 from equilibra.execute.copies.ipc import share_a_gpu  # noqa: E402
@@ -23,7 +24,6 @@ from equilibra.execute.moe.spec import MoESpec  # noqa: E402
 from equilibra.execute.runtime import CopySetting, Runtime  # noqa: E402
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
 from equilibra.execute.visits.visit import Where  # noqa: E402
-from equilibra.measure.events import StageNumber  # noqa: E402
 from equilibra.trace.routing import RoutingTrace  # noqa: E402
 
 ALONE = Cluster(num_nodes=1, ranks_per_node=1)

@@ -12,13 +12,13 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
+from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing
 from equilibra.execute.steps.own_schedule import own_schedule
 from equilibra.execute.steps.planning import Limits, plan_of_counts
 from equilibra.execute.visits.armed import Armed
-from equilibra.measure.imbalance import imbalance
 from equilibra.plan.baselines.static import Static
 
 RANKS, GROUPS, EXPERTS, LAYERS = 2, 2, 8, 2
@@ -109,9 +109,9 @@ def test_nothing_is_fetched_ahead_across_an_optimizer_step():
     armed = Armed(plan=step.plan, load=load, micro_batches=list(range(step.plan.num_micro_batches)))
     mini = step.plan.schedule.mini_batch_of_micro_batch
     for m in armed.micro_batches[:-1]:
-        assert armed.after(Stage.RECOMPUTE, m) == m + 1
+        assert armed.after(Stage.LOGPROB, m) == m + 1
         assert armed.after(Stage.UPDATE, m) == (m + 1 if mini[m] == mini[m + 1] else None)
-    assert armed.after(Stage.RECOMPUTE, armed.micro_batches[-1]) is None
+    assert armed.after(Stage.LOGPROB, armed.micro_batches[-1]) is None
     assert np.diff(mini).any()
     plain = replace(step.plan, schedule=replace(step.plan.schedule, mini_batch_of_micro_batch=None))
     assert replace(armed, plan=plain).after(Stage.UPDATE, 0) == 1

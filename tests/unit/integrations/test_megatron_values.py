@@ -14,6 +14,7 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
+from equilibra.events.schema import Direction
 from equilibra.execute.visits.tables import instances_of
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
@@ -24,7 +25,6 @@ from equilibra.integrations.megatron.setting import MegatronSetting
 from equilibra.integrations.planned.counts import count_routing
 from equilibra.integrations.planned.setting import cluster_of
 from equilibra.integrations.planned.slots import contiguous_slots, visit_of
-from equilibra.measure.events import Direction
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
@@ -141,7 +141,7 @@ def test_what_comes_next_is_learned_from_what_came() -> None:
             assert sum(one.num_arriving for one in layers) <= MOST_LAYERS
     assert late[1] < late[0]
     asked.clear()
-    ahead.arm(Stage.RECOMPUTE)
+    ahead.arm(Stage.LOGPROB)
     ahead.began(0, Direction.FORWARD)
     assert not asked, "a pass of another kind has another order"
 

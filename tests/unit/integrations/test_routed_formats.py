@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM
 
 from equilibra.integrations import nemo_rl, sglang, slime, verl, vllm
 from equilibra.integrations.responses import sequences_of_file
-from equilibra.integrations.routed import RoutedModel, model_from_config, save_sequences, trace_of_sequences
+from equilibra.integrations.routing_formats import RoutedModel, model_from_config, save_sequences, trace_of_sequences
 from equilibra.trace.open import load_trace
 
 ONES = [known(4, 6), known(4, 1), known(7, 3)]

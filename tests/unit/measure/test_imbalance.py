@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.measure.imbalance import imbalance, imbalance_of_batch, imbalance_of_micro_batches
+from equilibra.events.imbalance import imbalance, imbalance_of_batch, imbalance_of_micro_batches
 
 
 def test_worked_example():

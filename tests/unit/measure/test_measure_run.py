@@ -10,8 +10,8 @@ import pytest
 from tests.references.runs import TINY, make_run
 
 from equilibra.core.errors import InputError
-from equilibra.measure.events import EVENT, Events, event_table
-from equilibra.measure.run import Run, load_run, save_run
+from equilibra.events.run import Run, load_run, save_run
+from equilibra.events.schema import EVENT, Events, event_table
 
 
 @pytest.fixture(scope="module")

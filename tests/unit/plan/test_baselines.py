@@ -13,7 +13,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Balanced, Eplb, LeastLoaded, LongestFirst, Lplb, Static, UltraEP, eplb_replicas
 from equilibra.plan.baselines.longest_first import pack_evenly
 from equilibra.plan.baselines.lplb import level_edges, origin_of_slot

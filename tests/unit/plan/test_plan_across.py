@@ -8,7 +8,7 @@ import pytest
 from equilibra.core.cluster import Cluster
 from equilibra.core.model import model_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.across import fill_levels
 from equilibra.plan.entry import step_problem
 from equilibra.plan.micro_batch import NO_EXCHANGE

@@ -37,7 +37,7 @@ def slowest_link(plan, load, stage):
 
 def test_a_stage_is_late_when_its_links_are_by_a_hundredth_of_its_layers():
     plan, load = planned()
-    gaps = {Stage.RECOMPUTE: 5.0, Stage.UPDATE: 9.0}
+    gaps = {Stage.LOGPROB: 5.0, Stage.UPDATE: 9.0}
     base = replace(Rates.free(), gap_us=gaps, gap_row_us=dict.fromkeys(Stage, 0.25))
     for stage in Stage:
         cells = [(n, rows.max() + 0.25 * rows.mean() + gaps[stage]) for n, rows in slowest_link(plan, load, stage)]

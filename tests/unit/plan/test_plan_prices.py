@@ -121,8 +121,8 @@ def test_a_whole_step_levels_time_stage_by_stage(num_nodes):
     blind = Rates.free()
     aware = Rates(
         row_us=blind.row_us, cross_row_us=0.0, flash_copy_us=blind.flash_copy_us, standing_copy_us=0.0, move_us=0.0,
-        move_inside_us=0.0, hold_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: 60.0},
-        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: 40.0},
+        move_inside_us=0.0, hold_us={Stage.LOGPROB: 0.0, Stage.UPDATE: 60.0},
+        serve_us={Stage.LOGPROB: 0.0, Stage.UPDATE: 40.0},
     )  # fmt: skip
     plans = [
         Equilibra(threads=1).plan(StepProblem(cluster=cluster, given_load=load, rates=rates))
@@ -132,17 +132,17 @@ def test_a_whole_step_levels_time_stage_by_stage(num_nodes):
         plan.check(load)
     of_update = [effective_rows(plan, load, Stage.UPDATE, hold=60, serve=40).max(axis=2).sum() for plan in plans]
     assert of_update[1] < 0.995 * of_update[0]
-    of_recompute = [effective_rows(plan, load, Stage.RECOMPUTE, hold=0, serve=0).max(axis=2).sum() for plan in plans]
-    assert of_recompute[1] <= 1.001 * of_recompute[0], "the recompute has no gradients: its copies cost nothing here"
+    of_logprob = [effective_rows(plan, load, Stage.LOGPROB, hold=0, serve=0).max(axis=2).sum() for plan in plans]
+    assert of_logprob[1] <= 1.001 * of_logprob[0], "log-prob has no gradients: its copies cost nothing here"
 
 
 def test_prices_in_rows_follow_from_microseconds():
     rates = Rates.free()
     assert [rates.hold_rows(stage) for stage in Stage] == [rates.serve_rows(stage) for stage in Stage] == [0, 0]
     priced = Rates(
-        row_us={Stage.RECOMPUTE: 0.1, Stage.UPDATE: 0.3}, cross_row_us=0.0, flash_copy_us=rates.flash_copy_us,
+        row_us={Stage.LOGPROB: 0.1, Stage.UPDATE: 0.3}, cross_row_us=0.0, flash_copy_us=rates.flash_copy_us,
         standing_copy_us=0.0, move_us=0.0, move_inside_us=0.0, hold_us=dict.fromkeys(Stage, 30.0),
-        serve_us={Stage.RECOMPUTE: 0.0, Stage.UPDATE: 1e300},
+        serve_us={Stage.LOGPROB: 0.0, Stage.UPDATE: 1e300},
     )  # fmt: skip
     assert [priced.hold_rows(stage) for stage in Stage] == [300, 100]
     assert [priced.serve_rows(stage) for stage in Stage] == [0, 2**31]

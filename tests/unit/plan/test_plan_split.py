@@ -5,7 +5,7 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
-from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, TARGET, balance, balance_micro_batch, bench_for
+from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, TARGET, balance, balance_micro_batch, scratch_for
 from references.splits import most_kept
 
 CLUSTERS = [Cluster(num_nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2))]
@@ -70,7 +70,7 @@ def test_standing_and_flash_copies_of_one_expert_are_split_together(cluster):
         tokens[0] *= 3  # the expert that stands on every other node is hot
         home = contiguous(cluster, num_layers=1, num_experts=num_experts).home_of_expert[0]
         ranks = np.arange(1, cluster.num_nodes) * group + seed % group
-        bench = bench_for(cluster, home, 2, np.zeros(ranks.size, np.int64), ranks)
+        bench = scratch_for(cluster, home, 2, np.zeros(ranks.size, np.int64), ranks)
         copies = np.zeros((5, 2 * cluster.num_ranks + 1), np.int64)
         standing = np.zeros((ranks.size, cluster.num_ranks), np.int32)
         out = np.zeros((2 * cluster.num_ranks + ranks.size + 1, cluster.num_ranks), np.int32)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tests.references.runs import ALL_PLANNERS, SMALL, make_run
 
-from equilibra.measure.events import Direction, Events, Kind, Resource, event_table
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
+from equilibra.events.schema import Direction, Events, Kind, Resource, event_table
 from equilibra.report.answer import answer
 from equilibra.report.detail import collect_detail, rank_tokens_of
 from equilibra.report.figures import planner_figures

@@ -15,8 +15,8 @@ from tests.references.runs import ALL_PLANNERS, FULL, HOSTILE, SMALL, TINY, host
 
 from equilibra.cli.main import main
 from equilibra.core.errors import InputError
-from equilibra.measure.events import EVENT, Events
-from equilibra.measure.run import PlannerRecord, Run, load_run, save_run
+from equilibra.events.run import PlannerRecord, Run, load_run, save_run
+from equilibra.events.schema import EVENT, Events
 from equilibra.report.page import SCRIPTS, render, write_report
 
 ASSETS = files("equilibra.report") / "assets"

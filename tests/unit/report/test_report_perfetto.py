@@ -9,8 +9,8 @@ import pytest
 from tests.references.runs import make_run
 
 from equilibra.core.errors import InputError
-from equilibra.measure.events import EVENT, Events, Kind, Resource
-from equilibra.measure.run import Run
+from equilibra.events.run import Run
+from equilibra.events.schema import EVENT, Events, Kind, Resource
 from equilibra.report.perfetto import write_perfetto
 
 

@@ -9,7 +9,7 @@ import pytest
 from tests.references.runs import HOSTILE, SMALL, make_run
 from tests.unit.report.training_runs import curves, timed, training_run
 
-from equilibra.measure.run import Run, load_run, save_run
+from equilibra.events.run import Run, load_run, save_run
 from equilibra.report.answer import answer
 from equilibra.report.names import chosen_pair, labels_of, predictions_in
 from equilibra.report.page import MIXED, SCRIPTS, TRAINING_SCRIPT, render
@@ -62,7 +62,7 @@ def test_sentence_about_the_step_keeps_measured_and_predicted_apart(run):
     said = answer(run)
     assert said["sentence"].startswith("Held-out reward")
     assert said["step"].replace("\u00a0", " ") == (
-        "Equilibra took 2.5 s for the step. For recompute and update the cost model, at the rates of this step, "
+        "Equilibra took 2.5 s for the step. For log-prob and update the cost model, at the rates of this step, "
         "predicts 0.67 of the time of static placement, a 1.50× faster step, were every rank on a processor of its own."
     )
 
@@ -74,7 +74,7 @@ def test_without_curves_the_step_is_the_answer(run):
     assert "step_time_s" not in [fact["metric"] for fact in said["facts"]]  # one measured, one predicted
     only = Run(about=about, planners={name: run.planners[name] for name in ("equilibra", "predicted")})
     assert answer(only)["sentence"].replace("\u00a0", " ") == (
-        "Equilibra took 2.5 s for the step. The cost model predicts 2 s for recompute and update."
+        "Equilibra took 2.5 s for the step. The cost model predicts 2 s for log-prob and update."
     )
 
 

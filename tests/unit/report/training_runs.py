@@ -7,9 +7,9 @@ from typing import Any
 
 from tests.references.runs import SMALL, make_run
 
-from equilibra.measure.run import PlannerRecord, Run
+from equilibra.events.run import PlannerRecord, Run
 
-STAGES = ("rollout", "reward", "plan", "recompute", "advantages", "update", "weights")
+STAGES = ("rollout", "reward", "plan", "logprob", "advantages", "update", "weights")
 
 
 def curves(num_steps: int = 12, *, every_evaluation: int = 4) -> dict[str, Any]:
@@ -27,7 +27,7 @@ def curves(num_steps: int = 12, *, every_evaluation: int = 4) -> dict[str, Any]:
         "tokens_per_s": [1800.0] * num_steps,
         "seconds": [20.0] + [2.0] * (num_steps - 1),
     }
-    part = {"rollout": 0.4, "reward": 0.005, "plan": 0.2, "recompute": 0.3, "advantages": 0.01, "update": 0.9}
+    part = {"rollout": 0.4, "reward": 0.005, "plan": 0.2, "logprob": 0.3, "advantages": 0.01, "update": 0.9}
     for stage in STAGES:
         columns[f"seconds_{stage}"] = [part.get(stage, 0.1)] * num_steps
     columns["seconds_plan"][0] = 18.2

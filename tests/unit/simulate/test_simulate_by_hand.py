@@ -16,7 +16,7 @@ from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.step import simulate_step
 from equilibra.simulate.times import Pricing, Times
 
-UPDATE_ONLY = RunSetting(recompute_stage=False, activation_recompute=False)
+UPDATE_ONLY = RunSetting(logprob_stage=False, activation_recompute=False)
 
 
 def nothing(layers: int, micro_batches: int, ranks: int, nodes: int = 1) -> Times:
@@ -132,7 +132,7 @@ def test_planning_and_moved_homes_are_waited_for():
 def test_activation_recompute_runs_every_layer_again():
     # Each backward visit is preceded by a forward one: 106 for layer 1 more, and 91 for layer 0, where rank 1 begins
     # its 20 of attention 5 before rank 0 is through with layer 1.
-    setting = RunSetting(recompute_stage=False, activation_recompute=True)
+    setting = RunSetting(logprob_stage=False, activation_recompute=True)
     found = run_group(two_layers(), setting, window=0)
     assert found.step_us == 574 + 106 + 91
     assert found.layer_us_PLM[2, :, 0].tolist() == [156 + 91, 176 + 106]
@@ -147,7 +147,7 @@ def test_two_pipeline_stages_have_their_bubble():
     experts[1], experts[2] = 9, 18
     times = replace(free, experts_us=experts, attention_us=np.stack([np.full((2, 1), 1.0), np.full((2, 1), 2.0)]),
                     hop_us=np.ones(2), optimizer_us=5.0)  # fmt: skip
-    setting = RunSetting(recompute_stage=False, pipeline_stages=2)
+    setting = RunSetting(logprob_stage=False, pipeline_stages=2)
     found = run_group(times, setting)
     assert found.step_us == 127
     assert found.records[0].begin_us.tolist() == [0, 10, 52, 62, 92, 102]
@@ -176,7 +176,7 @@ def test_a_whole_step_from_tokens_to_seconds():
     2 us a token, attention 2 * 1000 * 100² FLOP: 20 us. Expert 0 has 175 tokens, 75 of them on its rank; expert 1 has
     25, all from the other rank. So NVLink carries 100 rows one way: 200 us, and every all-to-all takes 205.
 
-        forward   220 + 7 counts + 205 + (10 + 525) + 205 = 1172, twice (recompute, update): 2344
+        forward   220 + 7 counts + 205 + (10 + 525) + 205 = 1172, twice (log-prob, update): 2344
         backward  forward again without counts: 1165, 3509
                   205 + (10 + 1050) + 205: 4979, attention 2 * 200 + 2.5 * 20: 5429
         gradients of a million dense weights, 6 bytes, half of them over NVLink: 3000 us from 4779 (latency after

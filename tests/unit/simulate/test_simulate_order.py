@@ -6,7 +6,7 @@ from tests.references.machines import random_times
 from tests.references.timeline import one_forward_one_backward
 
 from equilibra.core.errors import InputError
-from equilibra.measure.events import Direction, StageNumber
+from equilibra.events.schema import Direction, StageNumber
 from equilibra.simulate.group import run_group
 from equilibra.simulate.order import chunks, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
@@ -20,9 +20,9 @@ def test_every_pass_runs_once_and_forward_comes_first(stages, micro_batches, ste
     for number in range(stages):
         passes = passes_of_stage(number, micro_batches, setting)
         assert len(set(passes)) == len(passes) == 3 * micro_batches
-        recompute, update = passes[:micro_batches], passes[micro_batches:]
-        assert [one.micro_batch for one in recompute] == list(range(micro_batches))
-        assert {one.stage for one in recompute} == {StageNumber.RECOMPUTE}
+        logprob, update = passes[:micro_batches], passes[micro_batches:]
+        assert [one.micro_batch for one in logprob] == list(range(micro_batches))
+        assert {one.stage for one in logprob} == {StageNumber.LOGPROB}
         when = {(one.direction, one.micro_batch): i for i, one in enumerate(update)}
         for m in range(micro_batches):
             assert when[Direction.FORWARD, m] < when[Direction.BACKWARD, m]
@@ -50,7 +50,7 @@ def test_chunks_are_even_and_complete():
 
 
 def test_the_last_stage_alternates_and_the_first_starts_all():
-    setting = RunSetting(pipeline_stages=3, recompute_stage=False)
+    setting = RunSetting(pipeline_stages=3, logprob_stage=False)
     letters = ["".join("FB"[one.direction] for one in passes_of_stage(n, 5, setting)) for n in range(3)]
     assert letters == ["FFFBFBFBBB", "FFBFBFBFBB", "FBFBFBFBFB"]
 
@@ -59,15 +59,15 @@ def test_the_last_stage_alternates_and_the_first_starts_all():
 def test_visits_go_through_the_layers_and_back(again):
     setting = RunSetting(optimizer_steps=2)
     visits = visits_of(passes_of_stage(0, 2, setting), range(3, 6), activation_recompute=again)
-    recompute = visits.stage == StageNumber.RECOMPUTE
-    assert visits.layer[recompute].tolist() == [3, 4, 5, 3, 4, 5]
+    logprob = visits.stage == StageNumber.LOGPROB
+    assert visits.layer[logprob].tolist() == [3, 4, 5, 3, 4, 5]
     assert visits.layer[visits.direction == Direction.BACKWARD].tolist() == [5, 4, 3, 5, 4, 3]
     assert np.count_nonzero(visits.direction == Direction.FORWARD_AGAIN) == 6 * again
     if again:
         for v in np.flatnonzero(visits.direction == Direction.FORWARD_AGAIN):
             assert visits.direction[v + 1] == Direction.BACKWARD
             assert visits.layer[v + 1] == visits.layer[v]
-    # weights change after micro-batch 0's backward pass: recompute and the first optimizer step share theirs
+    # weights change after micro-batch 0's backward pass: log-prob and the first optimizer step share theirs
     ends = np.unique(visits.last_of_chunk)
     assert ends.tolist() == [6 + 3 + 3 * (1 + again) - 1, visits.layer.size - 1]
     assert (visits.last_of_chunk >= np.arange(visits.layer.size)).all()

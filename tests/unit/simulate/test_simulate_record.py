@@ -7,8 +7,8 @@ import pytest
 from tests.references.steps import EVERY, Fixed, Step
 
 from equilibra.core.plan import Stage
-from equilibra.measure.events import Direction, Events, Kind, Resource, StageNumber
-from equilibra.measure.run import Run, load_run, save_run
+from equilibra.events.run import Run, load_run, save_run
+from equilibra.events.schema import Direction, Events, Kind, Resource, StageNumber
 from equilibra.plan.planner import planner_named
 from equilibra.simulate.compare import compare
 from equilibra.simulate.record import planner_record
@@ -54,7 +54,7 @@ def test_work_and_waiting_explain_every_visit(compared):
             rows = record.events.rows
             rows = rows[np.isin(rows["kind"], OF_A_VISIT) & (rows["layer"] >= 0)]
             visits = np.unique(rows[["stage", "direction", "layer", "rank"]])
-            passes = 1 + step.setting.activation_recompute + 1 + step.setting.recompute_stage
+            passes = 1 + step.setting.activation_recompute + 1 + step.setting.logprob_stage
             assert visits.size == passes * step.model.num_layers * step.cluster.num_ranks, name
             for visit in visits:
                 own = rows[rows[["stage", "direction", "layer", "rank"]] == visit]
@@ -133,14 +133,14 @@ def test_records_are_exact_and_survive_a_round_trip(compared, tmp_path):
 
 
 def test_events_of_each_stage_have_the_tokens_of_that_stage():
-    """Flash copies may differ by stage: here the recompute stage has none."""
-    step = Step(2, recompute_stage=True, data_parallel=1)
+    """Flash copies may differ by stage: here the log-prob stage has none."""
+    step = Step(2, logprob_stage=True, data_parallel=1)
     [problem] = step.problems
     problem = replace(problem, spare_slots=2)
     planners = {name: planner_named(name) for name in ("static", "ultraep")}
     plans = {name: planner.plan(problem) for name, planner in planners.items()}
     stages = {
-        Stage.RECOMPUTE: plans["static"].stages[Stage.RECOMPUTE], Stage.UPDATE: plans["ultraep"].stages[Stage.UPDATE],
+        Stage.LOGPROB: plans["static"].stages[Stage.LOGPROB], Stage.UPDATE: plans["ultraep"].stages[Stage.UPDATE],
     }  # fmt: skip
     mixed = Fixed(planners["ultraep"], {id(problem): replace(plans["ultraep"], stages=stages)})
     [group] = simulate_step([problem], mixed, step.pricing()).groups
@@ -164,7 +164,7 @@ def test_the_chosen_micro_batch_is_the_one_recorded():
 def test_a_rank_waits_for_an_online_copy():
     """The copy starts after dispatch, so the ranks of its node stand still meanwhile, and the events say so."""
     step = Step(2, data_parallel=1)
-    step.setting = RunSetting(recompute_stage=False, activation_recompute=False)
+    step.setting = RunSetting(logprob_stage=False, activation_recompute=False)
     pricing = replace(step.pricing(nvlink_gb_per_s=0.01, copy_engine_gb_per_s=0.01), setting=step.setting)
     result = simulate_step(step.problems, planner_named("ultraep"), pricing)
     [group] = result.groups

@@ -13,10 +13,10 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.model import MoEModel
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
+from equilibra.events.imbalance import imbalance
+from equilibra.events.run import load_run
+from equilibra.events.schema import EVENT, Direction, Events, Kind
 from equilibra.execute.steps.own_schedule import own_schedule
-from equilibra.measure.events import EVENT, Direction, Events, Kind
-from equilibra.measure.imbalance import imbalance
-from equilibra.measure.run import load_run
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.report.page import render
 from equilibra.simulate.predict import predict

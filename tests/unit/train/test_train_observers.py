@@ -309,7 +309,7 @@ def test_the_table_has_first_and_last():
         "tokens per second 12,346 12,346", "update 1.00 1.00",
     ):  # fmt: skip
         assert row.split() in lines, row
-    assert [line[0] for line in lines[-4:]] == ["rollout", "plan", "recompute", "update"]
+    assert [line[0] for line in lines[-4:]] == ["rollout", "plan", "logprob", "update"]
     assert ["held-out", "reward", "-", "-"] in [line.split() for line in summary_table(History()).splitlines()]
 
 

@@ -21,7 +21,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.schedule import Schedule, step_load
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.simulate.scenario import file_order_schedule, joined, ranks_for_longest
 from equilibra.trace.count import micro_batches_in_file_order
 from equilibra.trace.routing import Recording

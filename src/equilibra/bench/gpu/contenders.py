@@ -28,7 +28,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Eplb, Static, UltraEP
 from equilibra.plan.planner import Planner, StepProblem
 from equilibra.plan.step import Equilibra

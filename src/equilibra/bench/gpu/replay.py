@@ -185,9 +185,9 @@ class Replay:
         )
         if count:
             saved = (rows, h, dy)
-            weighed = RowWeights(self.weights_N[:count], self.dweights_N[:count])
+            weighted = RowWeights(self.weights_N[:count], self.dweights_N[:count])
             backward(
-                Activation.SWIGLU, saved, sizes, instances, gradients, dx, weighed=weighed, num_last=len(work.flash)
+                Activation.SWIGLU, saved, sizes, instances, gradients, dx, weighted=weighted, num_last=len(work.flash)
             )
         return stamps + self._together(copied)
 

@@ -91,7 +91,7 @@ def _case_row(case: dict[str, Any]) -> Row:
     row: Row = {"case": case["case"], "static_imbalance": case["static_imbalance"]["of_step"]}
     row |= {name: _said(shares[name]) for name in (STATIC, EPLB, ONLINE, EQUILIBRA, AGAIN) if name in shares}
     if AGAIN in shares:
-        row["over_again"] = _said(_over(shares[EQUILIBRA], shares[AGAIN]))
+        row["share_of_slowest_balanced"] = _said(_over(shares[EQUILIBRA], shares[AGAIN]))
     row["reach"] = SHARE_REACH
     row["speedup_over_static"] = _said(case["speedup_over_static"][EQUILIBRA])
     for path, found in exposed.items():
@@ -128,8 +128,9 @@ NOTES = {
     "is taken over the median of up to nine balanced ranks around it, since the clock drifts, and is its median over "
     "repeats; in brackets the least and the largest of single repeats, in which the slowest of many ranks is slow by "
     "chance too: they may all be lower. `balanced-again` is balanced a second time: what it falls short of 1 is that "
-    "chance. `over_again` is equilibra's share of it: the slowest rank on both sides. A layer is expert compute "
-    "alone, forward and backward, of its slowest rank; attention, all-to-all and the optimizer are not run. "
+    "chance. `share_of_slowest_balanced` is equilibra's share of it: the slowest rank on both sides. "
+    "A layer is expert compute alone, forward and backward, of its slowest rank; attention, "
+    "all-to-all and the optimizer are not run. "
     "`static_imbalance`: rows of slowest ranks over mean ranks. `online-exact` has its planning (on the host, as "
     "plan_us below; UltraEP's authors report 67 to 78 us on a GPU) and its weights' copies added to every layer; its "
     "exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much longer a "

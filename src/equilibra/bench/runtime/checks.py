@@ -10,8 +10,8 @@ from equilibra.bench.runtime.contenders import Contender
 from equilibra.bench.runtime.layers import RankLayers
 from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
+from equilibra.events.schema import Direction, Events, Kind
 from equilibra.execute.visits.visit import NUMBER
-from equilibra.measure.events import Direction, Events, Kind
 
 __all__ = ["check_results", "check_rows"]
 

@@ -158,7 +158,7 @@ TITLES = {
     "times": "A step of every contender (measured)",
 }
 NOTES = {
-    "figures": "A step: every micro-batch forward (recompute), then forward and backward (update); float32; copies "
+    "figures": "A step: every micro-batch forward (log-prob), then forward and backward (update); float32; copies "
     "fetched anew in every step. Medians over repeats of ratios inside one repeat, contenders in turn; spreads are the "
     "least and the largest. `share_of_balanced`: against the same number of rows spread evenly over all experts. "
     "`runtime_overhead`: the runtime with the static plan against a plain all-to-all layer without a plan; below 0 the "
@@ -166,7 +166,7 @@ NOTES = {
     "each rank's experts executed, per stage, pass, layer and micro-batch of every timed step, compared with the "
     "simulated ones: the bench ends with an error unless they are equal. `others_share`: the most that other programs "
     "had of a core in a step that counts.",
-    "times": "`flash_copies`: in the recompute + update stage of a step. `experts_share`: part of the step that "
+    "times": "`flash_copies`: in the log-prob + update stage of a step. `experts_share`: part of the step that "
     "experts compute, on the rank where it is most. eplb-oracle runs from its own homes: moving there is not charged.",
 }
 RUNTIME = Suite(

@@ -1,6 +1,6 @@
 """The layers of one rank of the runtime bench, and the step that every contender runs.
 
-A step is what training does with a rollout: arm the plan; a forward pass of every micro-batch (recompute); forward and
+A step is what training does with a rollout: arm the plan; a forward pass of every micro-batch (log-prob); forward and
 backward of every micro-batch (update); gradients of copies home. It starts with all ranks together; its time is that of
 the slower rank. Weights count as changed before every step, so copies are fetched anew. Gradients are set to zero
 outside of the measured time, in place, for all contenders alike.

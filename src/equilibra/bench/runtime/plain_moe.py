@@ -84,8 +84,8 @@ class PlainMoE(nn.Module):
         grouped = home_of_row.argsort(stable=True)
         results = self._experts(rows.index_select(0, grouped), heard_RH.sum(dim=0).tolist())
         returned = _all_to_all(results.index_select(0, grouped.argsort()), received, sent)
-        weighed = returned * weights_TK.flatten().index_select(0, pair_of_row)[:, None]
-        return torch.zeros_like(tokens_TD).index_add(0, token_of_row, weighed)
+        weighted = returned * weights_TK.flatten().index_select(0, pair_of_row)[:, None]
+        return torch.zeros_like(tokens_TD).index_add(0, token_of_row, weighted)
 
     def _experts(self, rows_ND: Tensor, sizes: list[int]) -> Tensor:
         """One expert after another."""

@@ -23,10 +23,10 @@ from equilibra.bench.runtime.contenders import PLAIN, Contender, contenders
 from equilibra.bench.runtime.layers import RankLayers
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.events.schema import Events, Kind
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.moe import expert_math
 from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
-from equilibra.measure.events import Events, Kind
 
 __all__ = ["measure"]
 
@@ -110,7 +110,7 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
     rows_ND = torch.randn(num_rows, weights.spec.hidden)
     results, h = expert_math.forward(kind, rows_ND, [num_rows], home)
     gradient = ExpertParts.named({name: torch.zeros(shape) for name, shape in weights.layout.shapes.items()})
-    weighed = RowWeights(torch.ones(num_rows), torch.empty(num_rows))
+    weighted = RowWeights(torch.ones(num_rows), torch.empty(num_rows))
     row = torch.zeros(weights.layout.size)
     received = torch.empty_like(row)
     sizes = [int(rank != group.rank) for rank in range(group.num_ranks)]
@@ -120,7 +120,7 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
 
     def backward() -> None:
         saved, dx_ND = (rows_ND, h, results), torch.empty_like(rows_ND)
-        expert_math.backward(kind, saved, [num_rows], home, [gradient], dx_ND, weighed=weighed)
+        expert_math.backward(kind, saved, [num_rows], home, [gradient], dx_ND, weighted=weighted)
 
     def copy() -> None:
         weights.write_flat(int(weights.experts[0]), row)
@@ -131,8 +131,8 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
     dist.all_reduce(mine)
     forward_us, backward_us, copy_us = (mine / group.num_ranks).tolist()
     return Rates(
-        row_us={Stage.RECOMPUTE: forward_us / num_rows, Stage.UPDATE: (forward_us + backward_us) / num_rows},
-        flash_copy_us={Stage.RECOMPUTE: copy_us, Stage.UPDATE: 2 * copy_us}, exposed_share=1.0,
+        row_us={Stage.LOGPROB: forward_us / num_rows, Stage.UPDATE: (forward_us + backward_us) / num_rows},
+        flash_copy_us={Stage.LOGPROB: copy_us, Stage.UPDATE: 2 * copy_us}, exposed_share=1.0,
         cross_row_us=0.0, standing_copy_us=0.0, move_us=0.0, move_inside_us=0.0,
     )  # fmt: skip
 

@@ -15,7 +15,7 @@ import numpy as np
 
 from equilibra.bench.runtime.case import CLUSTER, Case, Select, Shape, case_of
 from equilibra.core.errors import BudgetError, InputError
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import Recording
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize

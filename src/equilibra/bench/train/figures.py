@@ -2,9 +2,9 @@
 
 From the times of each repeat, in which all contenders train on the same rollout:
 
-    speedup_over_static           time(static) / time(equilibra), of the whole step and of recompute and update alone
+    speedup_over_static           time(static) / time(equilibra), of the whole step and of log-prob and update alone
     share_of_balanced             time(balanced) / time(equilibra), of the same two: the share of balanced throughput
-    planning_and_moving_share     (plan + move) / step of equilibra; the plan stage is all that comes before recompute
+    planning_and_moving_share     (plan + move) / step of equilibra; the plan stage is all that comes before log-prob
     exposed_share                 what the recorder saw as exposed (waiting for copies, moves) / step
     from_contiguous_share         planning and moving / step if homes were contiguous before: all move that ever do
     prepared_share                planning and moving / step if planned while rewards are computed: what is added
@@ -12,7 +12,7 @@ From the times of each repeat, in which all contenders train on the same rollout
     static_imbalance, imbalance   the slowest rank over the mean rank, over layers and micro-batches: without and with
 
 The figures at the top are equilibra's; `moves_only` has those of equilibra-moves. A step is rollout, reward, plan,
-move, recompute, advantages, update and weights; every stage counts as long as the slowest rank takes.
+move, log-prob, advantages, update and weights; every stage counts as long as the slowest rank takes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from equilibra.core.errors import InputError
 __all__ = ["figures_of", "measured"]
 
 NEEDED = ("torch", "transformers", "reasoning_gym")
-LEARNING = ("recompute", "update")
+LEARNING = ("logprob", "update")
 Repeat = dict[str, Any]
 Spread = dict[str, Any]
 
@@ -94,7 +94,7 @@ def _gain(every: dict[str, list[Repeat]], name: str) -> dict[str, Any]:
 
 
 def _begin(steps: list[Repeat]) -> dict[str, Spread]:
-    """Seconds of all that comes before recompute, and of its variants."""
+    """Seconds of all that comes before log-prob, and of its variants."""
     found = {part: _spread(one["parts"][part] for one in steps) for part in PARTS}
     for variant in ("from_contiguous", "prepared"):
         for part in steps[0].get(variant, {}):
@@ -107,7 +107,7 @@ def _ratios(slower: list[Repeat], faster: list[Repeat]) -> dict[str, Spread]:
     pairs = list(zip(slower, faster, strict=True))
     return {
         "step": _spread(_seconds(one) / _seconds(other) for one, other in pairs),
-        "recompute_and_update": _spread(_seconds(one, LEARNING) / _seconds(other, LEARNING) for one, other in pairs),
+        "logprob_and_update": _spread(_seconds(one, LEARNING) / _seconds(other, LEARNING) for one, other in pairs),
     }
 
 

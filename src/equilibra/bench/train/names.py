@@ -8,6 +8,6 @@ STATIC, EQUILIBRA, MOVES, BALANCED = "static", "equilibra", "equilibra-moves", "
 NAMES = (STATIC, EQUILIBRA, MOVES, BALANCED)
 PLANNED = (EQUILIBRA, MOVES)
 """those that are balanced by a plan"""
-STAGES = ("rollout", "reward", "plan", "move", "recompute", "advantages", "update", "weights")
+STAGES = ("rollout", "reward", "plan", "move", "logprob", "advantages", "update", "weights")
 PARTS = ("counts", "planner", "move", "arm", "send")
 """of plan and move"""

@@ -35,5 +35,5 @@ def measured_prices(setting: TrainSetting, group: ExpertGroup) -> Rates:
     )  # fmt: skip
     shape = Shape(hidden=setting.hidden, ffn=setting.ffn, spare_slots=setting.spare_slots, path=setting.path, repeats=1)
     rates = measured_rates(RankLayers(case, shape, group), case)
-    move_us = CARRIED * rates.flash_copy_us[Stage.RECOMPUTE]
+    move_us = CARRIED * rates.flash_copy_us[Stage.LOGPROB]
     return replace(rates, move_us=move_us, move_inside_us=move_us)

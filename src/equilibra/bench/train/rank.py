@@ -62,7 +62,7 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
     for contender in every.values():
         contender.learner.balancer.close()
     prices = {
-        "row_us": rates.step_row_us, "copy_us": rates.flash_copy_us[Stage.RECOMPUTE], "move_us": rates.move_inside_us
+        "row_us": rates.step_row_us, "copy_us": rates.flash_copy_us[Stage.LOGPROB], "move_us": rates.move_inside_us
     }  # fmt: skip
     return {"first_round": first, "prices": prices, **rounds.about()}
 

@@ -15,10 +15,10 @@ from numpy.typing import NDArray
 from equilibra.bench.train.clock import Stages
 from equilibra.bench.train.contenders import Contender
 from equilibra.core.plan import Stage
+from equilibra.events.schema import Kind
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.stream import logical_weights
 from equilibra.execute.steps.measured import measured_record
-from equilibra.measure.events import Kind
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.learner import Batch, routing_of, total_over
 from equilibra.rl.rollout import Rollout
@@ -104,7 +104,7 @@ class Bench:
         return float(np.random.default_rng([self.seed, 4, sample.group, sample.number]).random())
 
     def train(self, contender: Contender, answers: Answers) -> Trained:
-        """Collective: plan, recompute, advantages, update, weights to the engine."""
+        """Collective: plan, log-prob, advantages, update, weights to the engine."""
         learner, samples, clock = contender.learner, answers.samples, Stages(self.group)
         total, parts = total_over(self.group), MiniBatches.of(samples, self.mini_batches, epochs=1)
         experts = contender.experts(samples)
@@ -112,7 +112,7 @@ class Bench:
             start = perf_counter()
             batch = learner.begin(samples, parts.of_sample, experts=experts)
             began = perf_counter() - start
-        with clock.stage("recompute"):
+        with clock.stage("logprob"):
             old = batch.logprobs()
         with clock.stage("advantages"):
             targets = self.algorithm.targets(samples, None, total)

@@ -48,7 +48,7 @@ def _figures(figures: dict[str, Any], skew: float) -> list[Row]:
     rows: list[Row] = []
     sides = ((EQUILIBRA, figures), (MOVES, figures["moves_only"]))
     for name, text in (("speedup_over_static", "speedup over static"), ("share_of_balanced", "share of balanced")):
-        for part, of in (("step", "whole step"), ("recompute_and_update", "recompute and update")):
+        for part, of in (("step", "whole step"), ("logprob_and_update", "log-prob and update")):
             cells = [_cells(title, side[name][part]) for title, side in sides]
             rows.append({"figure": f"{text}, {of}", **cells[0], **cells[1], "reach": None})
     for name, text in SHARES.items():
@@ -105,10 +105,10 @@ def _percent(spread: dict[str, Any]) -> str:
 TITLES = {
     "figures": "Whole training steps on two ranks of one core each (measured)",
     "stages": "Where the time of a step goes (measured)",
-    "begin": "What comes before recompute (measured)",
+    "begin": "What comes before log-prob (measured)",
 }
 NOTES = {
-    "figures": "A step: rollout (embedded engine, routing captured), reward, plan, move, recompute, advantages (GRPO), "
+    "figures": "A step: rollout (embedded engine, routing captured), reward, plan, move, log-prob, advantages (GRPO), "
     "update (several optimizer steps of several micro-batches), weights to the engine; float32. Every repeat has one "
     "rollout, on which the contenders train in turn, each time in another order. Medians over repeats of ratios inside "
     "one repeat; spreads are the least and the largest. `equilibra`: by flash copies; inside a node homes stay. "

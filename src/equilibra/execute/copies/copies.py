@@ -15,6 +15,7 @@ import torch
 
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.collective import CollectiveEngine
 from equilibra.execute.copies.device import DeviceEngine, banks_of
 from equilibra.execute.copies.host import HostEngine
@@ -29,7 +30,6 @@ from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.steps.record import Moment, Recorder
 from equilibra.execute.visits.armed import Armed
 from equilibra.execute.visits.visit import NUMBER, STAGE, Where
-from equilibra.measure.events import Direction, Kind, Resource
 
 __all__ = ["Copies", "CopySetting"]
 
@@ -120,7 +120,7 @@ class Copies:
         if self._ipc_works is None:
             self._ipc_works = ipc_works(self.group, self._row)
         if not self._ipc_works:  # the host link is too slow for gradients
-            return Path.HOST if stage is Stage.RECOMPUTE else Path.COLLECTIVE
+            return Path.HOST if stage is Stage.LOGPROB else Path.COLLECTIVE
         return Path.BOTH if stage in self.armed.late else Path.IPC
 
     def _engine(self, path: Path) -> TransferEngine:

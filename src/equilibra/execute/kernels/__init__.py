@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighed_sum"]
+__all__ = ["add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighted_sum"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 INTERPRETED = 3
@@ -64,11 +64,11 @@ def spread(
     rows.spread(tokens_TD, row_of_pair_TK, rows_ND, pairs_TK, numbers_N)
 
 
-def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, weighed and summed in the order of its choices."""
+def weighted_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] each token's rows, weighted and summed in the order of its choices."""
     from equilibra.execute.kernels import rows  # noqa: PLC0415
 
-    return rows.weighed_sum(rows_ND, row_of_pair_TK, weights_TK)
+    return rows.weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
 
 
 def plain_sum(

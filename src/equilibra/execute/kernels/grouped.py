@@ -185,7 +185,7 @@ def forward(
     a, y = rows_ND.new_empty(num_rows, inner), rows_ND.new_empty(num_rows, width)
     if num_rows:
         first_product(kind, groups, rows_ND, instances, h, a)
-        product(groups, a, instances, "down", y, turned=True)
+        product(groups, a, instances, "down", y, transposed=True)
         if keep:
             _shared_out(_share_task(groups, rows_ND, inner, learned=(True, True)))
     return y, h
@@ -198,7 +198,7 @@ def _share_task(groups: Groups, rows_ND: Tensor, inner: int, *, learned: tuple[b
 
 def backward(
     kind: Activation, saved: tuple[Tensor, Tensor, Tensor], groups: Groups, instances: Sequence[ExpertParts],
-    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, weighed: RowWeights | None = None,
+    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, weighted: RowWeights | None = None,
     num_first: int = 0, num_last: int = 0, after_last: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
     """As `expert_math.backward`."""
@@ -210,19 +210,19 @@ def backward(
     if groups.num_rows:
         if any(weights):  # tables travel beside the first product
             launches = Shares.of(_share_task(groups, dy, a.shape[1], learned=weights), dy.device)
-        product(groups, dy, instances, "down", a, turned=False)
-        if weighed is not None and instances[0].down_bias is not None:
-            bias_products(groups, dy, instances, weighed.gradients_N)
-        activation_gradient(kind, h, a, dh, weighed, added=instances[0].down_bias is not None)
+        product(groups, dy, instances, "down", a, transposed=False)
+        if weighted is not None and instances[0].down_bias is not None:
+            bias_products(groups, dy, instances, weighted.gradients_N)
+        activation_gradient(kind, h, a, dh, weighted, added=instances[0].down_bias is not None)
     kept = slice(num_first, len(instances) - num_last)
     afresh = [*learned[: kept.start], *learned[kept.stop :]]
     if launches:
         weights_and_rows(launches, groups, (dy, a, dh, rows_ND), instances, learned, kept, dx_ND)
     elif groups.num_rows:
-        product(groups, dh, instances, "gate_up", dx_ND, turned=False)
+        product(groups, dh, instances, "gate_up", dx_ND, transposed=False)
     else:
         _zero([part for wanted in afresh for part in (wanted.down, wanted.gate_up) if part is not None])
-    for left, name, weights_N in ((dy, "down_bias", weighed and weighed.values_N), (dh, "gate_up_bias", None)):
+    for left, name, weights_N in ((dy, "down_bias", weighted and weighted.values_N), (dh, "gate_up_bias", None)):
         biases = [getattr(wanted, name) for wanted in learned]
         if learned and biases[0] is not None:
             _zero([getattr(wanted, name) for wanted in afresh])
@@ -330,32 +330,32 @@ def first_product(
 
 
 def product(
-    groups: Groups, rows_NK: Tensor, instances: Sequence[ExpertParts], name: str, into_NC: Tensor, *, turned: bool
+    groups: Groups, rows_NK: Tensor, instances: Sequence[ExpertParts], name: str, into_NC: Tensor, *, transposed: bool
 ) -> None:
-    """Write rows times a matrix: y from a (turned, with its bias), da from dy, dx from dh."""
+    """Write rows times a matrix: y from a (transposed, with its bias), da from dy, dx from dh."""
     tile, columns = _tile(PRODUCT, rows_NK), into_NC.shape[1]
     grid, num = _grid(groups.num_tiles * -(-columns // tile.bn), rows_NK)
     launch(
         _kernels().product, grid, rows_NK,
         rows_NK, *_weights_and_bias(instances, name), into_NC, groups.tiles, groups.num_tiles, rows_NK,
-        K=rows_NK.shape[1], C=columns, TURNED=turned, BIAS=turned and instances[0].down_bias is not None, NUM=num,
-        STAGES=tile.stages, **_sizes(tile, rows_NK),
+        K=rows_NK.shape[1], C=columns, TRANSPOSED=transposed, BIAS=transposed and instances[0].down_bias is not None,
+        NUM=num, STAGES=tile.stages, **_sizes(tile, rows_NK),
     )  # fmt: skip
 
 
 def activation_gradient(
-    kind: Activation, h: Tensor, da: Tensor, dh: Tensor, weighed: RowWeights | None = None, *, added: bool = False
+    kind: Activation, h: Tensor, da: Tensor, dh: Tensor, weighted: RowWeights | None = None, *, added: bool = False
 ) -> None:
     """Write dh, from h and da, which becomes a, and gradients of weights, or add them to those that are there.
 
     In one kernel with the product before it, it took longer.
     """
-    weights, dweights = (da, da) if weighed is None else weighed
+    weights, dweights = (da, da) if weighted is None else weighted
     block = 2048 if 1024 < da.shape[1] <= 2048 else 1024  # values at a time: few are beyond the row's end
     launch(
         _kernels().activation_gradient, (len(da),), da,
         h, da, dh, weights, dweights, F=da.shape[1], CLAMPED=kind is Activation.CLAMPED_SWIGLU,
-        WEIGHED=weighed is not None, ADDED=added, BLOCK=block, num_warps=block // 256,
+        WEIGHTED=weighted is not None, ADDED=added, BLOCK=block, num_warps=block // 256,
     )  # fmt: skip
 
 
@@ -391,11 +391,11 @@ def weights_and_rows(
 
 
 def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor, weights_N: Tensor | None) -> None:
-    """Add column sums of every instance's rows, weighed if there are weights."""
+    """Add column sums of every instance's rows, weighted if there are weights."""
     launch(
         _kernels().bias_gradient, (-(-left.shape[1] // 64), len(into)), left,
         left, left if weights_N is None else weights_N, *Places.of(into), offsets, into[0], A=left.shape[1],
-        WEIGHED=weights_N is not None, BN=64, BK=64,
+        WEIGHTED=weights_N is not None, BN=64, BK=64,
     )  # fmt: skip
 
 

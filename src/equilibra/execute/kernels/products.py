@@ -9,7 +9,7 @@ result does not depend on what else is computed.
 
     first_product        h = x W1.T + b1, a = act(h)
     product              y = a W2.T + b2; da = dy W2; dx = dh W1
-    activation_gradient  dh = act'(h) w da, a = w act(h), dw = act(h) . da, where rows are weighed
+    activation_gradient  dh = act'(h) w da, a = w act(h), dw = act(h) . da, where rows are weighted
     gradients            dW2 += dy.T a, dW1 += dh.T x, both in float32, where they are summed; dx = dh W1
     bias_gradient        db += column sums
     bias_products        dw += dy . b2
@@ -164,11 +164,11 @@ def first_product(
 @triton.jit
 def _multiply(
     tiles_r, tiles_w, tiles_i, places, biases, bias_places, bias_unit, tiles, num_tiles, like, work, begin, end,
-    K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, LISTED: tl.constexpr,
     HALVES: tl.constexpr, PRECISION: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
     STAGES: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    """Writes tiles of [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED.
+    """Writes tiles of [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TRANSPOSED.
 
     Every STEP-th tile from `begin` to `end`; if LISTED, of those that `work` names; if HALVES, the left (even) or the
     right half of a tile, whose columns are BN then.
@@ -188,7 +188,7 @@ def _multiply(
         total = tl.zeros((BM, BN), tl.float32)
         for k in tl.range(0, K, BK, num_stages=STAGES):
             tile_r = tiles_r.load([FAR, last, row, k]).reshape(BM, BK)
-            if TURNED:
+            if TRANSPOSED:
                 tile_w = tiles_w.load([place, col, k]).reshape(BN, BK).T
             else:
                 tile_w = tiles_w.load([place, k, col]).reshape(BK, BN)
@@ -206,27 +206,27 @@ def _multiply(
 @_once_per_shape
 def product(
     rows_NK, weights, places, unit, biases, bias_places, bias_unit, into, tiles, num_tiles, like,
-    K: tl.constexpr, C: tl.constexpr, TURNED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
+    K: tl.constexpr, C: tl.constexpr, TRANSPOSED: tl.constexpr, BIAS: tl.constexpr, PRECISION: tl.constexpr,
     BM: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr, STAGES: tl.constexpr, NUM: tl.constexpr,
 ):  # fmt: skip
-    """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TURNED."""
-    tiles_w = _places(weights, unit, like, C, K, BN, BK) if TURNED else _places(weights, unit, like, K, C, BK, BN)
+    """Writes [N, C]: rows [N, K] times the weights [K, C], which lie as [C, K] if TRANSPOSED."""
+    tiles_w = _places(weights, unit, like, C, K, BN, BK) if TRANSPOSED else _places(weights, unit, like, K, C, BK, BN)
     _multiply(
         _rows(rows_NK, K, K, BM, BK), tiles_w, _rows(into, C, C, BM, BN // 2), places, biases, bias_places, bias_unit,
-        tiles, num_tiles, like, tiles, tl.program_id(0), num_tiles * tl.cdiv(C, BN), K=K, C=C, TURNED=TURNED, BIAS=BIAS,
-        LISTED=False, HALVES=False, PRECISION=PRECISION, BM=BM, BN=BN, BK=BK, STAGES=STAGES, STEP=NUM,
+        tiles, num_tiles, like, tiles, tl.program_id(0), num_tiles * tl.cdiv(C, BN), K=K, C=C, TRANSPOSED=TRANSPOSED,
+        BIAS=BIAS, LISTED=False, HALVES=False, PRECISION=PRECISION, BM=BM, BN=BN, BK=BK, STAGES=STAGES, STEP=NUM,
     )  # fmt: skip
 
 
 @_once_per_shape
 def activation_gradient(
     h, da, dh, weights_of_rows, dweights,
-    F: tl.constexpr, CLAMPED: tl.constexpr, WEIGHED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
+    F: tl.constexpr, CLAMPED: tl.constexpr, WEIGHTED: tl.constexpr, ADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """Writes dh [N, 2F] from h and da [N, F], which becomes a. A program has one row.
 
-    If WEIGHED, da is that of weighed rows, a becomes weighed too, and a row's weight gets its gradient: da . a, added
-    to what is there if ADDED.
+    If WEIGHTED, da is that of weighted rows, a becomes weighted too, and a row's weight gets its gradient: da . a,
+    added to what is there if ADDED.
     """
     row = tl.program_id(0).to(tl.int64)
     products = tl.zeros((BLOCK,), tl.float32)
@@ -238,7 +238,7 @@ def activation_gradient(
         up = tl.load(h + both + F, mask=mask, other=0.0).to(tl.float32)
         values = tl.load(da + at, mask=mask, other=0.0).to(tl.float32)
         a = _activate(gate, up, CLAMPED)
-        if WEIGHED:
+        if WEIGHTED:
             weight = tl.load(weights_of_rows + row)
             products += values * a
             values, a = values * weight, a * weight
@@ -246,7 +246,7 @@ def activation_gradient(
         tl.store(dh + both, dgate.to(dh.dtype.element_ty), mask=mask)
         tl.store(dh + both + F, dup.to(dh.dtype.element_ty), mask=mask)
         tl.store(da + at, a.to(da.dtype.element_ty), mask=mask)
-    if WEIGHED:
+    if WEIGHTED:
         total = tl.sum(products, axis=0)
         if ADDED:
             total += tl.load(dweights + row)
@@ -336,7 +336,7 @@ def gradients(
     tiles_w = _places(weights, unit, like, 2 * F, D, DX_BK, BN)
     _multiply(
         tiles_r, tiles_w, tiles_i, places, weights, places, unit, tiles, num_tiles, like, work, tl.load(share),
-        tl.load(share) + tl.load(share + 1), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, HALVES=False,
+        tl.load(share) + tl.load(share + 1), K=2 * F, C=D, TRANSPOSED=False, BIAS=False, LISTED=True, HALVES=False,
         PRECISION=PRECISION, BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
     )  # fmt: skip
     _add_products(
@@ -350,14 +350,14 @@ def gradients(
     )  # fmt: skip
     _multiply(
         tiles_r, tiles_w, tiles_i, places, weights, places, unit, tiles, num_tiles, like, work, tl.load(share + 6),
-        tl.load(share + 6) + tl.load(share + 7), K=2 * F, C=D, TURNED=False, BIAS=False, LISTED=True, HALVES=False,
+        tl.load(share + 6) + tl.load(share + 7), K=2 * F, C=D, TRANSPOSED=False, BIAS=False, LISTED=True, HALVES=False,
         PRECISION=PRECISION, BM=BM, BN=BN, BK=DX_BK, STAGES=DX_STAGES, STEP=1,
     )  # fmt: skip
     if tl.load(share + 9) > 0:
         _multiply(
             tiles_r, _places(weights, unit, like, 2 * F, D, DX_BK, BN // 2), tiles_i, places, weights, places, unit,
             tiles, num_tiles, like, work, tl.load(share + 8), tl.load(share + 8) + tl.load(share + 9), K=2 * F, C=D,
-            TURNED=False, BIAS=False, LISTED=True, HALVES=True, PRECISION=PRECISION, BM=BM, BN=BN // 2, BK=DX_BK,
+            TRANSPOSED=False, BIAS=False, LISTED=True, HALVES=True, PRECISION=PRECISION, BM=BM, BN=BN // 2, BK=DX_BK,
             STAGES=DX_STAGES, STEP=1,
         )  # fmt: skip
 
@@ -365,9 +365,9 @@ def gradients(
 @_once_per_shape
 def bias_gradient(
     rows_NA, weights_of_rows, sums, places, unit, offsets, like,
-    A: tl.constexpr, WEIGHED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
+    A: tl.constexpr, WEIGHTED: tl.constexpr, BN: tl.constexpr, BK: tl.constexpr,
 ):  # fmt: skip
-    """Adds the column sums [A] of an instance's rows to its gradient; of weighed rows if WEIGHED."""
+    """Adds the column sums [A] of an instance's rows to its gradient; of weighted rows if WEIGHTED."""
     g = tl.program_id(1)
     cols = tl.program_id(0) * BN + tl.arange(0, BN)
     mask = cols < A
@@ -378,7 +378,7 @@ def bias_gradient(
             rows = start + tl.arange(0, BK)
             at = rows_NA + rows[:, None].to(tl.int64) * A + cols[None, :]
             values = tl.load(at, mask=(rows < last)[:, None] & mask[None, :], other=0.0).to(tl.float32)
-            if WEIGHED:
+            if WEIGHTED:
                 values *= tl.load(weights_of_rows + rows, mask=rows < last, other=0.0)[:, None]
             total += tl.sum(values, axis=0)
         into = sums.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit + cols

@@ -3,7 +3,7 @@
 Symbols: T tokens, K experts per token, N rows, D width.
 
     spread        rows[row_of_pair[t, k]] = tokens[t]; numbers of pairs too, if there are any
-    weighed_sum   out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices
+    weighted_sum   out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices
     plain_sum     the same without weights; numbers of rows back to pairs too, if there are any
 
 Sums are taken in float32. A program has one token. Rows may lie apart from each other, as may numbers of rows.
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from equilibra.execute.kernels import launch
 
-__all__ = ["plain_sum", "spread", "weighed_sum"]
+__all__ = ["plain_sum", "spread", "weighted_sum"]
 
 
 def spread(
@@ -36,10 +36,10 @@ def spread(
         )  # fmt: skip
 
 
-def weighed_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, weighed."""
+def weighted_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] each token's rows, weighted."""
     out_TD = rows_ND.new_empty(len(row_of_pair_TK), rows_ND.shape[1])
-    _launch_sum(rows_ND, row_of_pair_TK, (rows_ND, 1, weights_TK.contiguous()), out_TD, weighed=True, numbered=False)
+    _launch_sum(rows_ND, row_of_pair_TK, (rows_ND, 1, weights_TK.contiguous()), out_TD, weighted=True, numbered=False)
     return out_TD
 
 
@@ -49,7 +49,7 @@ def plain_sum(
     """[T, D] each token's rows; write numbers of pairs from those of rows."""
     out_TD = rows_ND.new_empty(len(row_of_pair_TK), rows_ND.shape[1])
     numbers = _numbers(rows_ND, numbers_N, pairs_TK)
-    _launch_sum(rows_ND, row_of_pair_TK, numbers, out_TD, weighed=False, numbered=pairs_TK is not None)
+    _launch_sum(rows_ND, row_of_pair_TK, numbers, out_TD, weighted=False, numbered=pairs_TK is not None)
     return out_TD
 
 
@@ -61,14 +61,14 @@ def _numbers(rows_ND: Tensor, numbers_N: Tensor | None, pairs_TK: Tensor | None)
 
 
 def _launch_sum(
-    rows_ND: Tensor, row_of_pair_TK: Tensor, numbers: tuple[Tensor, int, Tensor], out_TD: Tensor, *, weighed: bool,
+    rows_ND: Tensor, row_of_pair_TK: Tensor, numbers: tuple[Tensor, int, Tensor], out_TD: Tensor, *, weighted: bool,
     numbered: bool,
 ) -> None:  # fmt: skip
     (num_tokens, top_k), width = row_of_pair_TK.shape, rows_ND.shape[1]
     if num_tokens:
         launch(
             _sum, (num_tokens,), rows_ND,
-            rows_ND, row_of_pair_TK, *numbers, out_TD, K=top_k, D=width, STRIDE=rows_ND.stride(0), WEIGHED=weighed,
+            rows_ND, row_of_pair_TK, *numbers, out_TD, K=top_k, D=width, STRIDE=rows_ND.stride(0), WEIGHTED=weighted,
             NUMBERED=numbered, BLOCK=triton.next_power_of_2(width), num_warps=_warps(width),
         )  # fmt: skip
 
@@ -95,17 +95,17 @@ def _spread(
 @triton.jit(do_not_specialize_on_alignment=["row_of_pair", "numbers", "pairs"])
 def _sum(
     rows, row_of_pair, numbers, apart, pairs, out,
-    K: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, WEIGHED: tl.constexpr, NUMBERED: tl.constexpr,
+    K: tl.constexpr, D: tl.constexpr, STRIDE: tl.constexpr, WEIGHTED: tl.constexpr, NUMBERED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """pairs: weights that are read if WEIGHED, numbers that are written if NUMBERED."""
+    """pairs: weights that are read if WEIGHTED, numbers that are written if NUMBERED."""
     t = tl.program_id(0).to(tl.int64)
     cols = tl.arange(0, BLOCK)
     total = tl.zeros((BLOCK,), tl.float32)
     for k in range(K):
         row = tl.load(row_of_pair + t * K + k).to(tl.int64)
         values = tl.load(rows + row * STRIDE + cols, mask=cols < D, other=0.0).to(tl.float32)
-        if WEIGHED:
+        if WEIGHTED:
             values *= tl.load(pairs + t * K + k).to(tl.float32)
         if NUMBERED:
             tl.store(pairs + t * K + k, tl.load(numbers + row * apart).to(pairs.dtype.element_ty))

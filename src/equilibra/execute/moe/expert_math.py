@@ -4,7 +4,7 @@ Symbols: N rows, D width, F inner width, I instances of experts on this rank.
 
 The backward pass is written out because copies must not be kept for it: their slots serve other layers in between, and
 autograd would hold on to the weights. What is kept per row is the input and the product of the first matrix. Results
-are not kept: where they are weighed later, gradients of those weights are computed here too, from the inner width:
+are not kept: where they are weighted later, gradients of those weights are computed here too, from the inner width:
 
     dw = dout . y = dout . (W2 a + b2) = (dout W2) . a + dout . b2
 
@@ -61,7 +61,7 @@ class ExpertGradients(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """What results of rows are weighed with, by whoever sums them."""
+    """What results of rows are weighted with, by whoever sums them."""
 
     values_N: Tensor
     """float32, or more"""
@@ -133,21 +133,21 @@ def backward(
     gradients: Sequence[ExpertParts | ExpertGradients | None],
     dx_ND: Tensor,
     *,
-    weighed: RowWeights | None = None,
+    weighted: RowWeights | None = None,
     num_first: int = 0,
     num_last: int = 0,
     after_last: Callable[[], None] = lambda: None,
 ) -> None:
     """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
 
-    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]; if they are weighed, that
-    of the weighed results. Parameters' gradients of the first `num_first` and the last `num_last` instances are written
-    over whatever was there; `after_last` is called when those of the last are there.
+    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]; if they are weighted, that
+    of the weighted results. Gradients of the parameters of the first `num_first` and the last `num_last` instances are
+    written over whatever was there; `after_last` is called when those of the last are there.
     """
     if grouped.serves(saved[0], instances):
         groups = grouped.Groups.of(tuple(sizes), saved[0].device)
         grouped.backward(
-            kind, saved, groups, instances, gradients, dx_ND, weighed=weighed, num_first=num_first, num_last=num_last,
+            kind, saved, groups, instances, gradients, dx_ND, weighted=weighted, num_first=num_first, num_last=num_last,
             after_last=after_last,
         )  # fmt: skip
         return
@@ -161,10 +161,12 @@ def backward(
         for span, (parts, wanted, at) in every:
             if (at >= first) is are_last:
                 da = torch.mm(dy[span], parts.down.to(dy.dtype))
-                weights = None if weighed is None else weighed.values_N[span, None]
+                weights = None if weighted is None else weighted.values_N[span, None]
                 a, dh = activation_gradient(kind, h[span], da if weights is None else (da * weights).to(da.dtype))
-                if weighed is not None and weights is not None:
-                    weighed.gradients_N[span] = _gradient_of_weights(dy[span], parts, a, da, weighed.gradients_N.dtype)
+                if weighted is not None and weights is not None:
+                    weighted.gradients_N[span] = _gradient_of_weights(
+                        dy[span], parts, a, da, weighted.gradients_N.dtype
+                    )
                     a = (a * weights).to(a.dtype)
                 torch.mm(dh, parts.gate_up.to(dy.dtype), out=dx_ND[span])
                 if wanted is not None:
@@ -185,7 +187,7 @@ def _add_products(
 ) -> None:  # fmt: skip
     """Gradients of both matrices from (gradient of the product, its input), and of biases.
 
-    Rows of the second input are weighed already; the bias beside it has weights of its own.
+    Rows of the second input are weighted already; the bias beside it has weights of its own.
     """
     for weight, bias, (gradient, rows), weights in (
         (wanted.down, wanted.down_bias, second, weights_N1), (wanted.gate_up, wanted.gate_up_bias, first, None)
@@ -193,8 +195,8 @@ def _add_products(
         if weight is not None:
             _add_product(weight, gradient, rows)
         if bias is not None:
-            weighed = gradient if weights is None else gradient * weights
-            bias.add_(weighed.sum(dim=0, dtype=bias.dtype))
+            weighted = gradient if weights is None else gradient * weights
+            bias.add_(weighted.sum(dim=0, dtype=bias.dtype))
 
 
 def _add_product(into: Tensor, left_NA: Tensor, right_NB: Tensor) -> None:

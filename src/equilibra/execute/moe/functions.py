@@ -7,7 +7,7 @@ so no rank leaves a collective out. They keep the same number of tensors on ever
 a recomputation at the last of them). Sums over a token's experts are taken in the order of its choices, so the result
 does not depend on where experts are.
 
-Results are weighed at their tokens, by combine, and not kept. Gradients of weights are computed where experts are,
+Results are weighted at their tokens, by combine, and not kept. Gradients of weights are computed where experts are,
 which can do without results: backward, weights go there with the gradients of rows and come back as gradients.
 """
 
@@ -21,13 +21,13 @@ from torch import Tensor
 from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.group import Channel
-from equilibra.execute.kernels import grouped, on_gpu, spread, weighed_sum
+from equilibra.execute.kernels import grouped, on_gpu, spread, weighted_sum
 from equilibra.execute.moe import expert_math
 from equilibra.execute.moe.expert_math import RowWeights
 from equilibra.execute.moe.laden import Laden
 from equilibra.execute.visits.visit import Tables, Where
-from equilibra.measure.events import Direction, Kind, Resource
 
 if TYPE_CHECKING:
     from equilibra.execute.runtime import Runtime
@@ -108,10 +108,10 @@ def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
     return rows_ND if index is None else rows_ND.index_select(0, index)
 
 
-def _weighed_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, weighed and summed in the order of its choices, each row read once."""
+def _weighted_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] each token's rows, weighted and summed in the order of its choices, each row read once."""
     if on_gpu(rows_ND):
-        return weighed_sum(rows_ND, row_of_pair_TK, weights_TK)
+        return weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
     if rows_ND.dtype == weights_TK.dtype:
         return embedding_bag(row_of_pair_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
     total_TD = rows_ND.new_zeros(len(weights_TK), rows_ND.shape[1], dtype=weights_TK.dtype)
@@ -175,14 +175,14 @@ class Experts(torch.autograd.Function):
         visit: Pass = ctx.visit
         rows_ND, h = ctx.saved_tensors
         dx_ND, weights_N = torch.empty_like(rows_ND), visit.take_numbers()
-        weighed = RowWeights(weights_N, torch.empty_like(weights_N))
-        visit.runtime.backward(visit, (rows_ND, h, dy_ND.contiguous()), dx_ND, weighed)
-        visit.numbers_N = weighed.gradients_N
+        weighted = RowWeights(weights_N, torch.empty_like(weights_N))
+        visit.runtime.backward(visit, (rows_ND, h, dy_ND.contiguous()), dx_ND, weighted)
+        visit.numbers_N = weighted.gradients_N
         return (dx_ND, None, *(None for _ in range(len(ctx.needs_input_grad) - 2)))
 
 
 class Combine(torch.autograd.Function):
-    """Results [N, D] back to their tokens [T, D], weighed there."""
+    """Results [N, D] back to their tokens [T, D], weighted there."""
 
     @staticmethod
     def forward(ctx: Any, results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
@@ -192,7 +192,7 @@ class Combine(torch.autograd.Function):
         ungrouped = _in_order(results_ND, tables.grouped_of_received)
         returned = visit.exchange(Kind.COMBINE, visit.direction, ungrouped, out=False)
         ctx.save_for_backward(weights_TK)  # results are not needed: see `expert_math`
-        out_TD = _weighed_sum_of_choices(returned, tables.row_of_pair, weights_TK)
+        out_TD = _weighted_sum_of_choices(returned, tables.row_of_pair, weights_TK)
         visit.runtime.leave_layer()
         return out_TD.to(results_ND.dtype)
 
@@ -228,6 +228,6 @@ def experts(rows_ND: Tensor, visit: Pass, parameters: Sequence[Tensor]) -> Tenso
 
 
 def combine(results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
-    """[T, D] every token's results, weighed and summed."""
+    """[T, D] every token's results, weighted and summed."""
     out_TD: Tensor = Combine.apply(results_ND, weights_TK.detach(), visit)  # type: ignore[no-untyped-call]
     return out_TD

@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
 from equilibra.core.placement import Migration
+from equilibra.events.schema import Direction, Kind, Resource, StageNumber
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate_layer import LayerMove, layer_move, move_columns, width_of
 from equilibra.execute.visits.visit import Where
-from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 
 __all__ = ["Carried", "Migrated", "migrate", "optimizer_tensors"]
 

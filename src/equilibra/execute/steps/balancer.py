@@ -31,6 +31,7 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Migration, Placement
 from equilibra.cost.rates import rates_for
+from equilibra.events.schema import Direction, Kind, Resource, StageNumber
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 from equilibra.execute.steps.attached import Attached
@@ -42,7 +43,6 @@ from equilibra.execute.steps.replicated import check_replicated
 from equilibra.execute.steps.sharded import check_experts_are_whole, sharded_and_summed
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.execute.visits.visit import Where
-from equilibra.measure.events import Direction, Kind, Resource, StageNumber
 from equilibra.trace.routing import RoutingTrace
 
 __all__ = ["Balancer", "BalancerSetting"]

@@ -10,9 +10,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.measure.events import Direction, Events, Kind, StageNumber
-from equilibra.measure.imbalance import imbalance, spread
-from equilibra.measure.run import PASSES, PlannerRecord, columns_of_plan
+from equilibra.events.imbalance import imbalance, spread
+from equilibra.events.run import PASSES, PlannerRecord, columns_of_plan
+from equilibra.events.schema import Direction, Events, Kind, StageNumber
 
 __all__ = ["executed_rows", "measured_record"]
 
@@ -81,7 +81,7 @@ def _layer_us(rows: NDArray[np.void], shape: tuple[int, int, int]) -> NDArray[np
     layers, micro_batches, _ = shape
     of_layer = rows[(rows["layer"] >= 0) & (rows["micro_batch"] >= 0) & (rows["kind"] != Kind.ATTENTION)]
     backward = of_layer["direction"] != Direction.FORWARD
-    number = np.where(of_layer["stage"] == StageNumber.RECOMPUTE, 0, np.where(backward, 2, 1))
+    number = np.where(of_layer["stage"] == StageNumber.LOGPROB, 0, np.where(backward, 2, 1))
     first = np.full((len(PASSES), layers, micro_batches), np.inf)
     last = np.zeros_like(first)
     np.minimum.at(first, (number, of_layer["layer"], of_layer["micro_batch"]), of_layer["start_us"])

@@ -17,10 +17,10 @@ from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
+from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.counts import StepCounts
 from equilibra.execute.steps.own_schedule import OwnSchedule, own_schedule
-from equilibra.measure.imbalance import imbalance
 from equilibra.plan.mini_batches import turn_in_mini_batch
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from equilibra.events.schema import EVENT, Direction, Kind, Resource
 from equilibra.execute.visits.visit import Where
-from equilibra.measure.events import EVENT, Direction, Kind, Resource
 
 __all__ = ["Moment", "Recorder", "Span", "mark"]
 

@@ -18,14 +18,14 @@ from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import Schedule, step_load
+from equilibra.events.imbalance import imbalance
+from equilibra.events.run import PlannerRecord
 from equilibra.execute.runtime import Armed, Runtime
 from equilibra.execute.steps.counts import StepCounts
 from equilibra.execute.steps.exchange import Route, send_sequences
 from equilibra.execute.steps.measured import measured_record
 from equilibra.execute.steps.planning import PlannedStep
 from equilibra.execute.visits.micro_batch import MicroBatch
-from equilibra.measure.imbalance import imbalance
-from equilibra.measure.run import PlannerRecord
 from equilibra.plan.paths import late_stages
 
 __all__ = ["Step", "begin_step"]

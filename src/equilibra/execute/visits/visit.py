@@ -11,12 +11,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.plan import Stage
+from equilibra.events.schema import StageNumber
 from equilibra.execute.visits.tables import Instances, ReceiveTable, SendTable
-from equilibra.measure.events import StageNumber
 
 __all__ = ["NUMBER", "STAGE", "Tables", "Where", "on_device"]
 
-NUMBER = {Stage.RECOMPUTE: StageNumber.RECOMPUTE, Stage.UPDATE: StageNumber.UPDATE}
+NUMBER = {Stage.LOGPROB: StageNumber.LOGPROB, Stage.UPDATE: StageNumber.UPDATE}
 STAGE = {number: stage for stage, number in NUMBER.items()}
 
 
@@ -25,7 +25,7 @@ class Where:
     """Which visit."""
 
     stage: StageNumber
-    """recompute or update"""
+    """log-prob or update"""
     micro_batch: int
     """number in the plan, -1 where there is none"""
     layer: int

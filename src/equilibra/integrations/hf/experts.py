@@ -31,7 +31,7 @@ def use_plain_experts(model: Any, *, transposed: bool) -> None:  # noqa: ANN401 
 
 
 def _experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
-    """Sum of every token's experts, weighed; no gradient flows."""
+    """Sum of every token's experts, weighted; no gradient flows."""
     top_k = experts_TK.shape[-1]
     order = experts_TK.flatten().argsort(stable=True)
     sizes = torch.bincount(experts_TK.flatten(), minlength=len(module.down_proj)).tolist()

@@ -130,7 +130,7 @@ def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
 def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
-    """What transformers calls for every MoE layer: each token's experts, weighed, wherever they are."""
+    """What transformers calls for every MoE layer: each token's experts, weighted, wherever they are."""
     place: _Place | None = getattr(module, "place", None)
     if place is None:
         raise InputError(

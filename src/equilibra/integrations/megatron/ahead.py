@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Protocol
 
 from equilibra.core.plan import Stage
-from equilibra.measure.events import Direction
+from equilibra.events.schema import Direction
 
 __all__ = ["MOST_LAYERS", "Ahead", "Fetching"]
 

@@ -172,7 +172,7 @@ class Balancer:
     def arm(self, step: Step, stage: Stage = Stage.UPDATE, *, start: int = 0) -> None:
         """Begin another pass over the step's micro-batches: the first forward that comes is of the first of them.
 
-        RECOMPUTE is a pass without backward (old log-probabilities), UPDATE one with it. start: the first micro-batch,
+        LOGPROB is a pass without backward (old log-probabilities), UPDATE one with it. start: the first micro-batch,
         where weights have changed since the ones before it: one plan for several optimizer steps.
         """
         if step.plan.placement != self.placement:

@@ -16,13 +16,13 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError, InputError
+from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import direction_now
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.copies import Arriving, Exchange, carry, fetch
 from equilibra.integrations.megatron.parts import parts_of, run_copies
 from equilibra.integrations.planned.slots import Visit
-from equilibra.measure.events import Direction
 
 __all__ = ["Place", "to_slots"]
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
-from equilibra.measure.imbalance import imbalance
+from equilibra.events.imbalance import imbalance
 
 __all__ = ["Prepared", "Step"]
 

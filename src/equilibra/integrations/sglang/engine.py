@@ -26,9 +26,9 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.routed.decode import located
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.save import NOTHING
+from equilibra.integrations.routing_formats.decode import located
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.save import NOTHING
 from equilibra.integrations.sglang.http import Server
 from equilibra.integrations.sglang.routing import sequence_of_result
 from equilibra.integrations.weights_folder import hand_over

@@ -12,9 +12,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routed.decode import as_rows, count_in, flat_int32, from_base64, located, table_in
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.sequence import RoutedSequence, Rows, align, unrecorded
+from equilibra.integrations.routing_formats.decode import as_rows, count_in, flat_int32, from_base64, located, table_in
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, unrecorded
 
 __all__ = ["sequence_of_result", "sequences_of_response"]
 

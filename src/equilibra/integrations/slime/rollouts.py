@@ -70,7 +70,7 @@ class Rollouts:
         self._rollout = None
         self.balancer.end()
         if stage == REPLAYED:
-            self._waiting = self._begin(Stage.RECOMPUTE)
+            self._waiting = self._begin(Stage.LOGPROB)
 
     def before_train_step(self, step_id: int) -> PlannedRollout | None:
         """Before an optimizer step. Returns the rollout's plan with the first."""

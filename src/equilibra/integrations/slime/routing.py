@@ -14,9 +14,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routed.decode import as_rows, located
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.sequence import RoutedSequence, Rows, align, unrecorded
+from equilibra.integrations.routing_formats.decode import as_rows, located
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, unrecorded
 
 __all__ = ["sequences_of_samples"]
 

@@ -20,9 +20,9 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
+from equilibra.events.imbalance import imbalance
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
 from equilibra.integrations.verl.setting import BLOCK, VerlSetting, setting_of
-from equilibra.measure.imbalance import imbalance
 
 __all__ = ["BalancedEngine", "balance_engine", "figures"]
 
@@ -83,7 +83,7 @@ class BalancedEngine:
 
     def begin(self, data: Any, *, forward_only: bool) -> None:  # noqa: ANN401 - a TensorDict
         """A pass over this batch; it is planned when its micro-batches are there."""
-        self._data, self._stage = data, Stage.RECOMPUTE if forward_only else Stage.UPDATE
+        self._data, self._stage = data, Stage.LOGPROB if forward_only else Stage.UPDATE
         self.balancer.end()
 
     def end(self) -> None:
@@ -104,7 +104,7 @@ class BalancedEngine:
         start = time.perf_counter()
         step = self.balancer.begin(_Replayed(self, micro_batches), self._stage)
         found = figures(step, self._stage) | {"planning_s": time.perf_counter() - start}
-        part = "log_prob_" if self._stage is Stage.RECOMPUTE else ""
+        part = "log_prob_" if self._stage is Stage.LOGPROB else ""
         self.waiting |= {f"equilibra/{part}{name}": value for name, value in found.items()}
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns

@@ -18,9 +18,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routed.decode import as_rows, located
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.sequence import RoutedSequence, Rows, align
+from equilibra.integrations.routing_formats.decode import as_rows, located
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align
 
 __all__ = ["sequences_of_batch"]
 

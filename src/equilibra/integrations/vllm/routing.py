@@ -16,9 +16,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routed.decode import as_rows, count_in, from_base64, from_npy, located, table_in
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.sequence import RoutedSequence, Rows, align, unrecorded
+from equilibra.integrations.routing_formats.decode import as_rows, count_in, from_base64, from_npy, located, table_in
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, unrecorded
 
 __all__ = ["sequences_of_outputs", "sequences_of_response"]
 

@@ -5,7 +5,7 @@ const Training = (() => {
   const { byId, table, tip, alternative } = Elements;
   const { training, answer, about } = Data.run;
   const { step: steps, columns, stages, held_out: heldOut } = training;
-  const FILLS = { rollout: "attention", plan: "plan", recompute: "line-7", update: "accent", weights: "exchange", checkpoint: "optimizer", reward: "line-4", advantages: "line-3" };
+  const FILLS = { rollout: "attention", plan: "plan", logprob: "line-7", update: "accent", weights: "exchange", checkpoint: "optimizer", reward: "line-4", advantages: "line-3" };
   const SPARE = ["line-6", "line-5", "line-1", "line-2"];
   const FEW = 40;
   const SMALL_SHARE = 0.015;

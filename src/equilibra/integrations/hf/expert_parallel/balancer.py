@@ -130,7 +130,7 @@ class ParallelBalancer:
     def arm(self, step: Step, stage: Stage = Stage.UPDATE) -> None:
         """Begin another pass over the step's micro-batches: the first forward that comes is of the first of them.
 
-        RECOMPUTE is a pass without backward (old log-probabilities), UPDATE one with it.
+        LOGPROB is a pass without backward (old log-probabilities), UPDATE one with it.
         """
         if self._routing is None or self._routing[0] is not step:
             raise InputError("cannot arm a step that is over: arm the one that begin() returned last")

@@ -19,12 +19,12 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError, InputError
+from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import direction_now
 from equilibra.integrations.hf.expert_parallel.copies import Exchange, carry
 from equilibra.integrations.hf.replay import route_recorded
 from equilibra.integrations.planned.slots import Visit
-from equilibra.measure.events import Direction
 
 __all__ = ["Armed", "Place", "known_or_live", "to_slots"]
 

@@ -10,8 +10,8 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.plan.beside import base_rows, level_beside, thirds
 from equilibra.plan.planner import StepProblem
+from equilibra.plan.relevel import base_rows, relevel, thirds
 from equilibra.plan.step import Equilibra
 from references.nodes import lowest_level
 
@@ -45,7 +45,7 @@ def levelled(seed, rates=PRICED, **shape):
     """A plan that does not know what moves, and its update with quotas that do."""
     step, plan = planned(seed, replace(rates, move_beside_us=FREE, add_beside_us=FREE), **shape)
     part = plan.stages[UPDATE]
-    return step, plan, part, level_beside(part, step.load, plan.placement, plan.standing, rates, UPDATE)
+    return step, plan, part, relevel(part, step.load, plan.placement, plan.standing, rates, UPDATE)
 
 
 def costs(step, plan, part, rates=PRICED):
@@ -107,7 +107,7 @@ def test_fuller_tiles_make_no_rank_slower_than_the_slowest(seed):
     step, plan, _, level = levelled(seed)
     tiled = replace(PRICED, tile_rows=TILE)
     part = planned(seed, BLIND)[1].stages[UPDATE]
-    full = level_beside(part, step.load, plan.placement, plan.standing, tiled, UPDATE)
+    full = relevel(part, step.load, plan.placement, plan.standing, tiled, UPDATE)
     replace(plan, stages=dict.fromkeys(Stage, full)).check(step.load, spare_slots=2)
     slow, fast = (_in_thirds(step, plan, one).max(axis=1) for one in (level, full))
     assert (fast <= slow).all()
@@ -152,7 +152,7 @@ def test_standing_copies_are_levelled_without_the_last_flash_copy():
         part, first_of_problem=(np.arange(7) > problem).astype(np.int64), expert=part.expert[kept],
         rank=part.rank[kept], origin=part.origin[kept], tokens_FR=part.tokens_FR[kept],
     )  # fmt: skip
-    found = level_beside(one, step.load, plan.placement, plan.standing, dear, UPDATE)
+    found = relevel(one, step.load, plan.placement, plan.standing, dear, UPDATE)
     assert found.num_copies == 0
     base_PR = base_rows(found, step.load, plan.standing, dear, UPDATE)
     after = costs(step, plan, found, dear)
@@ -171,10 +171,10 @@ def _places(part):
 
 def test_without_a_price_or_with_traffic_nothing_changes():
     step, plan, part, _ = levelled(0, nodes=2)
-    assert level_beside(part, step.load, plan.placement, plan.standing, BLIND, UPDATE) is part
-    assert level_beside(part, step.load, plan.placement, plan.standing, PRICED, Stage.RECOMPUTE) is part
+    assert relevel(part, step.load, plan.placement, plan.standing, BLIND, UPDATE) is part
+    assert relevel(part, step.load, plan.placement, plan.standing, PRICED, Stage.LOGPROB) is part
     dear = replace(PRICED, cross_row_us=1.0)
-    assert level_beside(part, step.load, plan.placement, plan.standing, dear, UPDATE) is part
+    assert relevel(part, step.load, plan.placement, plan.standing, dear, UPDATE) is part
 
 
 def test_neighbours_are_the_visits_before_and_after():
@@ -193,12 +193,12 @@ def test_tiles_have_whole_rows(rows):
         replace(PRICED, tile_rows=rows)
 
 
-def test_prices_beyond_all_rows_are_cut_and_recompute_has_no_gradients():
+def test_prices_beyond_all_rows_are_cut_and_logprob_has_no_gradients():
     step, plan, part, _ = levelled(2)
     absurd = replace(PRICED, hold_us={**FREE, UPDATE: 1e300})
     assert base_rows(part, step.load, plan.standing, absurd, UPDATE).max() == 2**31
     same = dict.fromkeys(Stage, 1.0)
     moves = replace(Rates.free(), move_beside_us=same, add_beside_us=same)
-    forward = base_rows(part, step.load, plan.standing, moves, Stage.RECOMPUTE)
+    forward = base_rows(part, step.load, plan.standing, moves, Stage.LOGPROB)
     assert forward.sum() == part.num_copies
     assert base_rows(part, step.load, plan.standing, moves, UPDATE).sum() == 4 * part.num_copies

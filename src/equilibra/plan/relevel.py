@@ -28,14 +28,14 @@ from equilibra.core.plan import Stage, StagePlan, StandingCopies
 from equilibra.cost.rates import MOST_ROWS, Rates
 from equilibra.plan.level import level_nodes
 
-__all__ = ["base_rows", "level_beside", "thirds"]
+__all__ = ["base_rows", "relevel", "thirds"]
 
 THIRDS = 3
 """costs are counted in thirds of rows where tiles count"""
 _SWEEPS = 16
 
 
-def level_beside(
+def relevel(
     part: StagePlan, load: StepLoad, placement: Placement, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> StagePlan:
     """The same copies with other quotas, where rates have a price for what moves beside a layer.

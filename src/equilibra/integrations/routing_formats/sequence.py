@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routed.model import RoutedModel
+from equilibra.integrations.routing_formats.model import RoutedModel
 from equilibra.trace.routing import Ids, narrow_ids
 
 __all__ = ["RoutedSequence", "Rows", "align", "unrecorded"]

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routed.model import RoutedModel
-from equilibra.integrations.routed.sequence import RoutedSequence
+from equilibra.integrations.routing_formats.model import RoutedModel
+from equilibra.integrations.routing_formats.sequence import RoutedSequence
 from equilibra.trace.npz import write_npz
 from equilibra.trace.routing import RoutingTrace
 from equilibra.trace.store import open_trace

@@ -25,13 +25,13 @@ from equilibra.core.atomic import atomic_folder, cannot
 from equilibra.core.errors import EquilibraError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.measure.events import Events
+from equilibra.events.schema import Events
 
 __all__ = ["PASSES", "PlannerRecord", "Run", "columns_of_plan", "load_run", "save_run"]
 
 FORMAT = "equilibra run"
 VERSION = 1
-PASSES = ("recompute forward", "update forward", "update backward")
+PASSES = ("log-prob forward", "update forward", "update backward")
 """passes of a step through every layer and micro-batch, in the order of `layer_us_PLM`"""
 DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
 """what reading a damaged archive raises: the last two where it now claims another version, or a password"""

@@ -72,7 +72,7 @@ class Resource(IntEnum):
 class StageNumber(IntEnum):
     """Stages as numbers, in the order of `core.plan.Stage`."""
 
-    RECOMPUTE = 0
+    LOGPROB = 0
     UPDATE = 1
 
 
