@@ -20,7 +20,7 @@ from equilibra.core.schedule import Schedule
 __all__ = ["load_plan", "save_plan"]
 
 FORMAT = "equilibra step plan"
-VERSION = 1
+VERSION = 2
 
 
 def save_plan(plan: StepPlan, path: Path | str, *, overwrite: bool = False) -> None:
