@@ -18,7 +18,7 @@ from torch import multiprocessing
 from equilibra import Cluster, MoEModel, RoutingTrace
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import PlannerRecord, Run, save_run
@@ -65,7 +65,7 @@ def write_run(record: PlannerRecord, step: Step, folder: str) -> None:
         num_experts=SPEC.num_experts, top_k=SPEC.top_k,
     )  # fmt: skip
     setting = RunSetting(logprob_stage=False, activation_recompute=False)
-    pricing = Pricing(model=model, hardware=hardware_named("h200"), cluster=step.plan.cluster, setting=setting)
+    pricing = Pricing(model=model, hardware=prices_named("h200"), cluster=step.plan.cluster, setting=setting)
     records = beside(record, step.plan, step.sequence_loads, pricing)
     about = {"kind": "measured", "command": " ".join(sys.argv), "model": {"name": model.name}}
     save_run(Run(about=about, planners=records), folder, overwrite=True)

@@ -23,11 +23,12 @@ from typing import Any
 import numpy as np
 
 from equilibra.bench.gpu.case import Case, cases_for
-from equilibra.bench.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
+from equilibra.bench.gpu.contenders import BALANCED, EQUILIBRA, STILL_ONE, contenders
 from equilibra.bench.gpu.records import Records, load_records, rank_times
 from equilibra.bench.gpu.setting import RANKS, GpuSetting
 from equilibra.cli.bench_gpu import _models, _routings
 from equilibra.core.errors import InputError
+from equilibra.cost.presets import H200_KERNELS
 
 COMMAND = "PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR"
 PARTS = ("rows", "tile_ends", "instances", "moved", "added")
@@ -55,7 +56,7 @@ def ranks_of(records: Records, case: Case, setting: GpuSetting) -> list[tuple[li
         for rank, (work, move) in enumerate(zip(works, ours.moves(case.layers.index(layer), m), strict=True)):
             if (layer, m, rank, work.num_rows) not in ran:
                 raise InputError(f"{case.name}: its records are of another plan; use the code of their commit")
-            tile_ends = sum(-size % TILE_ROWS for size in work.sizes)
+            tile_ends = sum(-size % H200_KERNELS.tile_rows for size in work.sizes)
             moved = move.ahead + move.behind + move.returned
             counts = work.num_rows - mean, tile_ends, work.num_instances - homes, moved, sum(move.added)
             found.append(
@@ -75,8 +76,8 @@ def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str
     known = np.concatenate([np.array(parts), np.eye(len(cases))[number]], axis=1)
     found, *_ = np.linalg.lstsq(known, np.array(took), rcond=None)
     model = cases[0].model
-    worth = found[2:5] / found[0] + np.array([TILE_ROWS / 3, 0.0, 0.0])
-    us_per_mb = worth * (6 * model.expert_parameters / PRODUCT_TFLOPS) / model.expert_bytes
+    worth = found[2:5] / found[0] + np.array([H200_KERNELS.tile_rows / 3, 0.0, 0.0])
+    us_per_mb = worth * (6 * model.expert_parameters / H200_KERNELS.tflops) / model.expert_bytes
     return {
         "shape": model.name,
         **{f"{name}_us_per_mb": round(float(us), 3) for name, us in zip(("hold", "move", "add"), us_per_mb, strict=True)},

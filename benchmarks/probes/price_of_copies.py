@@ -21,7 +21,7 @@ from equilibra.bench.gpu.setting import MODELS, RANKS, RECORDINGS, GpuSetting
 from equilibra.bench.gpu.work import works_of
 from equilibra.core.model import MoEModel, model_named
 from equilibra.core.plan import Stage
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
@@ -70,7 +70,7 @@ def lines(arguments: argparse.Namespace) -> Iterator[str]:
         for model in arguments.model or MODELS:
             for num_ranks in arguments.ranks or RANKS:
                 case = case_of(routing, model_named(model), num_ranks, setting)
-                rates = rates_for(case.model, hardware_named("h200"), num_nodes=case.cluster.num_nodes)
+                rates = rates_for(case.model, prices_named("h200"), num_nodes=case.cluster.num_nodes)
                 free = dict.fromkeys(Stage, 0.0)
                 blind = replace(rates, hold_us=free, serve_us=free)
                 if arguments.free_traffic:

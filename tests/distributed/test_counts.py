@@ -9,7 +9,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates
 from equilibra.events.run import Run, load_run, save_run
 from equilibra.events.schema import Kind
@@ -68,7 +68,7 @@ def execute(trace: str, folder: str):
     model = MoEModel(
         name="tiny", num_layers=LAYERS, hidden=8, expert_ffn=4, num_experts=spec.num_experts, top_k=spec.top_k
     )
-    pricing = Pricing(model=model, hardware=hardware_named("h200"), cluster=CLUSTER, setting=RunSetting())
+    pricing = Pricing(model=model, hardware=prices_named("h200"), cluster=CLUSTER, setting=RunSetting())
     predicted = predict(step.plan, step.sequence_loads, pricing, spare_slots=3)
     about = {"kind": "measured", "command": "test", "model": {"name": "tiny"}}
     save_run(Run(about=about, planners={"equilibra": measured, "predicted": predicted}), folder)

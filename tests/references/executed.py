@@ -10,7 +10,7 @@ its own choices. A pair that is lost, doubled, computed by another expert or ret
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numba import njit
@@ -21,6 +21,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StepPlan
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.visits.tables import (
     Instances,
@@ -106,7 +107,12 @@ def _rates(rng: np.random.Generator, cluster: Cluster, num_layers: int, num_expe
         name="random", num_layers=num_layers, hidden=64, expert_ffn=int(rng.choice([1, 16, 64])),
         num_experts=num_experts, top_k=top_k, weight_bytes=2, gradient_bytes=4,
     )  # fmt: skip
-    return rates_for(model, num_nodes=cluster.num_nodes, price_copies=bool(rng.integers(2)))
+    prices = prices_named("h200")
+    if rng.integers(2):
+        prices = prices.without_kernels()
+    elif rng.integers(2):  # what no device has a price for yet
+        prices = replace(prices, kernels=replace(prices.kernels, serve_us_per_mb=0.4, tile_rows=1))
+    return rates_for(model, prices, num_nodes=cluster.num_nodes)
 
 
 def _logits(

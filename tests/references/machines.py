@@ -8,8 +8,7 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
-from equilibra.cost.compute import ExpertLaw
-from equilibra.cost.hardware import Hardware
+from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.planner import StepProblem
 from equilibra.simulate.scenario import Slots, step_problems
@@ -18,7 +17,7 @@ from equilibra.simulate.times import Times
 LAW = ExpertLaw(fixed_us=10.0, weight_gb_per_s=0.0, row_gb_per_s=0.0, tflops=1.0)
 
 
-def round_hardware(**changes: object) -> Hardware:
+def round_hardware(**changes: object) -> Prices:
     """1 TFLOP/s, 1 GB/s: a byte takes a nanosecond on every link, a million FLOP a microsecond."""
     values: dict[str, object] = {
         "name": "round", "source": "made up", "memory_bytes": 10**12, "ranks_per_node": 2, "experts_forward": LAW,
@@ -27,7 +26,7 @@ def round_hardware(**changes: object) -> Hardware:
         "nic_latency_us": 20.0, "host_link_gb_per_s": 0.25, "copy_engine_gb_per_s": 1.0, "copy_loss_gb_per_s": 1e9,
         "counts_us": 7.0, "planner_cores": 4,
     }  # fmt: skip
-    return Hardware(**{**values, **changes})  # type: ignore[arg-type]
+    return Prices(**{**values, **changes})  # type: ignore[arg-type]
 
 
 def small_model(*, num_layers: int = 2, num_experts: int = 8, top_k: int = 2, **changes: object) -> MoEModel:
@@ -52,7 +51,7 @@ def random_problems(
     rng: np.random.Generator,
     model: MoEModel,
     cluster: Cluster,
-    hardware: Hardware,
+    hardware: Prices,
     *,
     num_sequences: int = 8,
     longest: int = 60,

@@ -9,7 +9,7 @@ from tests.references.machines import random_problems, random_times, round_hardw
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.plan import StepPlan
-from equilibra.cost.compute import ExpertLaw
+from equilibra.cost.prices import ExpertLaw
 from equilibra.plan.planner import Planner, StepProblem, online_us_of, planner_named, timing_of
 from equilibra.simulate.scenario import Slots
 from equilibra.simulate.setting import CopyPath, RunSetting

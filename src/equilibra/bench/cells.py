@@ -13,7 +13,7 @@ from equilibra.bench.setting import Row, Setting
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MODELS, MoEModel
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
 from equilibra.plan.planner import Planner
 from equilibra.simulate.entry import Question, simulate
 from equilibra.simulate.scenario import Slots
@@ -116,7 +116,7 @@ def metrics_of(case: Case, setting: Setting) -> dict[str, dict[str, float]]:
     question = Question(
         sequences=loads,
         model=model,
-        hardware=hardware_named("h100"),
+        hardware=prices_named("h100"),
         cluster=Cluster(num_nodes=case.nodes, ranks_per_node=case.ranks_per_node),
         # Whole sequences do not fill micro-batches to the brim: one less of them in tokens makes as many as asked for.
         tokens_per_microbatch=-(-tokens // case.data_parallel // max(case.micro_batches - 1, 1)),

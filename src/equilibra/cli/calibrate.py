@@ -34,13 +34,13 @@ def run(arguments: argparse.Namespace) -> int:
     """Fit, print how well it fits, and write the file."""
     from equilibra.core.atomic import atomic_file
     from equilibra.cost.calibrate import calibrate
-    from equilibra.cost.files import hardware_toml, load_hardware
+    from equilibra.cost.files import load_prices, prices_toml
 
     measurements = [one for source in arguments.source for one in _measurements(Path(source))]
-    base = load_hardware(arguments.base)
+    base = load_prices(arguments.base)
     source = f"fitted to {', '.join(Path(name).name for name in arguments.source)}; the rest as {base.name}"
     fitted = calibrate(measurements, base, name=arguments.name, source=source)
-    text = hardware_toml(fitted.hardware)
+    text = prices_toml(fitted.hardware)
     if arguments.output:
         with atomic_file(Path(arguments.output), overwrite=arguments.overwrite) as part:
             part.write_text(text)

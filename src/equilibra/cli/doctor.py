@@ -96,12 +96,12 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _write(found: Examination, path: Path, *, overwrite: bool) -> None:
     from equilibra.core.atomic import atomic_file
-    from equilibra.cost.files import hardware_toml
+    from equilibra.cost.files import prices_toml
     from equilibra.doctor.preset import preset_of
 
     preset = preset_of(found.findings, found.measured, name=path.stem.lower())
     with atomic_file(path, overwrite=overwrite) as part:
-        part.write_text(hardware_toml(preset.hardware))
+        part.write_text(prices_toml(preset.hardware))
     print(
         f"wrote {path}: {', '.join(preset.measured)} from this machine, the rest from {preset.base}\n"
         f"use it with: equilibra simulate --hardware {path}",

@@ -80,7 +80,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and write what was asked for."""
     from equilibra.core.cluster import Cluster
-    from equilibra.cost.files import load_hardware
+    from equilibra.cost.files import load_prices
     from equilibra.simulate.compare import DEFAULT_PLANNERS
     from equilibra.simulate.entry import Question, simulate
     from equilibra.simulate.scenario import Slots
@@ -92,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
     if len({Path(path).absolute() for path in targets}) < len(targets):
         raise InputError(f"--output, --report and --perfetto must be different files, not {', '.join(targets)}")
     progress = Progress()
-    hardware = load_hardware(arguments.hardware)
+    hardware = load_prices(arguments.hardware)
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node or hardware.ranks_per_node)
     model, sequences, inputs, history = _routing(arguments, cluster.num_ranks)
     question = Question(

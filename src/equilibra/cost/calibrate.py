@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
-from equilibra.cost.compute import ExpertLaw
-from equilibra.cost.hardware import Hardware
+from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.events.schema import Direction, Events, Kind, Resource
 
 __all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run"]
@@ -45,13 +44,13 @@ LEAST_POINTS_OF_SHAPE = 3
 class Calibration:
     """Fitted hardware, and how well the fit describes what was measured."""
 
-    hardware: Hardware
+    hardware: Prices
     """with the fitted constants; others as in the base"""
     errors: dict[str, tuple[int, float, float]]
     """by what was fitted: cases, mean and largest relative error"""
 
 
-def calibrate(measurements: Sequence[Measurement], base: Hardware, *, name: str, source: str) -> Calibration:
+def calibrate(measurements: Sequence[Measurement], base: Prices, *, name: str, source: str) -> Calibration:
     """The base with every constant replaced that the measurements say something about."""
     _check(measurements)
     changes: dict[str, Any] = {"name": name, "source": source}

@@ -1,6 +1,6 @@
-"""A user's own model or hardware: a small TOML or JSON file with the fields of `MoEModel` or `Hardware`.
+"""A user's own model or prices: a small TOML or JSON file with the fields of `MoEModel` or `Prices`.
 
-A hardware file may name a `base` preset and give only what differs. A model may also be the `config.json` of a Hugging
+A file of prices may name a `base` preset and give only what differs. A model may also be the `config.json` of a Hugging
 Face checkpoint. Unknown keys are errors that name the nearest valid one.
 """
 
@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 from equilibra.core.atomic import cannot
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.model import MODELS, Heads, Latent, MoEModel, model_named, moe_model
-from equilibra.cost.compute import ExpertLaw
-from equilibra.cost.hardware import Hardware
-from equilibra.cost.presets import hardware_named, hardware_names
+from equilibra.cost.presets import default_prices, name_for_device, prices_named, prices_names
+from equilibra.cost.prices import ExpertLaw, KernelPrices, Prices
 
-__all__ = ["hardware_toml", "load_hardware", "load_model", "read_table"]
+__all__ = ["AUTO", "load_model", "load_prices", "prices_of", "prices_toml", "read_table"]
 
-LAWS = ("experts_forward", "experts_backward")
+AUTO = "auto"
+PARTS = {"experts_forward": ExpertLaw, "experts_backward": ExpertLaw, "kernels": KernelPrices}
+"""tables inside a file of prices"""
 HF_NAMES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
@@ -45,25 +47,34 @@ def load_model(name_or_file: str) -> MoEModel:
     return MoEModel(**_checked(table, MoEModel, name_or_file))
 
 
-def load_hardware(name_or_file: str) -> Hardware:
-    """A preset by name, or hardware from a file."""
+def prices_of(hardware: str | Prices, device_name: str | None = None) -> Prices:
+    """What a setting asks for: a list as it is, by name or from a file; auto: that of the device, if it is known."""
+    if isinstance(hardware, Prices):
+        return hardware
+    if hardware != AUTO:
+        return load_prices(hardware)
+    name = None if device_name is None else name_for_device(device_name)
+    return default_prices() if name is None else prices_named(name)
+
+
+def load_prices(name_or_file: str) -> Prices:
+    """A preset by name, or prices from a file."""
     if not _is_file(name_or_file):
-        return hardware_named(name_or_file)
+        return prices_named(name_or_file)
     table = read_table(Path(name_or_file))
     base = table.pop("base", None)
-    if base is not None and base not in hardware_names():
-        raise InputError(f"{name_or_file}: no hardware is named {base!r}; base must be {', '.join(hardware_names())}")
-    values: dict[str, Any] = asdict(hardware_named(base)) if base is not None else {}
-    for law in LAWS:
-        given = table.get(law, {})
+    if base is not None and base not in prices_names():
+        raise InputError(f"{name_or_file}: no hardware is named {base!r}; base must be {', '.join(prices_names())}")
+    values: dict[str, Any] = asdict(prices_named(base)) if base is not None else {}
+    for part, kind in PARTS.items():
+        given = table.get(part, {})
         if not isinstance(given, dict):
-            raise InputError(f"{name_or_file}: {law} must be a table, not {given!r}")
-        if law in table or law in values:
-            both = {**values.get(law, {}), **given}
-            table[law] = ExpertLaw(**_checked(both, ExpertLaw, f"{name_or_file}, {law}"))
+            raise InputError(f"{name_or_file}: {part} must be a table, not {given!r}")
+        if both := {**(values.get(part) or {}), **given}:
+            table[part] = kind(**_checked(both, kind, f"{name_or_file}, {part}"))
     if base is not None:
         values |= {"name": Path(name_or_file).stem, "source": f"{name_or_file}, based on {base}"}
-    return Hardware(**_checked({**values, **table}, Hardware, name_or_file))
+    return Prices(**_checked({**values, **table}, Prices, name_or_file))
 
 
 def read_table(path: Path) -> dict[str, Any]:
@@ -80,16 +91,18 @@ def read_table(path: Path) -> dict[str, Any]:
     return table
 
 
-def hardware_toml(hardware: Hardware) -> str:
-    """The hardware as a file that `load_hardware` reads."""
-    values = asdict(hardware)
-    laws = {law: values.pop(law) for law in LAWS}
+def prices_toml(prices: Prices) -> str:
+    """The prices as a file that `load_prices` reads."""
+    values = asdict(prices)
+    parts = {part: values.pop(part) for part in PARTS}
     lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
-    for law, constants in laws.items():
-        factors = constants.pop("factor_of_shape")
-        lines += ["", f"[{law}]", *(f"{key} = {_toml(value)}" for key, value in constants.items())]
-        if factors:
-            lines += ["", f"[{law}.factor_of_shape]", *(f'"{key}" = {_toml(value)}' for key, value in factors.items())]
+    for part, constants in parts.items():
+        if constants is not None:
+            factors = constants.pop("factor_of_shape", {})
+            lines += ["", f"[{part}]", *(f"{key} = {_toml(value)}" for key, value in constants.items())]
+            if factors:
+                lines += ["", f"[{part}.factor_of_shape]"]
+                lines += [f'"{key}" = {_toml(value)}' for key, value in factors.items()]
     return "\n".join(lines) + "\n"
 
 
@@ -129,9 +142,8 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> MoEModel:
     def whole(*names: str, default: int | None = None) -> int:
         for name in names:
             if (value := config.get(name)) is not None:
-                if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < 2**40:
-                    raise InputError(f"{path}: {name} must be a whole number from 0 on, not {value!r}")
-                return value
+                check_whole(f"{path}: {name}", value, low=0, high=2**40 - 1)
+                return int(value)
         if default is None:
             raise InputError(f"{path} is no configuration of an MoE model: it lacks {names[0]}")
         return default

@@ -1,7 +1,7 @@
-"""Rates: what a token, a copy and a move cost, in microseconds, so that the planner can weigh them.
+"""Rates: what a token, a copy and a move of one model cost, in microseconds, so that the planner can weigh them.
 
-Linear on purpose: the planner needs the price of one more row, not a prediction of a step. The prices follow from the
-model's shapes and the hardware's constants.
+Linear on purpose: the planner needs the price of one more row, not a prediction of a step. `rates_for` derives them
+from the model's shapes and the hardware's prices, and nothing else does.
 """
 
 from __future__ import annotations
@@ -9,21 +9,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import ceil, isfinite
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage
-from equilibra.cost.hardware import Hardware
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import default_prices
+from equilibra.cost.prices import MOST_ROWS, Prices
 
-__all__ = ["MOST_ROWS", "Rates", "gradient_us", "rates_for", "served_us"]
-
-MOST_ROWS = 2**31
-"""that a copy may cost: no rank computes as many"""
-GRADIENT_SUM = 3
-"""times a returned gradient goes through device memory: it is read, and what it is added to is read and written"""
-SERVED_SHARE = 0.25
-"""part of that which its rank's own compute does not hide: an assumption, between 0 (all of it beside products that
-leave memory free) and 1 (nothing beside it)"""
+__all__ = ["MOST_ROWS", "Rates", "rates_for"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,8 +69,7 @@ class Rates:
         numbers += [self.move_us, self.move_inside_us, self.exposed_share]
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise InputError(f"rates must be finite and not negative: {numbers}")
-        if not (isinstance(self.tile_rows, int) and 1 <= self.tile_rows <= MOST_ROWS):
-            raise InputError(f"tile_rows must be a whole number from 1 to {MOST_ROWS}, not {self.tile_rows!r}")
+        check_whole("tile_rows", self.tile_rows, low=1, high=MOST_ROWS)
         if not 0 <= self.token_cost <= 10**7:
             raise InputError(f"token_cost must be from 0 to 10 million, not {self.token_cost}")
         if min(self.row_us.values()) <= 0:
@@ -120,30 +112,14 @@ class Rates:
         )
 
 
-def gradient_us(model: MoEModel, machine: Hardware) -> float:
-    """What one copy more costs the rank that holds it in the backward pass, besides its rows.
+def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int = 1) -> Rates:
+    """What a model's experts cost on a kind of machine; `presets.default_prices()` if none is given.
 
-    What the law says of an instance, and no less than it takes to write its float32 gradient: laws fitted to kernels
-    that write bf16 gradients do not know of it.
+    Where a list has prices of our kernels, the planner levels time: rows, tiles, and what copies cost the ranks that
+    hold and serve them. Without, it levels rows. Copies cost so little in a forward pass alone (0 to 2 us of 1,200 for
+    one of 50 MB, benchmarks/results/prices.json) that only the update counts them.
     """
-    written_us = model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
-    return max(machine.experts_backward.instance_us(model), written_us)
-
-
-def served_us(model: MoEModel, machine: Hardware) -> float:
-    """What one copy costs the rank it comes from: its gradient is added there, partly beside other compute."""
-    return SERVED_SHARE * GRADIENT_SUM * model.expert_gradient_bytes * 1e-3 / machine.hbm_gb_per_s
-
-
-def rates_for(
-    model: MoEModel, hardware: Hardware | None = None, *, num_nodes: int = 1, price_copies: bool = False
-) -> Rates:
-    """The prices of a model's experts on a kind of machine, an H200 node if none is named.
-
-    price_copies: whether copies cost the ranks that hold and serve them. Off: rows are levelled, not time, since what
-    a copy costs was measured on one device only.
-    """
-    machine = hardware_named("h200") if hardware is None else hardware
+    machine = prices or default_prices()
     forward_us = machine.experts_forward.row_us(model, backward=False)
     backward_us = machine.experts_backward.row_us(model, backward=True)
     inside_us_per_byte, across_us_per_byte = 1e-3 / machine.flash_gb_per_s, 1e-3 / machine.nic_gb_per_s
@@ -153,11 +129,16 @@ def rates_for(
     dense_us = 2e-6 * model.dense_parameters / machine.dense_tflops
     token_us = dense_us + model.top_k * (forward_us + crossing)
     between_us = dense_us / model.top_k + crossing
-    held_us = machine.experts_forward.instance_us(model) if price_copies else 0.0
-    in_update_us = (gradient_us(model, machine), served_us(model, machine)) if price_copies else (0.0, 0.0)
+    update_us, kernels, expert_mb = forward_us + backward_us, machine.kernels, model.expert_bytes * 1e-6
+    if kernels is not None:
+        update_us = 6e-6 * model.expert_parameters / kernels.tflops
+
+    def of_copies(us_per_mb: float) -> dict[Stage, float]:
+        return {Stage.LOGPROB: 0.0, Stage.UPDATE: us_per_mb * expert_mb}
+
     passes = 3  # log-prob forward, update forward, update backward: each dispatches and combines once
     return Rates(
-        row_us={Stage.LOGPROB: forward_us, Stage.UPDATE: forward_us + backward_us},
+        row_us={Stage.LOGPROB: forward_us, Stage.UPDATE: update_us},
         cross_row_us=passes * 2 * model.hidden * model.weight_bytes * across_us_per_byte,
         flash_copy_us={
             Stage.LOGPROB: model.expert_bytes * inside_us_per_byte,
@@ -176,7 +157,10 @@ def rates_for(
             Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,
         },
         gap_row_us={Stage.LOGPROB: between_us, Stage.UPDATE: 3 * between_us + forward_us},
-        hold_us={Stage.LOGPROB: held_us, Stage.UPDATE: held_us + in_update_us[0]},
-        serve_us={Stage.LOGPROB: 0.0, Stage.UPDATE: in_update_us[1]},
+        hold_us=of_copies(kernels.hold_us_per_mb if kernels else 0.0),
+        serve_us=of_copies(kernels.serve_us_per_mb if kernels else 0.0),
+        move_beside_us=of_copies(kernels.move_beside_us_per_mb if kernels else 0.0),
+        add_beside_us=of_copies(kernels.add_beside_us_per_mb if kernels else 0.0),
+        tile_rows=kernels.tile_rows if kernels else 1,
         token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )

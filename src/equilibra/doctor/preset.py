@@ -1,4 +1,4 @@
-"""A hardware file for the simulator from what was measured here.
+"""A file of prices from what was measured here.
 
 Starts from a preset: the one whose name is in the device's, otherwise the one whose matrix products are nearest in
 speed. Laws of experts and attention are not measured by the doctor. Only the H200's were ever measured, so on any other
@@ -18,14 +18,12 @@ from typing import Any
 
 from equilibra.core.errors import InputError
 from equilibra.cost.calibrate import calibrate
-from equilibra.cost.hardware import Hardware
-from equilibra.cost.presets import hardware_named, hardware_names
+from equilibra.cost.presets import name_for_device, prices_named, prices_names
+from equilibra.cost.prices import Prices
 from equilibra.doctor.finding import Finding, Measured
 
 __all__ = ["Preset", "preset_of"]
 
-OWN_PRESETS = {"GB200": "nvl72", "B200": "b200", "H200": "h200", "H100": "h100", "A100": "a100"}
-"""by what stands in the name of a device; the first that fits"""
 MEASURED_PRESET = "h200"
 FIELDS = {
     "dense": "dense_tflops", "memory": "hbm_gb_per_s", "host_copy": "host_link_gb_per_s",
@@ -39,9 +37,9 @@ MOST_OVER_SEEN = 1.1
 
 @dataclass(frozen=True, kw_only=True)
 class Preset:
-    """Hardware for the simulator, and where its constants come from."""
+    """Prices of this machine, and where they come from."""
 
-    hardware: Hardware
+    hardware: Prices
     """to be written"""
     base: str
     """the preset it starts from"""
@@ -87,19 +85,18 @@ def _rate(kind: str, cases: list[dict[str, Any]]) -> float:
     amount, per_us = ("flop", 1e-6) if kind == "dense" else ("bytes", 1e-3)
     seen: list[float] = [case[amount] * per_us / case["us"] for case in cases]
     try:
-        fitted = calibrate(cases, hardware_named(MEASURED_PRESET), name="doctor", source="").hardware
+        fitted = calibrate(cases, prices_named(MEASURED_PRESET), name="doctor", source="").hardware
     except InputError:
         return seen[-1]
     return min(float(getattr(fitted, FIELDS[kind])), MOST_OVER_SEEN * max(seen))
 
 
-def _nearest(device: str, dense_tflops: float | None) -> Hardware:
-    for word, name in OWN_PRESETS.items():
-        if word in device.upper():
-            return hardware_named(name)
-    presets = [hardware_named(name) for name in hardware_names()]
+def _nearest(device: str, dense_tflops: float | None) -> Prices:
+    if name := name_for_device(device):
+        return prices_named(name)
+    presets = [prices_named(name) for name in prices_names()]
     if dense_tflops is None:
-        return hardware_named(MEASURED_PRESET)
+        return prices_named(MEASURED_PRESET)
     return min(presets, key=lambda one: abs(log(one.dense_tflops / dense_tflops)))
 
 
@@ -114,7 +111,7 @@ def _facts(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {"memory_bytes": memory // ranks, "planner_cores": cores, "ranks_per_node": ranks}
 
 
-def _source(gpus: Sequence[dict[str, Any]], base: Hardware, measured: list[str], *, scaled: bool) -> str:
+def _source(gpus: Sequence[dict[str, Any]], base: Prices, measured: list[str], *, scaled: bool) -> str:
     device = f"{len(gpus)} x {gpus[0]['device']}" if gpus else "a machine without GPUs"
     laws = "scaled by the measured products and memory from" if scaled else "as in"
     kept = [name for name in ("ranks_per_node", "nvlink_gb_per_s", "copy_engine_gb_per_s") if name not in measured]

@@ -14,7 +14,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
-from equilibra.cost.hardware import Hardware
+from equilibra.cost.prices import Prices
 from equilibra.cost.rates import rates_for
 from equilibra.events.run import Run
 from equilibra.plan.planner import Planner
@@ -34,7 +34,7 @@ class Question:
     """loads of the step's sequences"""
     model: MoEModel
     """shapes"""
-    hardware: Hardware
+    hardware: Prices
     """speeds"""
     cluster: Cluster
     """one expert-parallel group"""
@@ -91,7 +91,9 @@ def simulate(
     problems = step_problems(
         question.sequences,
         question.cluster,
-        rates_for(question.model, question.hardware, num_nodes=question.cluster.num_nodes),
+        # without our kernels: a plan is to weigh what the step is charged for here, and the laws do not know of tiles
+        # or of what moves beside a layer
+        rates_for(question.model, question.hardware.without_kernels(), num_nodes=question.cluster.num_nodes),
         tokens_per_microbatch=question.tokens_per_microbatch,
         ranks_per_sequence=question.ranks_per_sequence,
         history_LE=question.history_LE,
@@ -129,10 +131,10 @@ def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]
     }
 
 
-def _flat(hardware: Hardware, model: MoEModel) -> dict[str, Any]:
+def _flat(hardware: Prices, model: MoEModel) -> dict[str, Any]:
     """The hardware without tables in it; of the factors of shapes, the one for this model."""
     found: dict[str, Any] = {}
-    for key, value in asdict(hardware).items():
+    for key, value in asdict(hardware.without_kernels()).items():
         if isinstance(value, dict):
             value["factor_of_shape"] = value["factor_of_shape"].get(f"{model.hidden}x{model.expert_ffn}", 1.0)
             found |= {f"{key}_{name}": constant for name, constant in value.items()}

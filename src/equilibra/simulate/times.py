@@ -18,8 +18,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import Schedule
-from equilibra.cost.compute import ATTENTION_BACKWARD
-from equilibra.cost.hardware import Hardware
+from equilibra.cost.prices import ATTENTION_BACKWARD, Prices
 from equilibra.plan.planner import Timing
 from equilibra.simulate.setting import CopyPath, RunSetting
 from equilibra.simulate.work import LayerMoves, StageWork
@@ -117,7 +116,7 @@ class Pricing:
 
     model: MoEModel
     """shapes"""
-    hardware: Hardware
+    hardware: Prices
     """speeds"""
     cluster: Cluster
     """the expert-parallel group"""

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 
+from equilibra.core.checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
 from equilibra.core.errors import InputError
-from equilibra.train.config_checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
 from equilibra.train.config_rollout import Option, RolloutConfig
 
 __all__ = [

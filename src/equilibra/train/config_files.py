@@ -18,9 +18,9 @@ from stat import S_ISREG
 from typing import Any, get_type_hints
 
 from equilibra.core.atomic import cannot
+from equilibra.core.checks import shown
 from equilibra.core.errors import InputError
 from equilibra.train.config import TrainConfig
-from equilibra.train.config_checks import shown
 
 __all__ = ["config_from_table", "load_config", "option_types", "table_of", "toml_line", "toml_text", "unknown"]
 

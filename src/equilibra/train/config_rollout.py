@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from equilibra.train.config_checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
+from equilibra.core.checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
 
 __all__ = ["ENGINES", "Option", "RolloutConfig"]
 

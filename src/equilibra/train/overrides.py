@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from equilibra.core.checks import shown
 from equilibra.core.errors import InputError
 from equilibra.train.config import TrainConfig
-from equilibra.train.config_checks import shown
 from equilibra.train.config_files import config_from_table, option_types, table_of, unknown
 
 __all__ = ["changed_options", "check_resumable", "with_absolute_paths", "with_overrides"]

@@ -19,8 +19,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.load import SequenceLoad
 from equilibra.core.plan import StepPlan
-from equilibra.cost.compute import ExpertLaw
-from equilibra.cost.hardware import Hardware
+from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.events.run import PlannerRecord
 from equilibra.events.schema import Direction, Events, Kind
 from equilibra.simulate.predict import predict
@@ -96,7 +95,7 @@ def _factor(took: _Took, expected: _Took, fixed_us: float) -> float:
     return own / base if own > 0 and base > 1e-9 else 1.0
 
 
-def _slowed(base: Hardware, slower: Mapping[str, float]) -> Hardware:
+def _slowed(base: Prices, slower: Mapping[str, float]) -> Prices:
     def law(of: ExpertLaw, factor: float) -> ExpertLaw:
         return replace(of, weight_gb_per_s=of.weight_gb_per_s / factor, row_gb_per_s=of.row_gb_per_s / factor,
                        tflops=of.tflops / factor, instance_gb_per_s=of.instance_gb_per_s / factor)  # fmt: skip

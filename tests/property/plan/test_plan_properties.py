@@ -12,7 +12,7 @@ from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import model_named
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.micro_batch import balance
 from equilibra.plan.pack import in_order
@@ -20,7 +20,7 @@ from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 from references.step_cost import rank_rows, step_cost_us
 
-SLOW = replace(hardware_named("h200"), nvlink_gb_per_s=20.0, nic_gb_per_s=2.0)
+SLOW = replace(prices_named("h200"), nvlink_gb_per_s=20.0, nic_gb_per_s=2.0)
 RATES = {
     "free": Rates.free(),
     "H200": rates_for(model_named("qwen3-30b-a3b")),

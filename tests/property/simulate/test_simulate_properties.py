@@ -13,7 +13,7 @@ from tests.references.timeline import reference_step
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.cost.compute import ExpertLaw
+from equilibra.cost.prices import ExpertLaw
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import Timing, planner_named
 from equilibra.simulate.compare import compare

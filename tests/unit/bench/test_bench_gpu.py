@@ -21,7 +21,6 @@ from equilibra.bench.gpu.contenders import (
     OTHER_PATH,
     STATIC,
     STILL_ONE,
-    TILE_ROWS,
     contenders,
     seconds_to_plan,
 )
@@ -46,8 +45,8 @@ from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage
 from equilibra.cost.calibrate import calibrate
-from equilibra.cost.compute import ExpertLaw, row_bytes
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
+from equilibra.cost.prices import ExpertLaw, KernelPrices, row_bytes
 from equilibra.cost.rates import rates_for
 from equilibra.execute.kernels import grouped
 from equilibra.plan.planner import StepProblem, planner_named
@@ -168,12 +167,15 @@ def test_cases_share_time_by_ranks_and_rows(case):
 
 @pytest.fixture
 def free_copies(monkeypatch):
-    for name in ("HOLD_US_PER_MB", "MOVE_US_PER_MB", "ADD_US_PER_MB"):
-        monkeypatch.setattr(f"equilibra.bench.gpu.contenders.{name}", 0.0)
+    def free(name):
+        prices = prices_named(name)
+        return replace(prices, kernels=KernelPrices(tflops=prices.kernels.tflops, tile_rows=prices.kernels.tile_rows))
+
+    monkeypatch.setattr("equilibra.bench.gpu.contenders.prices_named", free)
 
 
 def test_plans_count_the_tiles_of_the_kernels():
-    assert TILE_ROWS == grouped.BM
+    assert prices_named("h200").kernels.tile_rows == grouped.BM
 
 
 def test_a_few_rows_are_not_worth_a_copy(case):
@@ -496,7 +498,7 @@ def test_calibration_recovers_a_law_and_predicts_cases_it_was_not_fitted_on():
     assert [row["case"] for row in table if row["fitted"] == "no"] == [
         c["case"] for c in cases if c["case"] not in fitted
     ]
-    hardware = calibrate(measurements, hardware_named("h200"), name="x", source="y").hardware
+    hardware = calibrate(measurements, prices_named("h200"), name="x", source="y").hardware
     assert hardware.experts_forward.fixed_us == pytest.approx(60.0, rel=0.1)
     assert "On the 8 others" in note
     other = records.of("b, m, EP 16 2048")

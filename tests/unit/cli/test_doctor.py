@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from equilibra.cli.main import main
-from equilibra.cost.files import load_hardware
+from equilibra.cost.files import load_prices
 from equilibra.doctor import node
 from equilibra.doctor.finding import Ask, Finding, Measured, PathState, State, Verdict
 from equilibra.doctor.node import Examination
@@ -55,7 +55,7 @@ def test_this_machine_can_do_something(real):
 
 def test_what_it_writes_is_hardware_for_the_simulator(real):
     done, path = real
-    hardware = load_hardware(str(path))
+    hardware = load_prices(str(path))
     assert hardware.name == "here"
     assert "equilibra doctor on" in hardware.source
     assert "dense_tflops" in hardware.source.partition("experts and attention")[0]
@@ -122,7 +122,7 @@ def test_a_file_is_replaced_only_by_force(examined, capsys, tmp_path):
     assert path.read_text() == "kept"
     assert asked == []  # refused before the work
     assert run("--write", path, "--force") == 0
-    assert load_hardware(str(path)).name == "mine"
+    assert load_prices(str(path)).name == "mine"
     assert list(tmp_path.iterdir()) == [path]
 
 

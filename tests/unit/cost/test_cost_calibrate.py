@@ -7,8 +7,8 @@ from tests.references.machines import round_hardware
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel, model_named
 from equilibra.cost.calibrate import calibrate, fit_experts, measurements_of_run
-from equilibra.cost.compute import ExpertLaw
 from equilibra.cost.presets import measured_h200
+from equilibra.cost.prices import ExpertLaw
 from equilibra.events.schema import Direction, Events, Kind, event_table
 
 SHAPES = [(2048, 768), (4096, 1536), (7168, 2048), (2880, 2880)]

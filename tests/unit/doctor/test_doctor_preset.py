@@ -3,8 +3,8 @@
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.cost.files import hardware_toml, load_hardware
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.files import load_prices, prices_toml
+from equilibra.cost.presets import prices_named
 from equilibra.doctor import measure_host
 from equilibra.doctor.finding import Finding, Measured, State
 from equilibra.doctor.measure import measured_of, summary
@@ -35,7 +35,7 @@ def h200() -> list[Measured]:
 
 def test_one_h200_keeps_the_measured_laws():
     found = preset_of(gpus("NVIDIA H200"), h200(), name="mine")
-    made, base = found.hardware, hardware_named("h200")
+    made, base = found.hardware, prices_named("h200")
     assert (found.base, found.scaled) == ("h200", False)
     assert made.dense_tflops == pytest.approx(700, rel=1e-6)
     assert made.hbm_gb_per_s == pytest.approx(3600, rel=1e-6)  # permuted rows, not the plain copy
@@ -52,7 +52,7 @@ def test_pairs_of_gpus_give_the_links_and_not_the_latency():
     found = preset_of(gpus("NVIDIA H200", 8), h200() + pairs, name="mine")
     assert found.hardware.nvlink_gb_per_s == pytest.approx(380, rel=1e-6)
     assert found.hardware.copy_engine_gb_per_s == pytest.approx(380, rel=1e-6)
-    assert found.hardware.nvlink_latency_us == hardware_named("h200").nvlink_latency_us
+    assert found.hardware.nvlink_latency_us == prices_named("h200").nvlink_latency_us
     assert found.hardware.ranks_per_node == 8
 
 
@@ -68,7 +68,7 @@ def test_the_preset_is_the_device_s_own(device, base):
 def test_an_unknown_device_scales_the_nearest_preset():
     slow = [rate("dense", 230e12, amount="flop"), rate("memory", 1e12)]
     found = preset_of(gpus("NVIDIA L40S"), slow, name="mine")
-    base = hardware_named("a100")
+    base = prices_named("a100")
     assert (found.base, found.scaled) == ("a100", True)
     factor = found.hardware.dense_tflops / base.dense_tflops
     assert found.hardware.experts_forward.tflops == pytest.approx(base.experts_forward.tflops * factor, rel=1e-3)
@@ -87,8 +87,8 @@ def test_without_gpus_memory_stands_for_the_links():
 
 def test_the_file_says_what_was_measured_and_is_read_back(tmp_path):
     found = preset_of(gpus("NVIDIA H200"), h200(), name="mine")
-    (tmp_path / "mine.toml").write_text(hardware_toml(found.hardware))
-    back = load_hardware(str(tmp_path / "mine.toml"))
+    (tmp_path / "mine.toml").write_text(prices_toml(found.hardware))
+    back = load_prices(str(tmp_path / "mine.toml"))
     assert back.dense_tflops == pytest.approx(found.hardware.dense_tflops, rel=1e-5)
     for word in ("NVIDIA H200", "dense_tflops", "host_link_gb_per_s", "nvlink_gb_per_s", "as in", "preset h200"):
         assert word in back.source

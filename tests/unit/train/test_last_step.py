@@ -11,7 +11,7 @@ import torch
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.model import MoEModel
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import load_run
@@ -59,7 +59,7 @@ def problem_of(loads, owner) -> StepProblem:
 
 def slow_machine() -> Pricing:
     """A machine of one link speed on which everything takes longer, each kind of work by a factor of its own."""
-    base = hardware_named("h200")
+    base = prices_named("h200")
 
     def law(of, factor):
         return replace(of, weight_gb_per_s=of.weight_gb_per_s / factor, row_gb_per_s=of.row_gb_per_s / factor,
@@ -75,7 +75,7 @@ def slow_machine() -> Pricing:
 
 
 def on_h200() -> Pricing:
-    return replace(slow_machine(), hardware=hardware_named("h200"))
+    return replace(slow_machine(), hardware=prices_named("h200"))
 
 
 def kinds(record) -> dict[str, float]:
@@ -106,8 +106,8 @@ def test_pace_without_events_is_that_of_the_base(loads, owner):
     plan = planner_named("equilibra").plan(problem_of(loads, owner))
     silent = replace(predict(plan, loads, slow_machine(), window=1), events=Events(rows=np.zeros(0, EVENT)))
     hardware = paced(silent, plan, loads, on_h200(), spare_slots=2).hardware
-    assert hardware.experts_forward == hardware_named("h200").experts_forward
-    assert hardware.dense_tflops == hardware_named("h200").dense_tflops
+    assert hardware.experts_forward == prices_named("h200").experts_forward
+    assert hardware.dense_tflops == prices_named("h200").dense_tflops
 
 
 def last_step(folder, loads, owner, planner: str) -> LastStep:

@@ -25,8 +25,8 @@ from equilibra.bench.gpu.case import Case
 from equilibra.bench.gpu.setting import GpuSetting
 from equilibra.bench.gpu.work import STILL, Moves, RankWork, Works, balanced_works, moves_of, works_of
 from equilibra.core.load import StepLoad
-from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.presets import hardware_named
+from equilibra.core.plan import StepPlan
+from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Eplb, Static, UltraEP
@@ -34,21 +34,12 @@ from equilibra.plan.planner import Planner, StepProblem
 from equilibra.plan.step import Equilibra
 
 __all__ = ["AGAIN", "BALANCED", "EPLB", "EQUILIBRA", "NAMES", "ONLINE", "OTHER_PATH", "STATIC", "STILL_ONE",
-           "TILE_ROWS", "Contender", "contenders", "seconds_to_plan"]  # fmt: skip
+           "Contender", "contenders", "seconds_to_plan"]  # fmt: skip
 
 STATIC, EPLB, ONLINE, EQUILIBRA, BALANCED = "static", "eplb-oracle", "online-exact", "equilibra", "balanced"
 OTHER_PATH, STILL_ONE, AGAIN = "equilibra-host", "equilibra-still", "balanced-again"
 NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN)
 """in the order of records"""
-PRODUCT_TFLOPS = 650.0
-"""of a rank's rows, forward and backward, in our kernels on an H200"""
-HOLD_US_PER_MB, MOVE_US_PER_MB, ADD_US_PER_MB = 1.0, 0.27, 0.51
-"""what copies cost besides their rows, by the size of an expert's weights and in the worth of rows: in its layer the
-rank that holds one reads its weights and writes a gradient; weights or a gradient that move beside another layer; a
-gradient that is added there. About the same for all shapes: medians of fits to two runs that were not kept. The fit to
-a run with these (benchmarks/results/plan-prices.json) gives 0.91 to 1.07, 0.19 to 0.28 and 0.33 to 0.51"""
-TILE_ROWS = 128
-"""of the products (`kernels.grouped.BM`)"""
 MICRO_BATCHES = 32
 """of a training step, of which the bench plans and runs a few: they pay their part of what is paid once a step"""
 TRIES = 3
@@ -123,16 +114,10 @@ def contenders(case: Case, setting: GpuSetting) -> list[Contender]:
 
 def _rates(case: Case, setting: GpuSetting) -> Rates:
     """Prices of what is run here: rows and copies on one device, and no network unless it is asked for."""
-    known = rates_for(case.model, hardware_named("h200"), num_nodes=case.cluster.num_nodes)
-    expert_mb = case.model.expert_bytes * 1e-6
+    known = rates_for(case.model, prices_named("h200"), num_nodes=case.cluster.num_nodes)
     part = min(setting.micro_batches / MICRO_BATCHES, 1.0)
     return replace(
         known,
-        row_us={**known.row_us, Stage.UPDATE: 6e-6 * case.model.expert_parameters / PRODUCT_TFLOPS},
-        hold_us={**known.hold_us, Stage.UPDATE: HOLD_US_PER_MB * expert_mb},
-        move_beside_us={**known.move_beside_us, Stage.UPDATE: MOVE_US_PER_MB * expert_mb},
-        add_beside_us={**known.add_beside_us, Stage.UPDATE: ADD_US_PER_MB * expert_mb},
-        tile_rows=TILE_ROWS,
         cross_row_us=known.cross_row_us if setting.network else 0.0,
         standing_copy_us=known.standing_copy_us * part,
         move_us=known.move_us * part,

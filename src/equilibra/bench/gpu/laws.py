@@ -19,8 +19,8 @@ from equilibra.bench.setting import Row
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.cost.calibrate import calibrate
-from equilibra.cost.hardware import Hardware
-from equilibra.cost.presets import hardware_named
+from equilibra.cost.presets import prices_named
+from equilibra.cost.prices import Prices
 
 __all__ = ["ERROR_REACH", "calibration", "chosen_to_fit", "measured_us", "measurements_of", "predicted_us"]
 
@@ -79,7 +79,7 @@ def calibration(records: Records, cases: list[CaseResult]) -> tuple[list[Row], l
     if not fitted:
         return [], [], "one case alone: nothing to compare a fit with"
     try:
-        hardware = calibrate(measurements, hardware_named("h200"), name="measured", source="bench gpu").hardware
+        hardware = calibrate(measurements, prices_named("h200"), name="measured", source="bench gpu").hardware
     except InputError as error:
         return [], measurements, f"no law can be fitted: {error}"
     rows = [
@@ -99,7 +99,7 @@ def calibration(records: Records, cases: list[CaseResult]) -> tuple[list[Row], l
     return rows, measurements, note
 
 
-def _errors(records: Records, case: CaseResult, hardware: Hardware) -> Row:
+def _errors(records: Records, case: CaseResult, hardware: Prices) -> Row:
     """Relative errors of layer times, over contenders, layers and micro-batches."""
     model = _model(case)
     measured, predicted = [], []
@@ -124,7 +124,7 @@ def measured_us(rows: NDArray[Any]) -> NDArray[np.float64]:
     return slowest_C
 
 
-def predicted_us(rows: NDArray[Any], model: MoEModel, hardware: Hardware) -> NDArray[np.float64]:
+def predicted_us(rows: NDArray[Any], model: MoEModel, hardware: Prices) -> NDArray[np.float64]:
     """[layers x micro-batches] of one contender's records: what its slowest rank takes by the laws."""
     once = rows[rows["repeat"] == rows["repeat"].min()]
     every = np.stack([once["layer"], once["micro_batch"]], axis=1)

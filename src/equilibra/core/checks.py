@@ -1,4 +1,4 @@
-"""What a value of the configuration may be. Each check raises one line: the option, what it must be, what it was."""
+"""What a value of a setting may be. Each check raises one line: the setting, what it must be, what it was."""
 
 from __future__ import annotations
 
@@ -24,10 +24,11 @@ def shown(value: object) -> str:
     return text if len(text) <= SHOWN else text[:SHOWN] + "..."
 
 
-def check_whole(name: str, value: object, *, low: int, high: int = MOST) -> None:
-    """A whole number from `low` to `high`; True and False are none."""
-    if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
-        raise InputError(f"{name} must be a whole number from {low} to {high}, not {shown(value)}")
+def check_whole(name: str, value: object, *, low: int, high: int | None = MOST) -> None:
+    """A whole number from `low` to `high` (None: without end); True and False are none."""
+    if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
+        end = "on" if high is None else f"to {high}"
+        raise InputError(f"{name} must be a whole number from {low} {end}, not {shown(value)}")
 
 
 def check_number(
@@ -36,6 +37,7 @@ def check_number(
     """A finite number: more than `above` or from `low` on, up to `high` (`below`: less than `high`)."""
     start = f"more than {above:g}" if above is not None else f"from {low:g}"
     end = f"{'to below' if below and above is None else 'and below' if below else 'to'} {high:g}"
+    end = end if math.isfinite(high) else "on"
     if not isinstance(value, bool) and (isinstance(value, int) or (isinstance(value, float) and math.isfinite(value))):
         enough = value > above if above is not None else value >= low
         if enough and (value < high if below else value <= high):
