@@ -6,12 +6,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
 from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.planner import StepProblem
-from equilibra.simulate.scenario import Slots, step_problems
+from equilibra.simulate.scenario import step_problems
 from equilibra.simulate.times import Times
 
 LAW = ExpertLaw(fixed_us=10.0, weight_gb_per_s=0.0, row_gb_per_s=0.0, tflops=1.0)
@@ -57,14 +58,14 @@ def random_problems(
     longest: int = 60,
     tokens_per_microbatch: int = 128,
     data_parallel: int = 1,
-    slots: Slots | None = None,
+    limits: PlanLimits | None = None,
     ranks_per_sequence: int | None = None,
     rates: Rates | None = None,
 ) -> list[StepProblem]:
     sequences = random_sequences(rng, num_sequences=num_sequences, model=model, longest=longest)
     return step_problems(
         sequences, cluster, rates or rates_for(model, hardware, num_nodes=cluster.num_nodes),
-        tokens_per_microbatch=tokens_per_microbatch, data_parallel=data_parallel, slots=slots,
+        tokens_per_microbatch=tokens_per_microbatch, data_parallel=data_parallel, limits=limits,
         ranks_per_sequence=ranks_per_sequence,
     )  # fmt: skip
 

@@ -8,10 +8,10 @@ import numpy as np
 from tests.references.machines import random_problems, random_times, round_hardware, small_model
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.limits import PlanLimits
 from equilibra.core.plan import StepPlan
 from equilibra.cost.prices import ExpertLaw
 from equilibra.plan.planner import Planner, StepProblem, online_us_of, planner_named, timing_of
-from equilibra.simulate.scenario import Slots
 from equilibra.simulate.setting import CopyPath, RunSetting
 from equilibra.simulate.step import simulate_step
 from equilibra.simulate.times import Pricing, Times
@@ -66,7 +66,7 @@ class Step:
         self.problems = random_problems(
             rng, self.model, self.cluster, self.machine, data_parallel=self.setting.data_parallel, num_sequences=12,
             tokens_per_microbatch=int(rng.choice([64, 96])), ranks_per_sequence=[None, 1, 2][rng.integers(3)],
-            slots=Slots(spare=int(rng.integers(3)), standing=int(rng.integers(3))),
+            limits=PlanLimits(spare_slots=int(rng.integers(3)), standing_slots=int(rng.integers(3))),
         )  # fmt: skip
 
     def pricing(self, **changes: object) -> Pricing:

@@ -11,12 +11,12 @@ import numpy as np
 
 from equilibra.bench.setting import Row, Setting
 from equilibra.core.cluster import Cluster
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MODELS, MoEModel
 from equilibra.cost.presets import prices_named
 from equilibra.plan.planner import Planner
 from equilibra.simulate.entry import Question, simulate
-from equilibra.simulate.scenario import Slots
 from equilibra.simulate.setting import RunSetting
 from equilibra.trace.fit import fit_knobs
 from equilibra.trace.open import load_trace
@@ -31,7 +31,7 @@ MIXED = SynthKnobs(popularity_skew=0.847, sequence_noise=1.018, group_correlatio
 SINGLE = SynthKnobs(popularity_skew=0.940, sequence_noise=0.898, group_correlation=0.142)
 DOMAINS = 8
 LENGTHS = SynthKnobs(median_length=3000.0, length_tail=0.6, max_length=12_288)
-SLOTS = Slots(spare=4, standing=2)
+SLOTS = PlanLimits(spare_slots=4, standing_slots=2)
 BASELINES: tuple[str, ...] = ("static", "eplb-history", "eplb-oracle", "lplb", "ultraep", "equilibra")
 
 
@@ -55,7 +55,7 @@ class Case:
     """of the step"""
     data_parallel: int = 1
     """expert-parallel groups"""
-    slots: Slots = SLOTS
+    slots: PlanLimits = SLOTS
     """for copies"""
     planners: tuple[str | Planner, ...] = BASELINES
     """what is compared"""
@@ -121,7 +121,7 @@ def metrics_of(case: Case, setting: Setting) -> dict[str, dict[str, float]]:
         # Whole sequences do not fill micro-batches to the brim: one less of them in tokens makes as many as asked for.
         tokens_per_microbatch=-(-tokens // case.data_parallel // max(case.micro_batches - 1, 1)),
         planners=case.planners,
-        slots=case.slots,
+        limits=case.slots,
         setting=RunSetting(data_parallel=case.data_parallel),
         history_LE=_loads(model, case, 0).tokens_SLE.sum(axis=0, dtype=np.int64),
     )

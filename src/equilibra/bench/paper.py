@@ -16,10 +16,10 @@ from equilibra.bench.cells import SLOTS, Case, knobs_of_prompts, mean_of_seeds, 
 from equilibra.bench.paper_plots import plot_paper
 from equilibra.bench.setting import Row, Setting
 from equilibra.bench.suite import Suite
+from equilibra.core.limits import PlanLimits
 from equilibra.core.plan import StepPlan
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
-from equilibra.simulate.scenario import Slots
 
 __all__ = ["PAPER"]
 
@@ -43,10 +43,10 @@ def sweep(setting: Setting) -> list[Row]:
     """Expert parallelism over 8 to 64 ranks, with as many spare slots as the grid, and with two."""
     rows = []
     for nodes in (1, 2, 4, 8):
-        for slots in (Slots(spare=2, standing=2), SLOTS):
+        for slots in (PlanLimits(), SLOTS):
             knobs = knobs_of_prompts(setting.traces)["mixed"]
             row = row_of(metrics_of(Case(model="qwen3-30b-a3b", nodes=nodes, knobs=knobs, slots=slots), setting))
-            rows.append({"ranks": 8 * nodes, "spare_slots": slots.spare, **row, "share_reach": 0.97})
+            rows.append({"ranks": 8 * nodes, "spare_slots": slots.spare_slots, **row, "share_reach": 0.97})
     return rows
 
 

@@ -33,7 +33,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("--spare-slots", type=positive, default=2, metavar="S", help="flash copies a rank can hold (2)")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks on this machine (its GPUs)")
     parser.add_argument("--no-measure", action="store_true", help="only check: a few seconds less")
-    parser.add_argument("--write", metavar="FILE.toml", help="write the machine as hardware for `equilibra simulate`")
+    parser.add_argument("--write", metavar="FILE.toml", help="write its prices, for --hardware and balance.hardware")
     parser.add_argument("--force", "--overwrite", action="store_true", help="replace --write's file if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
@@ -104,6 +104,6 @@ def _write(found: Examination, path: Path, *, overwrite: bool) -> None:
         part.write_text(prices_toml(preset.hardware))
     print(
         f"wrote {path}: {', '.join(preset.measured)} from this machine, the rest from {preset.base}\n"
-        f"use it with: equilibra simulate --hardware {path}",
+        f"use it with: equilibra simulate --hardware {path}, or equilibra train balance.hardware={path}",
         file=sys.stderr,
     )

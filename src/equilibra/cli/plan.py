@@ -40,6 +40,8 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
                         "budget of one rank in one micro-batch (8192)")  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help="with --trace: weigh copies and moves by this model's experts "
                         "(without it they are free)")  # fmt: skip
+    parser.add_argument("--hardware", metavar="NAME", help="with --model: preset or file whose prices count (an H200 "
+                        "on which copies cost no more than their rows)")  # fmt: skip
     parser.add_argument("--max-moves", type=int, default=-1, metavar="N", help="with --trace: homes that may move per "
                         "layer (as many as pay)")  # fmt: skip
     parser.add_argument("--planner", metavar="NAME", help="with --trace: equilibra or a baseline")
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise InputError(f"--tolerance must be from 0 to below 1000, not {arguments.tolerance}")
     if arguments.loads is None:
         return _plan_trace(arguments)
-    for option in ("output", "previous", "model", "planner"):
+    for option in ("output", "previous", "model", "hardware", "planner"):
         if getattr(arguments, option) is not None:
             raise InputError(f"--{option} goes with --trace, not with --loads")
     return _plan_loads(arguments)
@@ -124,7 +126,9 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
 
 def _plan_trace(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
+    from equilibra.core.limits import PlanLimits
     from equilibra.core.plan import Stage
+    from equilibra.cost.files import AUTO
     from equilibra.events.imbalance import imbalance, spread
     from equilibra.plan.entry import step_problem
     from equilibra.plan.planner import planner_named, respects_slots
@@ -141,9 +145,12 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         tokens_per_rank=arguments.tokens_per_rank,
         previous=load_plan(arguments.previous).placement if arguments.previous else None,
-        spare_slots=arguments.spare_slots,
-        standing_slots=arguments.standing_slots,
-        max_moves_per_layer=arguments.max_moves,
+        limits=PlanLimits(
+            spare_slots=arguments.spare_slots,
+            standing_slots=arguments.standing_slots,
+            max_moves_per_layer=arguments.max_moves,
+        ),
+        hardware=arguments.hardware or AUTO,
     )
     plan = planner.plan(problem)
     load = problem.load_under(plan.schedule)

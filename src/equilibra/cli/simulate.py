@@ -80,10 +80,10 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and write what was asked for."""
     from equilibra.core.cluster import Cluster
+    from equilibra.core.limits import PlanLimits
     from equilibra.cost.files import load_prices
     from equilibra.simulate.compare import DEFAULT_PLANNERS
     from equilibra.simulate.entry import Question, simulate
-    from equilibra.simulate.scenario import Slots
     from equilibra.simulate.setting import CopyPath, RunSetting
 
     targets = [path for path in (arguments.output, arguments.report, arguments.perfetto) if path is not None]
@@ -102,7 +102,7 @@ def run(arguments: argparse.Namespace) -> int:
         cluster=cluster,
         tokens_per_microbatch=arguments.tokens_per_microbatch or 4096 * cluster.num_ranks,
         planners=arguments.planner or DEFAULT_PLANNERS,
-        slots=Slots(spare=arguments.spare_slots, standing=arguments.standing_slots),
+        limits=PlanLimits(spare_slots=arguments.spare_slots, standing_slots=arguments.standing_slots),
         setting=RunSetting(
             prefetch_depth=arguments.prefetch_depth,
             activation_recompute=not arguments.no_activation_recompute,

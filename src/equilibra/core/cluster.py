@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
 __all__ = ["Cluster"]
@@ -23,9 +24,7 @@ class Cluster:
 
     def __post_init__(self) -> None:
         for name in ("num_nodes", "ranks_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 65_536:
-                raise InputError(f"{name} must be a whole number from 1 to 65536, not {value!r}")
+            check_whole(name, getattr(self, name), low=1, high=65_536)
 
     @property
     def num_ranks(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
 __all__ = ["MODELS", "Heads", "Latent", "MoEModel", "model_named", "moe_model"]
@@ -44,12 +45,11 @@ class MoEModel:
     """bytes of optimizer state per weight: fp32 master and two moments"""
 
     def __post_init__(self) -> None:
-        for field in ("num_layers", "hidden", "expert_ffn", "num_experts", "top_k", "weight_bytes"):
-            self._check_whole(field, 1)
-        for field in ("dense_parameters", "attention_width", "outer_parameters", "embedding_parameters"):
-            self._check_whole(field, 0)
-        for field in ("gradient_bytes", "state_bytes"):
-            self._check_whole(field, 0)
+        above_0 = ("num_layers", "hidden", "expert_ffn", "num_experts", "top_k", "weight_bytes")
+        others = ("dense_parameters", "attention_width", "outer_parameters", "embedding_parameters", "gradient_bytes",
+                  "state_bytes")  # fmt: skip
+        for name in (*above_0, *others):
+            check_whole(f"model {self.name}: {name}", getattr(self, name), low=int(name in above_0), high=2**50 - 1)
         if not isinstance(self.quadratic_share, (int, float)) or not 0 <= self.quadratic_share <= 1:
             raise InputError(f"model {self.name}: quadratic_share must be from 0 to 1, not {self.quadratic_share!r}")
         if self.dense_parameters == 0:
@@ -58,11 +58,6 @@ class MoEModel:
             object.__setattr__(self, "attention_width", self.hidden)
         if self.top_k > self.num_experts:
             raise InputError(f"model {self.name}: top-{self.top_k} of {self.num_experts} experts is impossible")
-
-    def _check_whole(self, field: str, least: int) -> None:
-        value = getattr(self, field)
-        if not isinstance(value, int) or isinstance(value, bool) or not least <= value < 2**50:
-            raise InputError(f"model {self.name}: {field} must be a whole number from {least} on, not {value!r}")
 
     @property
     def expert_parameters(self) -> int:

@@ -35,8 +35,8 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "Channel", "ExpertGroup", "Pending", "Ready", "join_expert_group", "lost_rank_is_an_error", "new_group",
-    "patient_group", "watch_over",
+    "Channel", "ExpertGroup", "Pending", "Ready", "device_name", "join_expert_group", "lost_rank_is_an_error",
+    "new_group", "patient_group", "watch_over",
 ]  # fmt: skip
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -377,6 +377,13 @@ def new_group(ranks: list[int] | None, timeout_s: float, *, backend: str | None)
     with without_torch_watchdog():
         made: dist.ProcessGroup = dist.new_group(ranks, timeout=limit, backend=backend)
     return made
+
+
+def device_name(device: torch.device | None) -> str | None:
+    """The name that its driver gives a GPU; None where there is none."""
+    if device is None or device.type != "cuda" or not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_name(device)
 
 
 def watch_over(channels: Mapping[Channel, dist.ProcessGroup], timeout_s: float) -> Watch:

@@ -7,10 +7,13 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import MoEModel, model_named
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
+from equilibra.cost.files import AUTO, prices_of
+from equilibra.cost.prices import Prices
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import Planner, StepProblem, planner_named
@@ -28,17 +31,18 @@ def step_problem(
     tokens_per_rank: int | None = None,
     previous: Placement | None = None,
     history_LE: NDArray[np.int64] | None = None,
-    spare_slots: int = 2,
-    standing_slots: int = 2,
-    max_moves_per_layer: int = -1,
-    seed: int = 0,
+    limits: PlanLimits | None = None,
+    hardware: str | Prices = AUTO,
 ) -> StepProblem:
     """The problem of one step. A recording or sequence loads need `tokens_per_rank`, the budget of a micro-batch.
 
-    Without a model, copies and moves are taken to be free.
+    Without a model, copies and moves are taken to be free. hardware: a preset, a file, or prices; no device is looked
+    at here, so auto is an H200 on which copies cost no more than their rows.
     """
     model = model_named(model) if isinstance(model, str) else model
-    rates = Rates.free() if model is None else rates_for(model, num_nodes=cluster.num_nodes)
+    rates = Rates.free()
+    if model is not None:
+        rates = rates_for(model, prices_of(hardware), num_nodes=cluster.num_nodes)
     load = sequences = schedule = None
     if isinstance(routing, StepLoad):
         load = routing
@@ -49,8 +53,7 @@ def step_problem(
         schedule = in_order(sequences.length_of_sequence, cluster, tokens_per_rank=tokens_per_rank)
     problem = StepProblem(
         cluster=cluster, given_load=load, sequences=sequences, schedule=schedule, tokens_per_rank=tokens_per_rank,
-        previous=previous, history_LE=history_LE, spare_slots=spare_slots, standing_slots=standing_slots,
-        max_moves_per_layer=max_moves_per_layer, rates=rates, seed=seed,
+        previous=previous, history_LE=history_LE, rates=rates, **(limits or PlanLimits()).limits(),
     )  # fmt: skip
     if model is not None and (problem.load.num_layers, problem.load.num_experts) != (
         model.num_layers, model.num_experts,
@@ -73,15 +76,18 @@ def plan_step(
     standing_slots: int = 2,
     max_moves_per_layer: int = -1,
     planner: Planner | str = "equilibra",
+    hardware: str | Prices = AUTO,
 ) -> StepPlan:
     """Routing of a step in, its complete plan out.
 
     routing: a recording, loads of sequences, or loads of fixed micro-batches. previous: homes now (contiguous if not
-    given); pass `plan.placement` of the last step.
+    given); pass `plan.placement` of the last step. hardware: "h200" for plans that level time and not rows on one; a
+    file of `equilibra doctor`; see `step_problem`.
     """
+    limits = PlanLimits(spare_slots=spare_slots, standing_slots=standing_slots, max_moves_per_layer=max_moves_per_layer)
     problem = step_problem(
-        routing, cluster=cluster, model=model, tokens_per_rank=tokens_per_rank, previous=previous,
-        spare_slots=spare_slots, standing_slots=standing_slots, max_moves_per_layer=max_moves_per_layer,
+        routing, cluster=cluster, model=model, tokens_per_rank=tokens_per_rank, previous=previous, limits=limits,
+        hardware=hardware,
     )  # fmt: skip
     chosen = planner_named(planner) if isinstance(planner, str) else planner
     return chosen.plan(problem)

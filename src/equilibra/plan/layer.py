@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import StepLoad
 from equilibra.cost.rates import Rates
 from equilibra.plan.level import level_micro_batches
@@ -33,25 +34,17 @@ GOOD_ENOUGH = 1.0005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means:
+class Means(PlanLimits):
     """What the planner may use, and how hard it searches."""
 
     reorder: bool = True
     """move homes between steps"""
-    standing_slots: int = 2
-    """standing copies a node may hold per layer; 0 switches them off"""
-    spare_slots: int = 2
-    """flash copies a rank may hold; 0 switches them off"""
     tolerance: float = 0.005
     """imbalance accepted for fewer copies"""
     work: int = 3_000_000
     """how long to search for homes: swaps weighed times micro-batches, per layer"""
-    max_moves: int = -1
-    """homes that may move per layer, -1 for any number"""
     exchange_rounds: int = 1
     """how often every standing copy is tried against others"""
-    seed: int = 0
-    """of the search for homes"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -224,7 +217,7 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
     seed = means.seed + problem.layer
     price = int(min(move_us / unit, 2.0**30))  # all times together are below 2^30: no move is worth more
-    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, means.max_moves)
+    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, means.max_moves_per_layer)
     return _slots_exchanged(problem.home, bins, new_bins)
 
 

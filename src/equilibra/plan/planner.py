@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
@@ -35,7 +36,7 @@ __all__ = [
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class StepProblem:
+class StepProblem(PlanLimits):
     """One step to be planned. Values only: no clocks, devices or process groups, so every rank plans the same."""
 
     cluster: Cluster
@@ -57,24 +58,15 @@ class StepProblem:
     """homes now; contiguous if not given"""
     history_LE: NDArray[np.int64] | None = None
     """[L, E] loads of the last step, for planners that guess from history"""
-    spare_slots: int = 2
-    """flash copies a rank can hold at a time: one buffer shared by all layers"""
-    standing_slots: int = 2
-    """standing copies a node can hold per layer"""
-    max_moves_per_layer: int = -1
-    """homes that may move per layer (a migration budget), -1 for as many as pay"""
     rates: Rates
     """what rows, copies and moves cost"""
-    seed: int = 0
-    """of every random choice"""
+
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of the limits
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if (self.given_load is None) == (self.sequences is None or self.schedule is None):
             raise InputError("a step problem needs either a load, or sequences with a schedule")
-        for name in ("spare_slots", "standing_slots", "seed"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 0 <= value < 2**31:
-                raise InputError(f"{name} must be a whole number from 0 to 2^31 - 1, not {value!r}")
         if self.load.num_ranks != self.cluster.num_ranks:
             raise InputError(
                 f"loads of {self.load.num_ranks} source ranks do not fit a cluster of {self.cluster.num_ranks} ranks"

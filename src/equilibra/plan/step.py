@@ -143,16 +143,12 @@ class Equilibra:
         return joined(problem.sequences, problem.mini_batch_of_sequence, packed)
 
     def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:
+        slots = min(problem.spare_slots, load.num_experts) if self.flash else 0
+        limits = problem.limits(spare_slots=slots, standing_slots=problem.standing_slots if self.standing else 0)
         means = Means(
-            reorder=self.reorder,
-            standing_slots=problem.standing_slots if self.standing else 0,
-            spare_slots=min(problem.spare_slots, load.num_experts) if self.flash else 0,
-            tolerance=self.tolerance,
-            work=self.work,
-            max_moves=problem.max_moves_per_layer,
-            exchange_rounds=self.exchange_rounds,
-            seed=problem.seed,
-        )
+            reorder=self.reorder, tolerance=self.tolerance, work=self.work, exchange_rounds=self.exchange_rounds,
+            **limits,
+        )  # fmt: skip
         home_LE = problem.home_now.home_of_expert
         return [
             LayerProblem(load=load, layer=layer, home=home, cluster=problem.cluster, rates=problem.rates, means=means)

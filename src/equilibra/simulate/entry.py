@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 import equilibra
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
 from equilibra.cost.prices import Prices
@@ -19,7 +20,7 @@ from equilibra.cost.rates import rates_for
 from equilibra.events.run import Run
 from equilibra.plan.planner import Planner
 from equilibra.simulate.compare import BALANCED, DEFAULT_PLANNERS, STATIC, Comparison, compare
-from equilibra.simulate.scenario import Slots, step_problems
+from equilibra.simulate.scenario import step_problems
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.times import Pricing
 
@@ -42,8 +43,8 @@ class Question:
     """token budget of the whole group"""
     planners: Sequence[str | Planner] = DEFAULT_PLANNERS
     """what to compare; static and balanced always run"""
-    slots: Slots = field(default_factory=Slots)
-    """what copies may take"""
+    limits: PlanLimits = field(default_factory=PlanLimits)
+    """what plans may use"""
     setting: RunSetting = field(default_factory=RunSetting)
     """how the step is run"""
     ranks_per_sequence: int | None = None
@@ -97,7 +98,7 @@ def simulate(
         tokens_per_microbatch=question.tokens_per_microbatch,
         ranks_per_sequence=question.ranks_per_sequence,
         history_LE=question.history_LE,
-        slots=question.slots,
+        limits=question.limits,
         data_parallel=question.setting.data_parallel,
         optimizer_steps=question.setting.optimizer_steps,
     )
@@ -122,8 +123,8 @@ def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]
         "settings": {
             "tokens_per_microbatch": question.tokens_per_microbatch,
             "ranks_per_sequence": ranks_per_sequence,
-            "spare_slots": question.slots.spare,
-            "standing_slots": question.slots.standing,
+            "spare_slots": question.limits.spare_slots,
+            "standing_slots": question.limits.standing_slots,
             **setting,
         },
         "tokens": int(question.sequences.length_of_sequence.sum()),

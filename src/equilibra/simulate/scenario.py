@@ -10,13 +10,13 @@ may move sequences between micro-batches, but gets no more of them, and no cell 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.schedule import Schedule
@@ -26,17 +26,7 @@ from equilibra.plan.planner import StepProblem
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.routing import Recording
 
-__all__ = ["Slots", "check_fits", "file_order_schedule", "joined", "ranks_for_longest", "step_problems"]
-
-
-@dataclass(frozen=True, kw_only=True)
-class Slots:
-    """What copies may take."""
-
-    spare: int = 2
-    """flash copies a rank can hold"""
-    standing: int = 2
-    """standing copies a node can hold per layer"""
+__all__ = ["check_fits", "file_order_schedule", "joined", "ranks_for_longest", "step_problems"]
 
 
 def check_fits(recording: Recording, model: MoEModel, name: str) -> None:
@@ -109,13 +99,12 @@ def step_problems(
     tokens_per_microbatch: int,
     ranks_per_sequence: int | None = None,
     history_LE: NDArray[np.int64] | None = None,
-    slots: Slots | None = None,
+    limits: PlanLimits | None = None,
     data_parallel: int = 1,
     optimizer_steps: int = 1,
-    seed: int = 0,
 ) -> list[StepProblem]:
     """One problem per data-parallel group; without history, the first half of the sequences stands for it."""
-    slots = slots or Slots()
+    limits = limits or PlanLimits()
     lengths = sequences.length_of_sequence
     width = ranks_per_sequence or ranks_for_longest(lengths, cluster, tokens_per_microbatch)
     if lengths.max() > tokens_per_microbatch:
@@ -124,7 +113,7 @@ def step_problems(
         half = sequences.tokens_SLE[: max(sequences.num_sequences // 2, 1)]
         history_LE = half.sum(axis=0, dtype=np.int64)
     return [
-        _problem(part, cluster, rates, tokens_per_microbatch, width, history_LE, slots, optimizer_steps, seed)
+        _problem(part, cluster, rates, tokens_per_microbatch, width, history_LE, limits, optimizer_steps)
         for part in _groups(sequences, data_parallel)
     ]
 
@@ -155,9 +144,8 @@ def _problem(
     tokens_per_microbatch: int,
     width: int,
     history_LE: NDArray[np.int64],
-    slots: Slots,
+    limits: PlanLimits,
     optimizer_steps: int,
-    seed: int,
 ) -> StepProblem:
     lengths = sequences.length_of_sequence
     schedule = file_order_schedule(
@@ -178,5 +166,5 @@ def _problem(
     return StepProblem(
         cluster=cluster, sequences=sequences, schedule=schedule, tokens_per_rank=largest,
         least_micro_batches=max(-(-int(lengths.sum()) // tokens_per_microbatch), optimizer_steps),
-        history_LE=history_LE, spare_slots=slots.spare, standing_slots=slots.standing, rates=rates, seed=seed,
+        history_LE=history_LE, rates=rates, **limits.limits(),
     )  # fmt: skip

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import StrEnum
 
-from equilibra.core.errors import InputError
+from equilibra.core.checks import check_whole
 
 __all__ = ["CopyPath", "RunSetting"]
 
@@ -44,6 +44,4 @@ class RunSetting:
         limits = {"prefetch_depth": (0, 1000), "pipeline_stages": (1, 1000), "data_parallel": (1, 4096),
                   "optimizer_steps": (1, 10_000)}  # fmt: skip
         for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-                raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+            check_whole(name, getattr(self, name), low=least, high=most)

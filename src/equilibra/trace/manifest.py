@@ -19,6 +19,7 @@ import re
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError, TraceFormatError
 from equilibra.trace.index import INDEX_DTYPES
 from equilibra.trace.routing import MAX_EXPERTS, id_dtype
@@ -174,10 +175,8 @@ def _array(field: str, entry: dict[str, Any]) -> StoredArray:
 
 
 def _whole(entry: dict[str, Any], key: str, most: int, *, least: int = 1) -> int:
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{key} must be a whole number from {least} to {most}, not {value!r:.40}")
-    return value
+    check_whole(key, entry[key], low=least, high=most)
+    return int(entry[key])
 
 
 def _text(entry: dict[str, Any], key: str, pattern: re.Pattern[str]) -> str:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -50,8 +51,7 @@ PIECE_BYTES = 16 << 20
 
 def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
     """uint8 up to 256 experts, uint16 above, little-endian."""
-    if isinstance(num_experts, bool) or not isinstance(num_experts, int) or not 1 <= num_experts <= MAX_EXPERTS:
-        raise InputError(f"num_experts must be a whole number from 1 to {MAX_EXPERTS}, not {num_experts!r}")
+    check_whole("num_experts", num_experts, low=1, high=MAX_EXPERTS)
     return np.dtype(np.uint8) if num_experts <= 256 else np.dtype("<u2")
 
 

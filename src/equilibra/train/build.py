@@ -174,8 +174,7 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
     balance = config.balance
     setting = BalancerSetting(
         tokens_per_rank=balance.tokens_per_rank, planner=balance.planner if lr is not None else "static",
-        standing_slots=balance.standing_slots, max_moves_per_layer=balance.max_moves_per_layer,
-        move_sequences=balance.move_sequences, seed=config.run.seed,
+        hardware=balance.hardware, move_sequences=balance.move_sequences, seed=config.run.seed, **balance.limits(),
     )  # fmt: skip
     return Learner(
         model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),

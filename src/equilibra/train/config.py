@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from typing import ClassVar
 
 from equilibra.core.checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
 from equilibra.core.errors import InputError
+from equilibra.core.limits import CopyLimits
 from equilibra.train.config_rollout import Option, RolloutConfig
 
 __all__ = [
@@ -200,21 +202,20 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalanceConfig:
+class BalanceConfig(CopyLimits):
     """What the balancer may do."""
+
+    section: ClassVar[str] = "balance."
 
     planner: str = "equilibra"
     """who plans a step; static switches balancing off"""
+    hardware: str = "auto"
+    """prices that plans are made for: auto (those of the GPU, where it is known), a preset (a100, h100, h200, b200,
+    nvl72), or a file that equilibra doctor or calibrate wrote"""
     tokens_per_rank: int = 1024
     """token budget of a rank's part of a micro-batch, from 1 on"""
-    spare_slots: int = 2
-    """flash copies a rank can hold, from 0 on"""
-    standing_slots: int = 2
-    """standing copies a node may hold per layer, from 0 on"""
     prefetch_depth: int = 1
     """layers that copies come ahead, from 0 on"""
-    max_moves_per_layer: int = -1
-    """homes that may move per layer and step; -1: as many as pay"""
     path: str = "collective"
     """where flash copies come from: collective (the rank that is home), host (memory of the machine); on GPUs also ipc
     (the other GPU's memory), both (the two at once) or auto (as the plan needs)"""
@@ -222,11 +223,11 @@ class BalanceConfig:
     """whether sequences may run on other ranks than those that generated them"""
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         check_text("balance.planner", self.planner)
+        check_text("balance.hardware", self.hardware)
         check_whole("balance.tokens_per_rank", self.tokens_per_rank, low=1)
-        for name in ("spare_slots", "standing_slots", "prefetch_depth"):
-            check_whole(f"balance.{name}", getattr(self, name), low=0)
-        check_whole("balance.max_moves_per_layer", self.max_moves_per_layer, low=-1)
+        check_whole("balance.prefetch_depth", self.prefetch_depth, low=0)
         check_choice("balance.path", self.path, ("collective", "host", "ipc", "both", "auto"))
         check_flag("balance.move_sequences", self.move_sequences)
 

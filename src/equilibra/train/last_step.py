@@ -19,9 +19,10 @@ import equilibra
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import StepPlan
-from equilibra.cost.presets import prices_named
+from equilibra.cost.files import prices_of
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord, Run, save_run
+from equilibra.execute.group import device_name
 from equilibra.execute.steps.own_schedule import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.rl.learner import Batch
@@ -69,7 +70,8 @@ class LastStep:
             activation_recompute=config.model.activation_checkpointing, prefetch_depth=config.balance.prefetch_depth,
             optimizer_steps=plan.schedule.num_mini_batches,
         )  # fmt: skip
-        base = Pricing(model=model, hardware=prices_named("h200"), cluster=plan.cluster, setting=setting)
+        prices = prices_of(config.balance.hardware, device_name(self.parts.device))
+        base = Pricing(model=model, hardware=prices, cluster=plan.cluster, setting=setting)
         slots = config.balance.spare_slots
         pricing = paced(measured, plan, sequences, base, spare_slots=slots)
         window = window_of(measured)

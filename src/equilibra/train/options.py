@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import inspect
 import textwrap
+from dataclasses import fields
 from functools import cache
 from itertools import pairwise
 
@@ -31,9 +32,12 @@ def option_docs() -> dict[str, str]:
 
 
 def _docs_of(section: type) -> dict[str, str]:
-    """Fields of a section, and what is said of each."""
-    (node,) = ast.parse(inspect.getsource(section)).body
-    return _field_docs(node) if isinstance(node, ast.ClassDef) else {}
+    """Fields of a section, also those it shares with others, and what is said of each."""
+    docs: dict[str, str] = {}
+    for kind in section.__mro__[:-1]:
+        (node,) = ast.parse(inspect.getsource(kind)).body
+        docs = (_field_docs(node) if isinstance(node, ast.ClassDef) else {}) | docs
+    return {one.name: docs[one.name] for one in fields(section)}
 
 
 def _field_docs(node: ast.ClassDef) -> dict[str, str]:

@@ -108,12 +108,14 @@ def check_resumable(before: TrainConfig, after: TrainConfig) -> None:
 def with_absolute_paths(config: TrainConfig) -> TrainConfig:
     """The configuration with paths that do not depend on the current folder, so that a run resumes anywhere."""
     source, task, debug, rollout = config.model.source, config.task, config.debug, config.rollout
+    hardware = config.balance.hardware
     return replace(
         config,
         model=replace(config.model, source=source if source == "embedded" else _absolute(source)),
         task=replace(task, path=_absolute(task.path), reward=_absolute(task.reward)),
         rollout=replace(rollout, weights_folder=_absolute(rollout.weights_folder)),
         warm_up=replace(config.warm_up, cache=_absolute(config.warm_up.cache)),
+        balance=replace(config.balance, hardware=_absolute(hardware) if Path(hardware).suffix else hardware),
         debug=replace(debug, record=_absolute(debug.record), replay=_absolute(debug.replay)),
     )
 

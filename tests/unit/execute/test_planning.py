@@ -17,7 +17,7 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing
 from equilibra.execute.steps.own_schedule import own_schedule
-from equilibra.execute.steps.planning import Limits, plan_of_counts
+from equilibra.execute.steps.planning import plan_of_counts
 from equilibra.execute.visits.armed import Armed
 from equilibra.plan.baselines.static import Static
 
@@ -37,10 +37,9 @@ def counts_of(mini, owner, seed=0):
 
 
 def planned(counts, planner="equilibra", **changes):
-    setting = BalancerSetting(tokens_per_rank=24, planner=planner, **changes)
-    limits = Limits(rates=Rates.free(), spare_slots=2, homes_move=True)
+    setting = BalancerSetting(tokens_per_rank=24, planner=planner, spare_slots=2, **changes)
     previous = contiguous(GROUP.cluster, num_layers=LAYERS, num_experts=EXPERTS)
-    return plan_of_counts(counts, previous, GROUP, setting, limits)
+    return plan_of_counts(counts, previous, GROUP, setting, Rates.free())
 
 
 def test_own_sequences_of_a_mini_batch_stay_together():

@@ -1,7 +1,6 @@
 """Options, refusals and micro-batches of the verl integration, which need no verl."""
 
 import sys
-from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,7 @@ from equilibra.integrations.megatron import Step
 from equilibra.integrations.verl.contract import ENGINE
 from equilibra.integrations.verl.engine import check_engine, figures
 from equilibra.integrations.verl.micro_batches import spread_partitions
-from equilibra.integrations.verl.setting import VerlSetting, setting_of
+from equilibra.integrations.verl.setting import OPTIONS, VerlSetting, setting_of
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
@@ -33,18 +32,19 @@ def test_options_come_from_the_block() -> None:
     assert setting_of(SimpleNamespace(override_mcore_model_config={})) == VerlSetting()
     found = setting_of(config({"spare_slots": 1, "ranks_per_node": 4, "timeout_s": 60, "enabled": False}))
     assert found == VerlSetting(spare_slots=1, ranks_per_node=4, timeout_s=60, enabled=False)
-    of_megatron = found.for_megatron()
-    assert (of_megatron.spare_slots, of_megatron.ranks_per_node, of_megatron.max_moves_per_layer) == (1, 4, 0)
+    assert (found.max_moves_per_layer, found.hardware) == (0, "auto")
+    assert setting_of(config({"hardware": "h200"})).hardware == "h200"
 
 
 @pytest.mark.parametrize(
     ("block", "said"),
     [
         ({"spare_slot": 1}, "has no option spare_slot: it has enabled, planner"),
-        ({"spare_slots": "1"}, "spare_slots must be int, not '1'"),
-        ({"spare_slots": True}, "spare_slots must be int, not True"),
-        ({"ranks_per_node": 2.0}, "ranks_per_node must be int or None, not 2.0"),
-        ({"enabled": "no"}, "enabled must be bool, not 'no'"),
+        ({"spare_slots": "1"}, "equilibra.spare_slots must be a whole number from 0 to 65535, not '1'"),
+        ({"spare_slots": True}, "spare_slots must be a whole number from 0 to 65535, not True"),
+        ({"ranks_per_node": 2.0}, "equilibra.ranks_per_node must be a whole number from 1 to 65535, not 2.0"),
+        ({"enabled": "no"}, "equilibra.enabled must be true or false, not 'no'"),
+        ({"max_moves_per_layer": 1}, "has no option max_moves_per_layer"),
         ([1], "must be a table of options"),
     ],
 )
@@ -55,8 +55,8 @@ def test_options_that_cannot_be(block: object, said: str) -> None:
 
 def test_every_option_is_on_the_page() -> None:
     page = PAGE.read_text()
-    for option in fields(VerlSetting):
-        assert f"`{option.name}`" in page
+    for option in OPTIONS:
+        assert f"`{option}`" in page
 
 
 def engine(**changed: object) -> SimpleNamespace:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction, Kind, Resource
@@ -51,8 +52,7 @@ class CopySetting:
 
     def __post_init__(self) -> None:
         for name in ("spare_slots", "prefetch_depth"):
-            if not isinstance(getattr(self, name), int) or not 0 <= getattr(self, name) <= 4096:
-                raise InputError(f"{name} must be a whole number from 0 to 4096, not {getattr(self, name)!r}")
+            check_whole(name, getattr(self, name), low=0, high=4096)
         if not isinstance(self.host_share, float) or not 0 < self.host_share < 1:
             raise InputError(f"host_share must be between 0 and 1, not {self.host_share!r}")
         if set(self.path) != set(Stage) or not all(isinstance(path, Path) for path in self.path.values()):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
 __all__ = ["Activation", "GroupScore", "MoESpec", "RouterSpec", "Score"]
@@ -86,9 +87,7 @@ class MoESpec:
 
     def __post_init__(self) -> None:
         for name in ("hidden", "expert_ffn", "num_experts", "top_k"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or value < 1:
-                raise InputError(f"{name} must be a whole number from 1 on, not {value!r}")
+            check_whole(name, getattr(self, name), low=1, high=None)
         groups = self.router.num_groups
         if self.num_experts % groups:
             raise InputError(f"{self.num_experts} experts cannot be {groups} equal groups")

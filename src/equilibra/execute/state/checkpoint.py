@@ -24,6 +24,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.execute.group import patient_group
 from equilibra.execute.runtime import Runtime
@@ -75,8 +76,7 @@ class Checkpoints:
         masters: for each parameter its copy in more digits, where the optimizer works on such copies.
         timeout_s: how long ranks wait for each other's disks.
         """
-        if not isinstance(keep, int) or keep < 1:
-            raise InputError(f"keep must be a whole number from 1 on, not {keep!r}: the last checkpoint always stays")
+        check_whole("keep", keep, low=1, high=None)  # the last checkpoint always stays
         self.folder, self.keep = Path(folder), keep
         self.trained = Trained(runtime=runtime, module=module, optimizer=optimizer, masters=masters or {})
         self.runtime = runtime

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from equilibra.core.atomic import flush_to_disk
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 from equilibra.execute.state.checkpoint_files import MANIFEST, disk_errors
 
@@ -52,8 +53,7 @@ def begin_part(folder: Path, step: int, *, last: int | None) -> str:
 
     last: the step that this run loaded or saved here last. None: it did neither, so later steps are of another run.
     """
-    if not isinstance(step, int) or not 0 <= step < MAX_STEP:
-        raise InputError(f"step must be a whole number from 0 on, not {step!r}")
+    check_whole("step", step, low=0, high=MAX_STEP - 1)
     with disk_errors("write", folder):
         folder.mkdir(parents=True, exist_ok=True)
         for path in folder.glob("step-*.replaced"):

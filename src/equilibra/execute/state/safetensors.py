@@ -36,6 +36,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from equilibra.core.atomic import atomic_folder, flush_to_disk
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.execute.runtime import Runtime, homes_of
 from equilibra.execute.state.gathered import gather_layer, room_for_a_layer, tensors_of_layer
@@ -138,8 +139,7 @@ def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, den
 
 def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_bytes: int) -> list[_File]:
     """The same on all ranks."""
-    if max_bytes < 1:
-        raise InputError(f"max_file_bytes must be a whole number from 1 on, not {max_bytes}")
+    check_whole("max_file_bytes", max_bytes, low=1, high=None)
     layers, ranks, size = range(len(runtime.weights)), runtime.group.num_ranks, runtime.weights[0].dtype.itemsize
     found = _split(0, ((name, value.nbytes) for name, value in dense.items()), max_bytes)
     if naming.stacked:

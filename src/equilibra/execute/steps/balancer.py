@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from time import perf_counter
 from types import TracebackType
 from typing import Any, Self
@@ -30,14 +30,14 @@ from torch import Tensor, nn
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Migration, Placement
-from equilibra.cost.rates import rates_for
 from equilibra.events.schema import Direction, Kind, Resource, StageNumber
+from equilibra.execute.group import device_name
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 from equilibra.execute.steps.attached import Attached
 from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
 from equilibra.execute.steps.gradients import dense_parameters, is_sharded, sum_dense_gradients
-from equilibra.execute.steps.planning import BalancerSetting, Limits, PlannedStep, plan_of_counts
+from equilibra.execute.steps.planning import BalancerSetting, PlannedStep, plan_of_counts
 from equilibra.execute.steps.record import Moment
 from equilibra.execute.steps.replicated import check_replicated
 from equilibra.execute.steps.sharded import check_experts_are_whole, sharded_and_summed
@@ -83,7 +83,8 @@ class Balancer:
         self._sums = 0
         """of dense gradients since weights were last changed by hand"""
         self._closed = False
-        self._rates = setting.rates or rates_for(_model_of(runtime), num_nodes=runtime.group.cluster.num_nodes)
+        num_nodes = runtime.group.cluster.num_nodes
+        self._rates = setting.rates_on(device_name(runtime.gpu), _model_of(runtime), num_nodes=num_nodes)
         self._hooks = [
             hook for one in self.optimizers
             for hook in (
@@ -182,9 +183,10 @@ class Balancer:
         migrate(self.runtime, migration, carried, max_bytes=self.setting.migration_bytes)
 
     def _plan(self, counts: StepCounts, previous: Placement) -> PlannedStep:
-        slots = self.runtime.setting.spare_slots
-        limits = Limits(rates=self._rates, spare_slots=slots, homes_move=bool(self.optimizers))
-        return plan_of_counts(counts, previous, self.runtime.group, self.setting, limits)
+        setting, slots = self.setting, self.runtime.setting.spare_slots
+        moves = setting.max_moves_per_layer if self.optimizers else 0
+        bound = replace(setting, spare_slots=min(setting.spare_slots, slots), max_moves_per_layer=moves)
+        return plan_of_counts(counts, previous, self.runtime.group, bound, self._rates)
 
     # --- gradients and weights ---
 

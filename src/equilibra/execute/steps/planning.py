@@ -11,7 +11,9 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError, PlanError
+from equilibra.core.checks import check_whole
+from equilibra.core.errors import PlanError
+from equilibra.core.limits import MOST_SLOTS
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
@@ -22,49 +24,30 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.counts import StepCounts
 from equilibra.execute.steps.own_schedule import OwnSchedule, own_schedule
 from equilibra.plan.mini_batches import turn_in_mini_batch
-from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.plan.planner import StepProblem
+from equilibra.plan.setting import PlannerSetting
 
-__all__ = ["BalancerSetting", "Limits", "PlannedStep", "plan_of_counts"]
+__all__ = ["BalancerSetting", "PlannedStep", "plan_of_counts"]
 
 STATIC = "static"
 
 
 @dataclass(frozen=True, kw_only=True)
-class BalancerSetting:
+class BalancerSetting(PlannerSetting):
     """How steps are planned. The same on every rank."""
 
     tokens_per_rank: int
     """token budget of a rank's part of a micro-batch"""
-    planner: str | Planner = "equilibra"
-    """"static" switches balancing off: contiguous homes, no copies"""
-    standing_slots: int = 2
-    """standing copies a node may hold per layer"""
-    max_moves_per_layer: int = -1
-    """homes that may move per layer and step, -1: as many as pay"""
+    spare_slots: int = MOST_SLOTS
+    """flash copies that a plan may give a rank; never more than the runtime has slots (`CopySetting.spare_slots`)"""
     move_sequences: bool = True
     """whether sequences may run on other ranks than those that have them (their data is then sent there)"""
-    rates: Rates | None = None
-    """what rows, copies and moves cost; None: the model's experts on an H200"""
     migration_bytes: int = 256 << 20
     """memory that moving homes may take on a rank"""
-    seed: int = 0
-    """of every random choice of the planner"""
 
     def __post_init__(self) -> None:
-        if not isinstance(self.tokens_per_rank, int) or not 1 <= self.tokens_per_rank < 2**31:
-            raise InputError(f"tokens_per_rank must be a whole number from 1 to 2^31 - 1, not {self.tokens_per_rank}")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """What the model and its optimizer allow a plan."""
-
-    rates: Rates
-    """what rows, copies and moves cost"""
-    spare_slots: int
-    """flash copies a rank can hold"""
-    homes_move: bool
-    """whether an optimizer is attached whose state would move along"""
+        super().__post_init__()
+        check_whole("tokens_per_rank", self.tokens_per_rank, low=1)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -86,7 +69,7 @@ class PlannedStep:
 
 
 def plan_of_counts(
-    counts: StepCounts, previous: Placement, group: ExpertGroup, setting: BalancerSetting, limits: Limits
+    counts: StepCounts, previous: Placement, group: ExpertGroup, setting: BalancerSetting, rates: Rates
 ) -> PlannedStep:
     """The plan of a step; the same on every rank."""
     began = perf_counter()
@@ -94,7 +77,7 @@ def plan_of_counts(
         counts.sequences.length_of_sequence, counts.rank_of_sequence, counts.mini_batch_of_sequence,
         num_ranks=group.num_ranks, tokens_per_rank=setting.tokens_per_rank,
     )  # fmt: skip
-    planner = planner_named(setting.planner) if isinstance(setting.planner, str) else setting.planner
+    planner = setting.chosen_planner
     off = planner.name == STATIC
     layers, experts = counts.sequences.num_layers, counts.sequences.num_experts
     plain = contiguous(group.cluster, num_layers=layers, num_experts=experts)
@@ -102,10 +85,7 @@ def plan_of_counts(
         cluster=group.cluster, sequences=counts.sequences, schedule=own.schedule,
         mini_batch_of_sequence=counts.mini_batch_of_sequence,
         tokens_per_rank=setting.tokens_per_rank if setting.move_sequences else None,
-        least_micro_batches=group.num_groups, previous=plain if off else previous, spare_slots=limits.spare_slots,
-        standing_slots=setting.standing_slots,
-        max_moves_per_layer=setting.max_moves_per_layer if limits.homes_move else 0, rates=limits.rates,
-        seed=setting.seed,
+        least_micro_batches=group.num_groups, previous=plain if off else previous, rates=rates, **setting.limits(),
     )  # fmt: skip
     plan = planner.plan(problem)
     if off:
@@ -116,7 +96,7 @@ def plan_of_counts(
         plan=replace(plan, schedule=schedule),
         group_of_micro_batch=_groups(schedule, own, group.num_groups),
         static_imbalance=_static_imbalance(problem.load),
-        rates=limits.rates,
+        rates=rates,
         began=began,
         ended=perf_counter(),
     )

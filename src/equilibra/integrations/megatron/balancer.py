@@ -17,10 +17,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
 import numpy as np
+import torch
 from torch import nn
 
 from equilibra.core.errors import BrokenStateError, InputError
@@ -28,8 +28,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.rates import rates_for
-from equilibra.execute.group import ExpertGroup
+from equilibra.execute.group import ExpertGroup, device_name
 from equilibra.execute.visits.tables import instances_of, only_homes
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
@@ -74,7 +73,7 @@ def balance(
         f"{setting.chosen_planner.name}, {len(layers)} MoE layers, {setting.spare_slots} spare slots, "
         f"nodes of {cluster.ranks_per_node}, {setting.max_moves_per_layer} moves, seed {setting.seed}, "
         f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
-        f"{sha256(repr(setting.rates).encode()).hexdigest()}",
+        f"{setting.prices_hash(device_name(torch.device('cuda')))}",
         what="how steps are planned",
     )
     places = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
@@ -125,7 +124,8 @@ class Balancer:
         self.ahead = Ahead(places) if setting.prefetch else None
         for place in places:
             place.ahead = self.ahead
-        self._rates = setting.rates or rates_for(_model_of(config, places), num_nodes=group.cluster.num_nodes)
+        model = _model_of(config, places)
+        self._rates = setting.rates_on(device_name(torch.device("cuda")), model, num_nodes=group.cluster.num_nodes)
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
         self._place_homes()
@@ -200,11 +200,10 @@ class Balancer:
     def _plan(self, load: StepLoad, previous: Placement) -> StepPlan:
         """The same on every rank of the stage."""
         setting = self.setting
+        limits = setting.limits() if self.state else setting.limits(max_moves_per_layer=0)
         problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=previous,
-            spare_slots=setting.spare_slots, standing_slots=0,
-            max_moves_per_layer=setting.max_moves_per_layer if self.state else 0, rates=self._rates, seed=setting.seed,
-        )  # fmt: skip
+            cluster=self.group.cluster, given_load=load, previous=previous, rates=self._rates, **limits
+        )
         plan = self.planner.plan(problem)
         plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
         return plan

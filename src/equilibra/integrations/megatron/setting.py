@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
-from equilibra.core.errors import InputError
+from equilibra.core.checks import check_flag
 from equilibra.integrations.planned.setting import PlanSetting
 
 __all__ = ["MegatronSetting"]
@@ -14,6 +15,8 @@ __all__ = ["MegatronSetting"]
 class MegatronSetting(PlanSetting):
     """The same on every rank."""
 
+    homes_move: ClassVar[bool] = True
+
     max_moves_per_layer: int = -1
     """homes that may move per layer and step, -1: as many as pay; without an optimizer none do"""
     prefetch: bool = True
@@ -21,6 +24,4 @@ class MegatronSetting(PlanSetting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._check_whole("max_moves_per_layer", -1, 2**16 - 1)
-        if not isinstance(self.prefetch, bool):
-            raise InputError(f"prefetch must be True or False, not {self.prefetch!r}")
+        check_flag(f"{self.section}prefetch", self.prefetch)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from math import isfinite
+from typing import ClassVar
 
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.cost.rates import Rates
-from equilibra.plan.planner import Planner, planner_named
+from equilibra.plan.setting import PlannerSetting
 
 __all__ = ["PlanSetting", "cluster_of"]
 
@@ -16,46 +16,29 @@ RANKS_PER_NODE = 8
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanSetting:
+class PlanSetting(PlannerSetting):
     """The same on every rank."""
 
-    planner: str | Planner = "equilibra"
-    """"static" switches balancing off: recorded experts are replayed, nothing is copied"""
-    spare_slots: int = 2
-    """copies a rank can hold at a time, in a layer"""
+    standing_slots: int = 0
+    """no copy stays for a whole step: must be 0"""
+    max_moves_per_layer: int = 0
+    """homes stay where the framework has them: must be 0 where it cannot move them"""
     ranks_per_node: int | None = None
     """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
-    rates: Rates | None = None
-    """what rows, copies and moves cost; None: the model's experts on an H200"""
     timeout_s: float = 300.0
     """after which a silent rank is lost, in exchanges of counts, hashes and copies"""
-    seed: int = 0
-    """of every random choice of the planner"""
+
+    homes_move: ClassVar[bool] = False
+    """whether the framework can move them"""
 
     def __post_init__(self) -> None:
-        self._check_whole("spare_slots", 0, 2**16 - 1)
-        self._check_whole("seed", 0, 2**31 - 1)
+        super().__post_init__()
+        check_whole(f"{self.section}standing_slots", self.standing_slots, low=0, high=0)
+        if not self.homes_move:
+            check_whole(f"{self.section}max_moves_per_layer", self.max_moves_per_layer, low=0, high=0)
         if self.ranks_per_node is not None:
-            self._check_whole("ranks_per_node", 1, 2**16 - 1)
-        timeout = self.timeout_s
-        if isinstance(timeout, bool) or not isinstance(timeout, (int, float)) or not isfinite(timeout):
-            raise InputError(f"timeout_s must be a number of seconds, not {timeout!r}")
-        if not 0 < timeout < 10**6:
-            raise InputError(f"timeout_s must be above 0 and below a million seconds, not {timeout}")
-        if isinstance(self.planner, str):
-            planner_named(self.planner)
-        elif not hasattr(self.planner, "plan"):
-            raise InputError(f"planner must be a name or a Planner, not {self.planner!r}")
-
-    def _check_whole(self, name: str, least: int, most: int) -> None:
-        value = getattr(self, name)
-        if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-            raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
-
-    @property
-    def chosen_planner(self) -> Planner:
-        """The planner, also where it was named."""
-        return planner_named(self.planner) if isinstance(self.planner, str) else self.planner
+            check_whole(f"{self.section}ranks_per_node", self.ranks_per_node, low=1, high=2**16 - 1)
+        check_number(f"{self.section}timeout_s", self.timeout_s, above=0, high=1e6, below=True)
 
 
 def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibra.core.atomic import cannot
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 from equilibra.trace.routing import id_dtype
 
@@ -39,9 +40,7 @@ class RoutedModel:
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "top_k"):
-            value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= MAX_LAYERS:
-                raise InputError(f"{name} must be a whole number from 1 to {MAX_LAYERS}, not {value!r:.40}")
+            check_whole(name, getattr(self, name), low=1, high=MAX_LAYERS)
         id_dtype(self.num_experts)
         if self.top_k > self.num_experts:
             raise InputError(f"{self.top_k} experts per token need at least as many experts, not {self.num_experts}")
@@ -73,8 +72,7 @@ def model_from_config(config: Mapping[str, Any]) -> RoutedModel:
             "layers, experts per token, experts and dense layers instead"
         )
     num_layers: Any = config["num_hidden_layers"]
-    if isinstance(num_layers, bool) or not isinstance(num_layers, int) or not 1 <= num_layers <= MAX_LAYERS:
-        raise InputError(f"num_hidden_layers must be a whole number from 1 to {MAX_LAYERS}, not {num_layers!r:.40}")
+    check_whole("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
     dense = tuple(layer for layer in range(num_layers) if _is_dense(config, layer))
     return RoutedModel(
         num_layers=num_layers, top_k=config["num_experts_per_tok"], num_experts=config[experts], dense_layers=dense

@@ -5,31 +5,32 @@ slime reads that file before it starts its processes and makes every key an attr
 
 from __future__ import annotations
 
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from equilibra.core.checks import check_text
 from equilibra.core.errors import InputError
 from equilibra.integrations.megatron.setting import MegatronSetting
 
 __all__ = ["OPTIONS", "PREFIX", "base_spec", "setting_of"]
 
 PREFIX = "equilibra_"
-OPTIONS: dict[str, tuple[type, ...]] = {
-    "planner": (str,),
-    "spare_slots": (int,),
-    "prefetch": (bool,),
-    "ranks_per_node": (int,),
-    "timeout_s": (int, float),
-    "seed": (int,),
-    "spec": (str,),
-}
-"""their names without the prefix, and types; homes do not move under slime, so nothing about moves is among them"""
+OPTIONS = ("planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "timeout_s", "seed", "spec")
+"""their names without the prefix; homes do not move under slime, so nothing about moves is among them"""
 
 
-def setting_of(args: Any) -> MegatronSetting:  # noqa: ANN401 - slime's arguments
+@dataclass(frozen=True, kw_only=True)
+class SlimeSetting(MegatronSetting):
+    """The options by name. The same on every rank."""
+
+    section: ClassVar[str] = PREFIX
+
+
+def setting_of(args: Any) -> SlimeSetting:  # noqa: ANN401 - slime's arguments
     """How steps are planned; what is not set is as `MegatronSetting` has it."""
     given = _given(args)
     given.pop("spec", None)
-    return MegatronSetting(**given)
+    return SlimeSetting(**given)
 
 
 def base_spec(args: Any) -> list[str] | None:  # noqa: ANN401
@@ -37,6 +38,7 @@ def base_spec(args: Any) -> list[str] | None:  # noqa: ANN401
     named = _given(args).get("spec")
     if named is None:
         return None
+    check_text(f"{PREFIX}spec", named)
     words = named.split()
     if len(words) != 2:
         raise InputError(
@@ -48,11 +50,8 @@ def base_spec(args: Any) -> list[str] | None:  # noqa: ANN401
 
 def _given(args: Any) -> dict[str, Any]:  # noqa: ANN401
     given = {name.removeprefix(PREFIX): value for name, value in vars(args).items() if name.startswith(PREFIX)}
-    for name, value in given.items():
+    for name in given:
         if name not in OPTIONS:
             known = ", ".join(f"{PREFIX}{one}" for one in OPTIONS)
             raise InputError(f"{PREFIX}{name} is no option: there are {known}")
-        if not isinstance(value, OPTIONS[name]) or (isinstance(value, bool) and bool not in OPTIONS[name]):
-            kinds = " or ".join(kind.__name__ for kind in OPTIONS[name])
-            raise InputError(f"{PREFIX}{name} must be of type {kinds}, not {value!r}")
     return given

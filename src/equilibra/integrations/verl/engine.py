@@ -38,7 +38,7 @@ def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # n
     if not setting.enabled or engine.engine_config.forward_only or engine.is_value_model:
         return None
     check_engine(engine)
-    balancer = balance(engine.module, setting.for_megatron())
+    balancer = balance(engine.module, setting)
     logger.info("Equilibra plans %d MoE layers on %s", len(balancer.places), balancer.group.cluster)
     return BalancedEngine(engine, verl, setting, balancer)
 

@@ -9,59 +9,44 @@ verl's configuration classes refuse keys they do not know, except in a few free 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, ClassVar
 
+from equilibra.core.checks import check_flag
 from equilibra.core.errors import InputError
 from equilibra.integrations.megatron.setting import MegatronSetting
 
-__all__ = ["BLOCK", "VerlSetting", "setting_of"]
+__all__ = ["BLOCK", "OPTIONS", "VerlSetting", "setting_of"]
 
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are"""
 
 
+OPTIONS = (
+    "enabled", "planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "spread_sequences", "timeout_s",
+    "seed",
+)  # fmt: skip
+"""of the block"""
+
+
 @dataclass(frozen=True, kw_only=True)
-class VerlSetting:
+class VerlSetting(MegatronSetting):
     """The options of the block, by name. The same on every rank."""
 
+    section: ClassVar[str] = f"{BLOCK}."
+    homes_move: ClassVar[bool] = False
+
+    max_moves_per_layer: int = 0
+    """homes stay where they are: verl's exporters number experts by rank"""
     enabled: bool = True
     """False: the engine stays as verl made it"""
-    planner: str = "equilibra"
-    """"static": everything runs through Equilibra, but nothing is copied"""
-    spare_slots: int = 2
-    """copies a rank can hold at a time, in a layer"""
-    prefetch: bool = True
-    """copies come while the layer before computes"""
-    ranks_per_node: int | None = None
-    """ranks of the expert-parallel group that share fast links; null: 8, or all if there are fewer"""
     spread_sequences: bool = False
     """swap sequences between a rank's micro-batches so that none has the same hot experts throughout"""
-    timeout_s: float = 300.0
-    """after which a silent rank is lost, in exchanges of counts and hashes"""
-    seed: int = 0
-    """of every random choice of the planner"""
 
     def __post_init__(self) -> None:
-        for option in fields(self):
-            value, wanted = getattr(self, option.name), str(option.type).split(" | ")
-            if not any(_is(value, kind) for kind in wanted):
-                raise InputError(f"{BLOCK}.{option.name} must be {' or '.join(wanted)}, not {value!r}")
-
-    def for_megatron(self) -> MegatronSetting:
-        """What `balance` takes. Homes stay where they are: verl's exporters number experts by rank."""
-        return MegatronSetting(
-            planner=self.planner, spare_slots=self.spare_slots, prefetch=self.prefetch,
-            ranks_per_node=self.ranks_per_node, max_moves_per_layer=0, timeout_s=self.timeout_s, seed=self.seed,
-        )  # fmt: skip
-
-
-def _is(value: object, kind: str) -> bool:
-    if kind == "None":
-        return value is None
-    if kind == "float":
-        return isinstance(value, int | float) and not isinstance(value, bool)
-    return type(value).__name__ == kind
+        super().__post_init__()
+        check_flag(f"{self.section}enabled", self.enabled)
+        check_flag(f"{self.section}spread_sequences", self.spread_sequences)
 
 
 def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's McoreEngineConfig
@@ -70,8 +55,7 @@ def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's Mcor
     block = {} if block is None else block
     if not isinstance(block, Mapping):
         raise InputError(f"{BLOCK} must be a table of options, not {block!r}: {BLOCK}.enabled=False switches it off")
-    known = [option.name for option in fields(VerlSetting)]
-    unknown = sorted(str(name) for name in block if name not in known)
+    unknown = sorted(str(name) for name in block if name not in OPTIONS)
     if unknown:
-        raise InputError(f"{BLOCK} has no option {', '.join(unknown)}: it has {', '.join(known)}")
+        raise InputError(f"{BLOCK} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS)}")
     return VerlSetting(**{str(name): value for name, value in block.items()})

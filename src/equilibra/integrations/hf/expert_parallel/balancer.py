@@ -15,17 +15,16 @@ checkpoints, optimizers and `save_pretrained` see what they saw before.
 from __future__ import annotations
 
 from functools import partial
-from hashlib import sha256
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor
 
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.rates import rates_for
-from equilibra.execute.group import ExpertGroup
+from equilibra.execute.group import ExpertGroup, device_name
 from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.visits.tables import instances_of
 from equilibra.integrations.hf.expert_parallel.place import Armed, Place, known_or_live
@@ -57,7 +56,7 @@ def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> 
     group = stage_group(expert_parallel, expert_data, cluster, setting.timeout_s)
     group.agree(
         f"{setting.chosen_planner.name}, {setting.spare_slots} spare slots, nodes of {cluster.ranks_per_node}, "
-        f"seed {setting.seed}, {sha256(repr(setting.rates).encode()).hexdigest()}",
+        f"seed {setting.seed}, {setting.prices_hash(device_name(torch.device('cuda')))}",
         what="how steps are planned",
     )
     places = []
@@ -106,7 +105,7 @@ class ParallelBalancer:
             name="transformers", num_layers=len(places), hidden=spec.hidden, expert_ffn=spec.expert_ffn,
             num_experts=spec.num_experts, top_k=spec.top_k, weight_bytes=weight_bytes,
         )  # fmt: skip
-        self._rates = setting.rates or rates_for(model, num_nodes=group.cluster.num_nodes)
+        self._rates = setting.rates_on(device_name(torch.device("cuda")), model, num_nodes=group.cluster.num_nodes)
         self._routing: tuple[Step, Routing] | None = None
 
     def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
@@ -158,8 +157,8 @@ class ParallelBalancer:
         """The same on every rank: flash copies, and homes that stay."""
         setting = self.setting
         problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=self.slots.placement, spare_slots=setting.spare_slots,
-            standing_slots=0, max_moves_per_layer=0, rates=self._rates, seed=setting.seed,
+            cluster=self.group.cluster, given_load=load, previous=self.slots.placement, rates=self._rates,
+            **setting.limits(),
         )  # fmt: skip
         plan = self.planner.plan(problem)
         plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
