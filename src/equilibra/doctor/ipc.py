@@ -1,7 +1,7 @@
 """CUDA IPC: another process opens a tensor of this one, reads it, and writes it.
 
 The handle is torch.multiprocessing's reduction of the tensor. On a machine with several GPUs the other process reads
-the tensor from its last GPU, so the copy crosses devices.
+the tensor from its last GPU, so the copy crosses devices. That process runs this file (`answer`).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
-__all__ = ["check_ipc", "expandable_segments"]
+__all__ = ["answer", "check_ipc", "expandable_segments"]
 
 NAME = "cuda ipc"
 NUM_VALUES = 2**18
@@ -55,7 +55,7 @@ def _shared() -> str:
     torch.cuda.synchronize()
     handle = bytes(ForkingPickler.dumps(cast("Any", reductions).reduce_tensor(tensor)))
     done = subprocess.run(
-        [sys.executable, "-m", "equilibra.doctor.peer"],
+        [sys.executable, "-m", "equilibra.doctor.ipc"],
         input=handle,
         capture_output=True,
         timeout=TIMEOUT_S,
@@ -72,3 +72,23 @@ def _shared() -> str:
         raise RuntimeError("what the other process wrote did not arrive")
     where = "one GPU" if device == tensor.get_device() else f"GPUs {tensor.get_device()} and {device}"
     return f"two processes read and wrote one tensor, on {where}"
+
+
+def answer() -> None:
+    """The other process: open the tensor whose handle comes on stdin, add 1 to it; its sum and our device to stdout."""
+    import torch
+
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever libraries print is no part of the answer
+    rebuild, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+    tensor = rebuild(*arguments)
+    device = torch.cuda.device_count() - 1
+    total = int(tensor.to(f"cuda:{device}").sum())
+    tensor.add_(1)
+    torch.cuda.synchronize(tensor.device)
+    out.write(pickle.dumps((total, device)))
+    out.close()
+
+
+if __name__ == "__main__":
+    answer()

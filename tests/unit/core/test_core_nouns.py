@@ -51,7 +51,9 @@ def test_experts_that_do_not_divide_say_how_many_and_what_to_do(num_experts):
 @pytest.mark.parametrize("value", [0, -1, 1.5])
 def test_a_model_names_itself_the_field_and_the_value(field, value):
     good = {"num_layers": 1, "hidden": 2, "expert_ffn": 3, "num_experts": 4, "top_k": 2}
-    with pytest.raises(InputError, match=f"model odd: {field} must be a whole number from 1 to {2**50 - 1}, not {value}"):
+    with pytest.raises(
+        InputError, match=f"model odd: {field} must be a whole number from 1 to {2**50 - 1}, not {value}"
+    ):
         MoEModel(name="odd", **{**good, field: value})
 
 
