@@ -51,7 +51,10 @@ class Calibration:
 
 
 def calibrate(measurements: Sequence[Measurement], base: Prices, *, name: str, source: str) -> Calibration:
-    """The base with every constant replaced that the measurements say something about."""
+    """The base with every constant replaced that the measurements say something about.
+
+    Where experts were measured anew, the base's prices of our kernels do not fit them and are left out.
+    """
     _check(measurements)
     changes: dict[str, Any] = {"name": name, "source": source}
     errors: dict[str, tuple[int, float, float]] = {}
@@ -62,6 +65,7 @@ def calibrate(measurements: Sequence[Measurement], base: Prices, *, name: str, s
     for direction in ("forward", "backward"):
         if cases := chosen("experts", direction):
             law, error = fit_experts(cases, backward=direction == "backward")
+            changes["kernels"] = None
             changes[f"experts_{direction}"], errors[f"experts_{direction}"] = law, _summary(error)
         if cases := chosen("attention", direction):
             field = "attention_tflops" if direction == "forward" else "attention_backward_tflops"

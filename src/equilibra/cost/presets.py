@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from importlib.resources import files
+from typing import NamedTuple
 
 from equilibra.core.errors import InputError
 from equilibra.cost.calibrate import calibrate
@@ -36,14 +36,20 @@ OF_DEVICE = {"GB200": "nvl72", "GH200": "h200", "B200": "b200", "H200": "h200", 
 
 def prices_names() -> list[str]:
     """Names of the presets."""
-    return list(_PRESETS)
+    return list(_SHEETS)
 
 
+@cache
 def prices_named(name: str) -> Prices:
     """The preset of that name; an error that lists the names otherwise."""
-    if name not in _PRESETS:
-        raise InputError(f"no hardware is named {name!r}; use one of {', '.join(_PRESETS)}, or a file of your own")
-    return _PRESETS[name]()
+    if name not in _SHEETS:
+        raise InputError(f"no hardware is named {name!r}; use one of {', '.join(_SHEETS)}, or a file of your own")
+    sheet = _SHEETS[name]
+    if sheet is None:
+        return _h200()
+    source = f"{sheet.source}; efficiencies as measured on an H200"
+    compute, memory = sheet.tflops / H200_TFLOPS, sheet.hbm_gb_per_s / H200_HBM
+    return _h200().scaled(compute=compute, memory=memory, name=name, source=source, **sheet.others)
 
 
 def name_for_device(device_name: str) -> str | None:
@@ -73,56 +79,46 @@ def _h200() -> Prices:
         dense_tflops=H200_TFLOPS, attention_tflops=H200_TFLOPS, attention_backward_tflops=H200_TFLOPS,
         hbm_gb_per_s=H200_HBM, nvlink_gb_per_s=450 * NVLINK, nvlink_latency_us=15.0, nic_gb_per_s=50 * NETWORK,
         nic_latency_us=40.0, host_link_gb_per_s=64.0, copy_engine_gb_per_s=400.0, copy_loss_gb_per_s=H200_HBM,
-        counts_us=30.0, planner_cores=32, kernels=H200_KERNELS,
+        counts_us=30.0, planner_cores=32,
     )  # fmt: skip
     source = (
         "compute, memory and host link measured on one H200 (torch 2.11, bf16); NVLink 4 (450 GB/s a direction) and "
         "400 Gb/s a rank from NVIDIA's HGX H200 data sheet"
     )
-    return calibrate(measured_h200(), sheet, name="h200", source=source).hardware
+    return replace(calibrate(measured_h200(), sheet, name="h200", source=source).hardware, kernels=H200_KERNELS)
 
 
-def _like_h200(tflops: float, hbm_gb_per_s: float, **changes: object) -> Prices:
-    return _h200().scaled(compute=tflops / H200_TFLOPS, memory=hbm_gb_per_s / H200_HBM, **changes)
+class _Sheet(NamedTuple):
+    """A data sheet, and what it has besides compute and memory."""
+
+    tflops: float
+    hbm_gb_per_s: float
+    source: str
+    others: dict[str, object]
 
 
-@cache
-def _h100() -> Prices:
-    source = "NVIDIA H100 SXM data sheet: 989 TFLOP/s, 3.35 TB/s, 80 GB, NVLink 450 GB/s a direction; 400 Gb/s a rank"
-    return _like_h200(989.0, 3350.0, name="h100", source=_scaled(source), memory_bytes=80 * GB)
-
-
-@cache
-def _a100() -> Prices:
-    source = "NVIDIA A100 SXM 80 GB data sheet: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s a direction; 200 Gb/s a rank"
-    return _like_h200(
-        312.0, 2039.0, name="a100", source=_scaled(source), memory_bytes=80 * GB, nvlink_gb_per_s=300 * NVLINK,
-        nic_gb_per_s=25 * NETWORK, host_link_gb_per_s=25.0, copy_engine_gb_per_s=250.0,
-    )  # fmt: skip
-
-
-@cache
-def _b200() -> Prices:
-    source = "NVIDIA HGX B200 data sheet: 2,250 TFLOP/s, 7.7 TB/s, 180 GB, NVLink 900 GB/s a direction; 400 Gb/s a rank"
-    return _like_h200(
-        2250.0, 7700.0, name="b200", source=_scaled(source), memory_bytes=180 * GB, nvlink_gb_per_s=900 * NVLINK,
-        copy_engine_gb_per_s=800.0,
-    )  # fmt: skip
-
-
-@cache
-def _nvl72() -> Prices:
-    source = "NVIDIA GB200 NVL72 data sheet: 72 ranks on NVLink at 900 GB/s a direction, 2,500 TFLOP/s, 8 TB/s, 186 GB"
-    return replace(
-        _like_h200(2500.0, 8000.0, name="nvl72", source=_scaled(source), memory_bytes=186 * GB, ranks_per_node=72),
-        nvlink_gb_per_s=900 * NVLINK, host_link_gb_per_s=200.0, copy_engine_gb_per_s=800.0,
-    )  # fmt: skip
-
-
-def _scaled(source: str) -> str:
-    return f"{source}; efficiencies as measured on an H200"
-
-
-_PRESETS: dict[str, Callable[[], Prices]] = {
-    "a100": _a100, "h100": _h100, "h200": _h200, "b200": _b200, "nvl72": _nvl72,
+_SHEETS: dict[str, _Sheet | None] = {
+    "a100": _Sheet(
+        312.0, 2039.0,
+        "NVIDIA A100 SXM 80 GB data sheet: 312 TFLOP/s, 2.04 TB/s, NVLink 300 GB/s a direction; 200 Gb/s a rank",
+        {"memory_bytes": 80 * GB, "nvlink_gb_per_s": 300 * NVLINK, "nic_gb_per_s": 25 * NETWORK,
+         "host_link_gb_per_s": 25.0, "copy_engine_gb_per_s": 250.0},
+    ),
+    "h100": _Sheet(
+        989.0, 3350.0,
+        "NVIDIA H100 SXM data sheet: 989 TFLOP/s, 3.35 TB/s, 80 GB, NVLink 450 GB/s a direction; 400 Gb/s a rank",
+        {"memory_bytes": 80 * GB},
+    ),
+    "h200": None,
+    "b200": _Sheet(
+        2250.0, 7700.0,
+        "NVIDIA HGX B200 data sheet: 2,250 TFLOP/s, 7.7 TB/s, 180 GB, NVLink 900 GB/s a direction; 400 Gb/s a rank",
+        {"memory_bytes": 180 * GB, "nvlink_gb_per_s": 900 * NVLINK, "copy_engine_gb_per_s": 800.0},
+    ),
+    "nvl72": _Sheet(
+        2500.0, 8000.0,
+        "NVIDIA GB200 NVL72 data sheet: 72 ranks on NVLink at 900 GB/s a direction, 2,500 TFLOP/s, 8 TB/s, 186 GB",
+        {"memory_bytes": 186 * GB, "ranks_per_node": 72, "nvlink_gb_per_s": 900 * NVLINK, "host_link_gb_per_s": 200.0,
+         "copy_engine_gb_per_s": 800.0},
+    ),
 }  # fmt: skip

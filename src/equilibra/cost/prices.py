@@ -65,6 +65,11 @@ class ExpertLaw:
         if self.row_gb_per_s == 0 and self.tflops == 0:
             raise InputError("rows must cost something: row_gb_per_s or tflops must be above 0")
 
+    def scaled(self, *, compute: float, memory: float) -> ExpertLaw:
+        """On a device with so many times the compute and memory rates."""
+        rates = ("weight_gb_per_s", "row_gb_per_s", "instance_gb_per_s")
+        return replace(self, tflops=self.tflops * compute, **{name: getattr(self, name) * memory for name in rates})
+
     def weights_us(self, model: MoEModel) -> float:
         """One instance more on a rank that waits for weights."""
         return model.expert_bytes * 1e-3 / self.weight_gb_per_s if self.weight_gb_per_s else 0.0
@@ -184,27 +189,13 @@ class Prices:
 
     def scaled(self, *, compute: float, memory: float, **changes: object) -> Prices:
         """The machine with compute and device memory so many times as fast, and other fields replaced."""
-
-        def law(of: ExpertLaw) -> ExpertLaw:
-            return replace(
-                of,
-                weight_gb_per_s=of.weight_gb_per_s * memory,
-                row_gb_per_s=of.row_gb_per_s * memory,
-                tflops=of.tflops * compute,
-                instance_gb_per_s=of.instance_gb_per_s * memory,
-            )
-
-        faster: dict[str, object] = {
-            "experts_forward": law(self.experts_forward),
-            "experts_backward": law(self.experts_backward),
-            "dense_tflops": self.dense_tflops * compute,
-            "attention_tflops": self.attention_tflops * compute,
-            "attention_backward_tflops": self.attention_backward_tflops * compute,
-            "hbm_gb_per_s": self.hbm_gb_per_s * memory,
-            "copy_loss_gb_per_s": self.copy_loss_gb_per_s * memory,
-            "kernels": self.kernels and self.kernels.scaled(compute=compute, memory=memory),
-        }
-        return replace(self, **{**faster, **changes})  # type: ignore[arg-type]
+        parts = {name: getattr(self, name) for name in ("experts_forward", "experts_backward", "kernels")}
+        faster = {name: part and part.scaled(compute=compute, memory=memory) for name, part in parts.items()}
+        for name in ("dense_tflops", "attention_tflops", "attention_backward_tflops"):
+            faster[name] = getattr(self, name) * compute
+        for name in ("hbm_gb_per_s", "copy_loss_gb_per_s"):
+            faster[name] = getattr(self, name) * memory
+        return replace(self, **{**faster, **changes})
 
 
 def row_bytes(model: MoEModel) -> int:

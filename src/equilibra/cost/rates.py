@@ -6,7 +6,7 @@ from the model's shapes and the hardware's prices, and nothing else does.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from math import ceil, isfinite
 
 from equilibra.core.checks import check_whole
@@ -19,39 +19,43 @@ from equilibra.cost.prices import MOST_ROWS, Prices
 __all__ = ["MOST_ROWS", "Rates", "rates_for"]
 
 
+def _free() -> dict[Stage, float]:
+    return dict.fromkeys(Stage, 0.0)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Rates:
     """Prices in microseconds. A rate of zero means free."""
 
     row_us: dict[Stage, float]
     """compute of one (token, expert) pair on one rank, by stage"""
-    cross_row_us: float
+    cross_row_us: float = 0.0
     """one pair that crosses nodes, both ways in all passes, on one rank's share of the network"""
-    flash_copy_us: dict[Stage, float]
+    flash_copy_us: dict[Stage, float] = field(default_factory=_free)
     """one flash copy on one rank's links inside the node, by stage; gradients return in the update"""
-    standing_copy_us: float
+    standing_copy_us: float = 0.0
     """weights of one standing copy once across nodes and its gradient back"""
-    move_us: float
+    move_us: float = 0.0
     """one home moved across nodes, with optimizer state"""
-    move_inside_us: float
+    move_inside_us: float = 0.0
     """one home moved inside its node"""
     exposed_share: float = 0.1
     """part of a flash copy's time that prefetching does not hide"""
-    link_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    link_us: dict[Stage, float] = field(default_factory=_free)
     """how long one flash copy holds a link, by stage: the update fetches it forward and backward, and its gradient
     returns"""
-    gap_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    gap_us: dict[Stage, float] = field(default_factory=_free)
     """what a layer and micro-batch takes besides its rows, by stage: copies are hidden in it too"""
-    gap_row_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    gap_row_us: dict[Stage, float] = field(default_factory=_free)
     """the same per row of the mean rank: dense parts, traffic across nodes, activations computed anew"""
-    hold_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    hold_us: dict[Stage, float] = field(default_factory=_free)
     """what one copy more costs the rank that holds it besides its rows, by stage: its weights are read, and in the
     update its gradient is written"""
-    serve_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    serve_us: dict[Stage, float] = field(default_factory=_free)
     """what it costs the rank it comes from, by stage: in the update the returned gradient is added"""
-    move_beside_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    move_beside_us: dict[Stage, float] = field(default_factory=_free)
     """what weights or a gradient of another layer's copy cost the rank that holds it, as they move beside this one"""
-    add_beside_us: dict[Stage, float] = field(default_factory=lambda: dict.fromkeys(Stage, 0.0))
+    add_beside_us: dict[Stage, float] = field(default_factory=_free)
     """what adding a returned gradient of another layer costs the rank that the copy came from"""
     tile_rows: int = 1
     """rows of an instance that kernels compute together; it counts where what moves beside a layer has a price"""
@@ -59,14 +63,12 @@ class Rates:
     """what a token costs besides attention, in units of s² of a sequence of s tokens (the default: what verl uses)"""
 
     def __post_init__(self) -> None:
-        by_stage = ("row_us", "flash_copy_us", "link_us", "gap_us", "gap_row_us", "hold_us", "serve_us",
-                    "move_beside_us", "add_beside_us")  # fmt: skip
+        by_stage = [one.name for one in fields(self) if one.type == "dict[Stage, float]"]
         for name in by_stage:
             if set(getattr(self, name)) != set(Stage):
                 raise InputError(f"{name} needs the stages {', '.join(Stage)}, not {', '.join(getattr(self, name))}")
         numbers = [number for name in by_stage for number in getattr(self, name).values()]
-        numbers += [self.cross_row_us, self.standing_copy_us]
-        numbers += [self.move_us, self.move_inside_us, self.exposed_share]
+        numbers += [getattr(self, one.name) for one in fields(self) if one.type == "float"]
         if not all(isfinite(number) and number >= 0 for number in numbers):
             raise InputError(f"rates must be finite and not negative: {numbers}")
         check_whole("tile_rows", self.tile_rows, low=1, high=MOST_ROWS)
@@ -102,14 +104,7 @@ class Rates:
     @classmethod
     def free(cls) -> Rates:
         """Only rows cost: what balance is possible if copies and moves are free."""
-        return cls(
-            row_us=dict.fromkeys(Stage, 1.0),
-            cross_row_us=0.0,
-            flash_copy_us=dict.fromkeys(Stage, 0.0),
-            standing_copy_us=0.0,
-            move_us=0.0,
-            move_inside_us=0.0,
-        )
+        return cls(row_us=dict.fromkeys(Stage, 1.0))
 
 
 def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int = 1) -> Rates:

@@ -1,6 +1,7 @@
 """Measure the GPUs: products, memory, the host link, copies between GPUs. Needs no process but this one.
 
-Every figure is the median of timings by CUDA events after a warm-up; each case takes a few hundred milliseconds.
+Every figure is the median of timings by CUDA events after a warm-up; each case takes a few hundred milliseconds. A
+machine without GPUs: an fp32 product and a copy of host memory, with numpy, as one rank would use them.
 There are two sizes of everything, so that `cost.calibrate` can tell what is fixed from what grows.
 """
 
@@ -12,16 +13,19 @@ from itertools import permutations
 from time import perf_counter
 from typing import Any, cast
 
+import numpy as np
+
 from equilibra.doctor.finding import Measured
 
-__all__ = ["GPU_MEASUREMENTS", "measured_of"]
+__all__ = ["GPU_MEASUREMENTS", "HOST_MEASUREMENTS", "measured_of"]
 
 MIB = 2**20
-CASE_S, PAIR_S = 0.2, 0.04
+CASE_S, PAIR_S, HOST_CASE_S = 0.2, 0.04, 0.3
 FEWEST, MOST = 5, 100
 PRODUCTS = (4096, 8192)
 COPIES = (32 * MIB, 256 * MIB)
 ROWS, HIDDEN = (32_768, 131_072), 2048
+HOST_PRODUCTS, HOST_COPIES = (512, 1024), (32 * MIB, 128 * MIB)
 
 
 def measure_dense() -> Measured:
@@ -132,6 +136,36 @@ def _clock(run: Callable[[], object], *, seconds: float = CASE_S) -> dict[str, A
     return summary(times)
 
 
+def measure_host_dense() -> Measured:
+    """An fp32 matrix product."""
+    cases, rng = [], np.random.default_rng(0)
+    for width in HOST_PRODUCTS:
+        left, right = (rng.standard_normal((width, width), np.float32) for _ in range(2))
+        timed = _host_clock(partial(np.matmul, left, right, out=np.empty_like(left)))
+        cases.append({"kind": "dense", "flop": 2 * width**3, **timed})
+    return measured_of("dense fp32 products (cpu)", cases, amount="flop")
+
+
+def measure_host_copy() -> Measured:
+    """One thread copies host memory: bytes read and written."""
+    cases = []
+    for num_bytes in HOST_COPIES:
+        source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
+        cases.append({"kind": "memory", "bytes": 2 * num_bytes, **_host_clock(partial(np.copyto, target, source))})
+    return measured_of("host memory, copied", cases)
+
+
+def _host_clock(run: Callable[[], object]) -> dict[str, Any]:
+    run()
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < FEWEST or (len(times) < MOST and perf_counter() - begin < HOST_CASE_S):
+        start = perf_counter()
+        run()
+        times.append((perf_counter() - start) * 1e6)
+    return summary(times)
+
+
 def summary(times_us: list[float]) -> dict[str, Any]:
     """Median, quartiles and number of some timings."""
     times = sorted(times_us)
@@ -148,4 +182,8 @@ GPU_MEASUREMENTS: dict[str, Callable[[], Measured | list[Measured]]] = {
     "host to device": measure_to_device,
     "device to host": measure_to_host,
     "pairs of gpus": measure_pairs,
+}
+HOST_MEASUREMENTS: dict[str, Callable[[], Measured | list[Measured]]] = {
+    "dense products": measure_host_dense,
+    "host copy": measure_host_copy,
 }

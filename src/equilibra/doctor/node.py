@@ -21,8 +21,7 @@ from types import TracebackType
 from typing import Any, Self
 
 from equilibra.doctor.finding import Ask, Finding, Measured, State, Verdict, first_line
-from equilibra.doctor.measure import GPU_MEASUREMENTS
-from equilibra.doctor.measure_host import HOST_MEASUREMENTS
+from equilibra.doctor.measure import GPU_MEASUREMENTS, HOST_MEASUREMENTS
 from equilibra.doctor.streams import NAME as STREAMS
 from equilibra.doctor.verdict import num_gpus, verdicts
 from equilibra.doctor.worker import CHECKS, GPU, HOST

@@ -65,7 +65,8 @@ def preset_of(findings: Sequence[Finding], measured: Sequence[Measured], *, name
     source = _source(gpus, base, sorted(changes), scaled=scaled)
     hardware = replace(base_of, name=name, source=source, **changes)
     if not gpus:
-        hardware = replace(hardware, nic_gb_per_s=min(hardware.nic_gb_per_s, hardware.nvlink_gb_per_s))
+        network = min(hardware.nic_gb_per_s, hardware.nvlink_gb_per_s)
+        hardware = replace(hardware, nic_gb_per_s=network, kernels=None)  # ours run on GPUs
     return Preset(hardware=hardware, base=base.name, measured=sorted(changes), scaled=scaled)
 
 

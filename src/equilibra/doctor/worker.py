@@ -16,8 +16,7 @@ from typing import Any, NamedTuple
 
 from equilibra.doctor import devices, ipc, memory, software, streams, topology
 from equilibra.doctor.finding import Ask, Finding, Measured, State, guarded
-from equilibra.doctor.measure import GPU_MEASUREMENTS
-from equilibra.doctor.measure_host import HOST_MEASUREMENTS
+from equilibra.doctor.measure import GPU_MEASUREMENTS, HOST_MEASUREMENTS
 from equilibra.doctor.verdict import RUNTIME_PATHS
 
 __all__ = ["CHECKS", "GPU", "HOST", "Check", "answer", "main"]

@@ -97,8 +97,7 @@ def _factor(took: _Took, expected: _Took, fixed_us: float) -> float:
 
 def _slowed(base: Prices, slower: Mapping[str, float]) -> Prices:
     def law(of: ExpertLaw, factor: float) -> ExpertLaw:
-        return replace(of, weight_gb_per_s=of.weight_gb_per_s / factor, row_gb_per_s=of.row_gb_per_s / factor,
-                       tflops=of.tflops / factor, instance_gb_per_s=of.instance_gb_per_s / factor)  # fmt: skip
+        return of.scaled(compute=1 / factor, memory=1 / factor)
 
     dense, exchange = slower[DENSE], slower[EXCHANGE]
     return replace(

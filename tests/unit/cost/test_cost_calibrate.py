@@ -7,7 +7,7 @@ from tests.references.machines import round_hardware
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel, model_named
 from equilibra.cost.calibrate import calibrate, fit_experts, measurements_of_run
-from equilibra.cost.presets import measured_h200
+from equilibra.cost.presets import measured_h200, prices_named
 from equilibra.cost.prices import ExpertLaw
 from equilibra.events.schema import Direction, Events, Kind, event_table
 
@@ -175,3 +175,10 @@ def test_a_measured_run_calibrates():
     law, error = fit_experts([m for m in found if m["kind"] == "experts" and m["rows"] > 99], backward=False)
     assert np.abs(error).max() < 1e-3
     assert law.row_us(model, backward=False) == pytest.approx(TRUE.row_us(model, backward=False), rel=1e-3)
+
+
+def test_kernels_stay_only_where_experts_were_not_measured():
+    base = prices_named("h200")
+    links = [{"kind": "nvlink", "bytes": size, "us": 5 + size * 1e-5} for size in (10**6, 10**7)]
+    assert calibrate(links, base, name="mine", source="").hardware.kernels == base.kernels
+    assert calibrate(measured_h200(), base, name="mine", source="").hardware.kernels is None

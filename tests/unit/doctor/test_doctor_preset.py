@@ -5,10 +5,9 @@ import pytest
 from equilibra.core.errors import InputError
 from equilibra.cost.files import load_prices, prices_toml
 from equilibra.cost.presets import prices_named
-from equilibra.doctor import measure_host
+from equilibra.doctor import measure
 from equilibra.doctor.finding import Finding, Measured, State
-from equilibra.doctor.measure import measured_of, summary
-from equilibra.doctor.measure_host import HOST_MEASUREMENTS
+from equilibra.doctor.measure import HOST_MEASUREMENTS, measured_of, summary
 from equilibra.doctor.preset import preset_of
 
 GIB = 2**30
@@ -122,9 +121,9 @@ def test_nothing_measured_is_nothing_to_write():
 
 @pytest.mark.parametrize("name", HOST_MEASUREMENTS)
 def test_this_machine_is_measured(monkeypatch, name):
-    small = {"PRODUCTS": (32, 64), "COPIES": (2**16, 2**18), "CASE_S": 0.01}
+    small = {"HOST_PRODUCTS": (32, 64), "HOST_COPIES": (2**16, 2**18), "HOST_CASE_S": 0.01}
     for constant, value in small.items():
-        monkeypatch.setattr(measure_host, constant, value)
+        monkeypatch.setattr(measure, constant, value)
     found = HOST_MEASUREMENTS[name]()
     assert 0 < found.low <= found.value <= found.high
     assert found.repeats >= 5

@@ -243,7 +243,7 @@ def test_masks_and_lists_of_other_sizes_are_refused():
         ({"planner": "equilibre"}, "equilibre"),
         ({"seed": "a"}, "seed must be a whole number from 0 to 2147483647, not 'a'"),
         ({"max_moves_per_layer": -7}, "max_moves_per_layer must be a whole number from -1"),
-        ({"standing_slots": 1}, "standing_slots must be a whole number from 0 to 0, not 1"),
+        ({"standing_slots": 1}, "standing_slots must be 0 inside this framework, not 1"),
         ({"hardware": 3}, "hardware must be text, not 3"),
     ],
 )

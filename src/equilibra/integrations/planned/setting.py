@@ -33,9 +33,9 @@ class PlanSetting(PlannerSetting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_whole(f"{self.section}standing_slots", self.standing_slots, low=0, high=0)
-        if not self.homes_move:
-            check_whole(f"{self.section}max_moves_per_layer", self.max_moves_per_layer, low=0, high=0)
+        for name in ("standing_slots",) if self.homes_move else ("standing_slots", "max_moves_per_layer"):
+            if getattr(self, name):
+                raise InputError(f"{self.section}{name} must be 0 inside this framework, not {getattr(self, name)}")
         if self.ranks_per_node is not None:
             check_whole(f"{self.section}ranks_per_node", self.ranks_per_node, low=1, high=2**16 - 1)
         check_number(f"{self.section}timeout_s", self.timeout_s, above=0, high=1e6, below=True)
