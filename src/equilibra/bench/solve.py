@@ -20,7 +20,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.placement import contiguous
 from equilibra.events.imbalance import imbalance
-from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUICK_TRIES, QUOTA, TARGET, balance_micro_batch, scratch_for
+from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUOTA, TARGET, CopyCosts, balance_micro_batches, scratch_for
 
 __all__ = ["Solved", "over_sources", "solve_problems"]
 
@@ -65,37 +65,30 @@ def solve_problems(
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
     spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied
-    bench = scratch_for(cluster, home, spare_slots)
-    copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
-    standing = np.zeros((0, num_ranks), np.int32)
-    out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
+    scratch, costs = scratch_for(cluster, home, spare_slots), CopyCosts(tolerance)
+    standing = np.zeros((1, 0, num_ranks), np.int32)
 
-    def solve(tokens_ER: NDArray[np.int32]) -> int:
-        n: int = balance_micro_batch(
-            tokens_ER, bench, cluster.num_nodes, group, spare_slots, tolerance, 0, 0, 0, QUICK_TRIES,
-            NO_EXCHANGE, copies, standing, out,
-        )  # fmt: skip
-        return n
+    def solve(tokens_ER: NDArray[np.int32]) -> NDArray[np.int64]:
+        tokens_MLER = tokens_ER[None, None]
+        return balance_micro_batches(tokens_MLER, 0, scratch, cluster, spare_slots, costs, NO_EXCHANGE, standing).copies
 
     before, after = np.zeros((2, num_problems, num_ranks), np.int64)
     num_copies, fan_out = np.zeros((2, num_problems), np.int64)
     for p, tokens_ER in enumerate(tokens_PER):
         load = tokens_ER.sum(axis=1, dtype=np.int64)
         before[p] = load.reshape(num_ranks, -1).sum(axis=1)
-        n = solve(tokens_ER)
+        copies = solve(tokens_ER)
         after[p] = before[p]
-        np.subtract.at(after[p], copies[ORIGIN, :n], copies[QUOTA, :n])
-        np.add.at(after[p], copies[TARGET, :n], copies[QUOTA, :n])
-        num_copies[p] = n
-        fan_out[p] = np.bincount(copies[ORIGIN, :n], minlength=1).max()
-        out[:n] = 0
+        np.subtract.at(after[p], copies[ORIGIN], copies[QUOTA])
+        np.add.at(after[p], copies[TARGET], copies[QUOTA])
+        num_copies[p] = copies.shape[1]
+        fan_out[p] = np.bincount(copies[ORIGIN], minlength=1).max()
     solve_us = np.zeros((passes, num_problems))
     for one_pass in solve_us:
         for p, tokens_ER in enumerate(tokens_PER):
             start = perf_counter_ns()
-            n = solve(tokens_ER)
+            solve(tokens_ER)
             one_pass[p] = (perf_counter_ns() - start) / 1000
-            out[:n] = 0
     node_load = before.reshape(num_problems, cluster.num_nodes, group).sum(axis=2)
     bound = -(-node_load.max(axis=1) // group) if spare_slots else before.max(axis=1)
     mean = np.maximum(before.sum(axis=1) / num_ranks, 1e-300)

@@ -193,7 +193,10 @@ def _even(lengths, cost, cell_of_sequence, num_cells, budget):  # type: ignore[n
         spent[cell_of_sequence[s]] += cost[s]
     work = _EVEN_WORK
     while work > 0:
-        top = np.argmax(spent)
+        top = 0
+        for c in range(1, num_cells):
+            if spent[c] > spent[top]:
+                top = c
         # The best partner leaves the larger of the two cells lowest.
         best = spent[top]
         best_out = -1
