@@ -17,6 +17,7 @@ from equilibra import Cluster, StepLoad
 from equilibra.plan.entry import plan_step
 
 FILE = REPOSITORY / "examples" / "equilibra_in_one_file.py"
+DOCUMENT = REPOSITORY / "docs" / "idea.md"
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +30,7 @@ def one():
 
 def run(*words):
     return subprocess.run(
-        [sys.executable, str(FILE), "--micro-batches", "2", *map(str, words)],
+        [sys.executable, str(FILE), *map(str, words)],
         capture_output=True,
         text=True,
         check=False,
@@ -70,6 +71,8 @@ def test_a_lost_gradient_fails(nodes):
     assert float(difference["experts"]) > 1e-6
     assert max(float(difference[name]) for name in ("loss", "input", "router")) < 1e-10
     assert "FAILED" in done.stdout
+    table = done.stdout.partition("\n\n")[0]
+    assert (table in DOCUMENT.read_text()) == (nodes == 2)
 
 
 @pytest.mark.parametrize(("num_nodes", "group"), [(1, 4), (2, 2), (4, 1), (1, 8), (2, 4), (4, 2)])
@@ -102,9 +105,9 @@ def test_plans_keep_their_promises(one, num_nodes, group, slots):
 
 
 def test_own_tokens_first(one):
-    tokens_ER = np.array([[5, 0, 3, 4]])
-    quota_ER = np.array([[4, 0, 0, 8]])
-    assert one.split(tokens_ER, quota_ER, 2).tolist() == [[4, 0, 0, 0], [1, 0, 3, 4]]
+    tokens_ER = np.array([[0, 2, 4, 0]])
+    quota_ER = np.array([[2, 1, 3, 0]])
+    assert one.split(tokens_ER, quota_ER, 2).tolist() == [[0, 1, 1, 0], [0, 1, 0, 0], [0, 0, 3, 0]]
 
 
 def test_a_third_rank_helps_when_slots_run_out(one):
@@ -113,6 +116,19 @@ def test_a_third_rank_helps_when_slots_run_out(one):
     held_ER = quota_ER > 0
     levelled_ER = one.add_flash_copies(quota_ER, held_ER, 1)
     assert levelled_ER.tolist() == [[90, 0, 0, 30], [10, 100, 0, 0], [0, 0, 100, 0], [0, 0, 0, 70]]
+
+
+def test_the_worked_example(one):
+    """The one of docs/idea.md."""
+    tokens_ER = np.repeat([[15], [5], [2], [3]], 4, axis=1)
+    plan = one.plan_step(tokens_ER[None], 2, 2, 2)
+    (visit,) = plan.visits
+    assert one.imbalance(one.plan_step(tokens_ER[None], 2, 0, 0)) == 2.4
+    assert one.imbalance(plan) == 1.0
+    assert plan.standing == [(0, 0, 2)]
+    assert visit.flash == [(0, 0, 1), (0, 2, 3)]
+    assert visit.tokens_IR.sum(1).tolist() == [25, 5, 17, 13, 20, 8, 12]
+    assert visit.tokens_IR[:4].tolist() == [[15, 10, 0, 0], [0, 5, 0, 0], [0, 0, 15, 2], [0, 0, 0, 13]]
 
 
 SIZES = [("gpt-oss-20b", 512), ("gpt-oss-20b", 2048), ("dsv2-lite-law", 600), ("dsv2-lite-intent", 128)]
