@@ -26,8 +26,8 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule, step_load
 from equilibra.cost.rates import Rates
-from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule
 from equilibra.events.imbalance import imbalance
+from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule
 from equilibra.plan.pack import cell_cost
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.count import sequence_loads

@@ -21,7 +21,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lanes", type=int, default=2, help="series beside each other")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-chaos"), help=KEPT)  # noqa: S108
+    parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-chaos"), help=KEPT)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--only", type=int, nargs="*", help="these runs of the series alone, without a table")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
@@ -31,7 +31,7 @@ def main() -> int:
     if asked.lane is not None:
         return _lane(asked, raw)
     command = [sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]]
-    lanes = [subprocess.Popen([*command, "--lane", str(lane)]) for lane in range(asked.lanes)]  # noqa: S603
+    lanes = [subprocess.Popen([*command, "--lane", str(lane)]) for lane in range(asked.lanes)]
     codes = [lane.wait() for lane in lanes]
     if any(codes):
         return max(codes)

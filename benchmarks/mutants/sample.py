@@ -63,7 +63,7 @@ def sample(number: int, seed: int) -> list[Mutant]:
     Cosmic Ray replaces a `+` in eleven ways and a `<` in seven. A place counts once for each kind of change: otherwise
     most mutants were arithmetic that no type allows, and any test kills those.
     """
-    random = Random(seed)  # noqa: S311 - not for secrets
+    random = Random(seed)
     places: dict[tuple[object, ...], list[Mutant]] = {}
     for mutant in (mutant for file in _files() for mutant in _mutants(file)):
         place = (mutant.file, mutant.line, mutant.column, mutant.operator.partition("_")[0])

@@ -22,11 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from equilibra.bench.gpu.case import Case, cases_for
-from equilibra.bench.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
-from equilibra.bench.gpu.records import Records, load_records, rank_times
-from equilibra.bench.gpu.setting import RANKS, GpuSetting
-from equilibra.cli.bench_gpu import _models, _routings
+from benchmarks.gpu.case import Case, cases_for
+from benchmarks.gpu.command import _models, _routings
+from benchmarks.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
+from benchmarks.gpu.records import Records, load_records, rank_times
+from benchmarks.gpu.setting import RANKS, GpuSetting
 from equilibra.core.errors import InputError
 
 COMMAND = "PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR"

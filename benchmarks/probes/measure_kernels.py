@@ -22,7 +22,7 @@ import numpy as np
 import torch
 import triton
 
-from equilibra.bench.suite import environment
+from benchmarks.suite import environment
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage

@@ -1,4 +1,4 @@
-"""What a flash copy costs a rank on a GPU besides its rows: measured, for `equilibra.bench.gpu.contenders`.
+"""What a flash copy costs a rank on a GPU besides its rows: measured, for `benchmarks.gpu.contenders`.
 
     PYTHONPATH=src python benchmarks/probes/measure_prices.py --output FILE
 
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from equilibra.bench.gpu.replay import Replay, Sizes
-from equilibra.bench.gpu.work import STILL, Moves, RankWork
-from equilibra.bench.suite import environment
+from benchmarks.gpu.replay import Replay, Sizes
+from benchmarks.gpu.work import STILL, Moves, RankWork
+from benchmarks.suite import environment
 from equilibra.core.model import MoEModel
 from equilibra.cost.files import load_model
 

@@ -5,12 +5,12 @@ import re
 import numpy as np
 import pytest
 
-from equilibra.bench.render import markdown
-from equilibra.bench.runtime import clock as runtime_clock
-from equilibra.bench.train.figures import figures_of
-from equilibra.bench.train.names import NAMES, STAGES
-from equilibra.bench.train.setting import QUICK, TrainSetting
-from equilibra.bench.train.tables import TRAIN, section_rows
+from benchmarks.render import markdown
+from benchmarks.runtime import clock as runtime_clock
+from benchmarks.train.figures import figures_of
+from benchmarks.train.names import NAMES, STAGES
+from benchmarks.train.setting import QUICK, TrainSetting
+from benchmarks.train.tables import TRAIN, section_rows
 from equilibra.core.errors import InputError
 
 # --- figures ---
@@ -140,7 +140,7 @@ def routed(skew: float, tmp_path) -> np.ndarray:
     """[L, E] how often the model's routers choose each expert."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from equilibra.bench.train.model import skew_routers, write_model_folder
+    from benchmarks.train.model import skew_routers, write_model_folder
     from equilibra.core.cluster import Cluster
     from equilibra.execute.copies.copies import CopySetting
     from equilibra.execute.group import join_expert_group
@@ -186,7 +186,7 @@ def test_skew_favours_one_rank_in_every_layer_and_another_in_the_next(tmp_path):
 def test_the_least_disturbed_try_counts(monkeypatch):
     torch = pytest.importorskip("torch")
     assert torch
-    from equilibra.bench.train import clock as train_clock
+    from benchmarks.train import clock as train_clock
 
     busy = iter([0.0, 0.5, 0.0, 0.0, 0.0, 0.01])  # a disturbed try, a quiet wait, a quiet try
     monkeypatch.setattr(runtime_clock, "perf_counter", iter(np.arange(0.0, 100.0)).__next__)
@@ -203,7 +203,7 @@ def test_the_least_disturbed_try_counts(monkeypatch):
 
 def test_stages_add_up():
     pytest.importorskip("torch")
-    from equilibra.bench.train.clock import Stages
+    from benchmarks.train.clock import Stages
     from equilibra.core.cluster import Cluster
     from equilibra.execute.group import join_expert_group
 

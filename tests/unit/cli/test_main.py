@@ -8,7 +8,7 @@ import time
 import numpy as np
 import pytest
 
-from equilibra.bench.problems import zipf_loads
+from benchmarks.problems import zipf_loads
 from equilibra.cli import bench
 from equilibra.cli.main import main
 
