@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chaos.cases import draw
 from benchmarks.chaos.table import write_results
@@ -54,7 +55,7 @@ def _lane(asked: argparse.Namespace, raw: Path) -> int:
     return 0
 
 
-def _records(raw: Path) -> list[dict[str, object]]:
+def _records(raw: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []
 
 

@@ -186,7 +186,7 @@ def _forked(arguments: Sequence[str], printed: Path) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _nothing: Callable[[], None] = lambda: None  # noqa: E731
         forkserver.ensure_running = _nothing  # the server is a child of our parent, and runs
-        forkserver._forkserver.ensure_running = _nothing  # noqa: SLF001
+        forkserver._forkserver.ensure_running = _nothing  # type: ignore[method-assign]  # noqa: SLF001
         train_command.WORKER = "benchmarks.chaos.worker:run"
         code = main(["train", *arguments])
         sys.stdout.flush()

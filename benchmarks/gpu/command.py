@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from benchmarks.gpu.records import Records
     from equilibra.core.model import MoEModel
 
-__all__ = ["add_gpu"]
+__all__ = ["add_gpu", "models_asked", "routings_asked"]
 
 NUMBERS = {
     "tokens_per_rank": "tokens of a micro-batch, per rank (4096)",
@@ -98,10 +98,10 @@ def run(arguments: argparse.Namespace) -> int:
     }
     paths: dict[str, Any] = {"paths": (arguments.path,)} if arguments.path else {}
     setting = GpuSetting(**asked, **paths, network=arguments.network)
-    routings, missing = _routings(arguments)
+    routings, missing = routings_asked(arguments)
     if missing:
         print(f"left out, not in --traces: {', '.join(missing)}", file=sys.stderr)
-    cases, left_out = cases_for(routings, _models(arguments), arguments.ranks or list(RANKS), setting)
+    cases, left_out = cases_for(routings, models_asked(arguments), arguments.ranks or list(RANKS), setting)
     for one in left_out:
         print(f"left out: {one['case']}: {one['reason']}", file=sys.stderr)
     earlier[0]["left_out"] = left_out
@@ -132,7 +132,7 @@ def _redraw(outcome: dict[str, Any], records: Records, folder: Path) -> int:
     return 0
 
 
-def _models(arguments: argparse.Namespace) -> list[MoEModel]:
+def models_asked(arguments: argparse.Namespace) -> list[MoEModel]:
     """Those that are asked for, or the usual ones."""
     from benchmarks.gpu.setting import MODELS
     from equilibra.core.errors import InputError
@@ -151,7 +151,7 @@ def _models(arguments: argparse.Namespace) -> list[MoEModel]:
     ]
 
 
-def _routings(arguments: argparse.Namespace) -> tuple[list[Routing], list[str]]:
+def routings_asked(arguments: argparse.Namespace) -> tuple[list[Routing], list[str]]:
     """Recordings that are asked for, those of a folder, or a synthetic one; and names of files that are not there."""
     from benchmarks.gpu.case import routing_of
     from benchmarks.gpu.setting import RECORDINGS

@@ -112,7 +112,7 @@ def _left_out(code: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Annotations, __all__, and what is imported for types only: nothing of it runs."""
     spans = []
     for node in ast.walk(ast.parse(code)):
-        parts: list[ast.AST | None] = []
+        parts: list[ast.stmt | ast.expr | None] = []
         if isinstance(node, ast.arg | ast.AnnAssign):
             parts.append(node.annotation)
         if isinstance(node, ast.FunctionDef):
@@ -124,6 +124,6 @@ def _left_out(code: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         spans += [
             ((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset))
             for part in parts
-            if part is not None
+            if part is not None and part.end_lineno is not None and part.end_col_offset is not None
         ]
     return spans

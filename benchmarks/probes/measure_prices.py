@@ -1,6 +1,6 @@
 """What a flash copy costs a rank on a GPU besides its rows: measured, for `benchmarks.gpu.contenders`.
 
-    PYTHONPATH=src python benchmarks/probes/measure_prices.py --output FILE
+    python -m benchmarks.probes.measure_prices --output FILE
 
 A rank with a copy more, or with copies that move beside it, is compared with the same rows on homes alone, in turn;
 microseconds, medians of 10 differences, forward and backward.
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parsed = parser.parse_args()
     known = environment()
-    command = "PYTHONPATH=src python benchmarks/probes/measure_prices.py --output FILE"
+    command = "python -m benchmarks.probes.measure_prices --output FILE"
     about = {"command": command, "date": known["date"], "commit": known["commit"]}
     found: dict[str, Any] = {**about, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": []}
     for name, homes in HOMES.items():
