@@ -39,6 +39,6 @@ def run(arguments: argparse.Namespace) -> int:
             "benches run from a clone of the repository, this is an installed package: git clone it, run `make setup` "
             "there, then .venv/bin/equilibra bench"
         )
-    if str(root) not in sys.path:
-        sys.path.insert(0, str(root))  # processes that benches start have it too
+    if sys.path[0] != str(root):  # first, as the current folder may have a benchmarks too; a bench's processes get it
+        sys.path.insert(0, str(root))
     return int(import_module(COMMAND).main(arguments.words))

@@ -134,9 +134,7 @@ def test_without_torch_it_says_what_to_install(trace, monkeypatch, capsys):
 
 
 def test_other_benches_do_without_torch():
-    code = (
-        "import sys; import benchmarks.planner, benchmarks.runtime.figures; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; import benchmarks.planner, benchmarks.runtime.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
