@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.setting import Row, Setting
+from benchmarks.suite import Row, Setting
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MODELS, MoEModel

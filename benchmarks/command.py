@@ -134,9 +134,7 @@ def _add_train(benches: Any) -> None:  # noqa: ANN401
 def run(arguments: argparse.Namespace) -> int:
     """Run the sections of a suite."""
     from benchmarks.problems import traces_folder
-    from benchmarks.render import earlier_results, markdown, plain, write_results
-    from benchmarks.setting import Setting
-    from benchmarks.suite import environment, run_sections
+    from benchmarks.suite import Setting, environment, run_sections
     from equilibra.core.errors import InputError
 
     suite = _suite(arguments.suite)
@@ -147,33 +145,26 @@ def run(arguments: argparse.Namespace) -> int:
     traces = traces_folder(arguments.traces)
     left_out = [name for name in names if name in suite.need_traces and traces is None]
     if left_out:
-        print(f"left out, no --traces: {', '.join(left_out)}", file=sys.stderr)
+        _tell(f"left out, no --traces: {', '.join(left_out)}")
     for name, module in suite.need_modules.items():
         if name in names and find_spec(module) is None:
-            print(f"left out, no {module} (pip install 'equilibra[bench]'): {name}", file=sys.stderr)
+            _tell(f"left out, no {module} (pip install 'equilibra[bench]'): {name}")
             left_out.append(name)
-    if arguments.output and not Path(arguments.output).is_dir():
-        raise InputError(f"there is no folder {arguments.output}; create it first")
-    if arguments.output:
-        earlier_results(suite, Path(arguments.output))
+    folder = _folder(arguments, suite)
     setting = Setting(traces=traces, quick=arguments.quick)
     result: dict[str, Any] = {"left_out": left_out, "sections": {}}
     about = {"command": f"equilibra bench {suite.name}" + " --quick" * arguments.quick, "measured_on": environment()}
     if traces is not None:
         about["command"] += " --traces DIR"
     chosen = [name for name in names if name not in left_out]
-    for name, rows in run_sections(suite, setting, chosen, lambda line: print(line, file=sys.stderr, flush=True)):
-        result["sections"][name] = {**about, "rows": plain(rows)}
-    if arguments.output:
-        write_results(suite, result, Path(arguments.output))
-    print(json.dumps(result) if arguments.json else markdown(suite, result))
-    return 0
+    for name, rows in run_sections(suite, setting, chosen, _tell):
+        result["sections"][name] = {**about, "rows": rows}
+    return _finish(suite, result, folder, arguments)
 
 
 def run_runtime(arguments: argparse.Namespace) -> int:
     """Run the cases of the runtime bench."""
     from benchmarks.problems import traces_folder
-    from benchmarks.render import earlier_results, markdown, plain, write_results
     from benchmarks.runtime.case import Select
     from benchmarks.runtime.figures import RUNTIME, measured
     from benchmarks.runtime.setting import RuntimeSetting, cases_for
@@ -185,11 +176,7 @@ def run_runtime(arguments: argparse.Namespace) -> int:
         if getattr(arguments, name) is not None
     }
     setting = RuntimeSetting(quick=arguments.quick, **{"repeats": 2, **asked} if arguments.quick else asked)
-    folder = Path(arguments.output) if arguments.output else None
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; create it first")
-    if folder is not None:
-        earlier_results(RUNTIME, folder)
+    folder = _folder(arguments, RUNTIME)
     if arguments.trace and arguments.traces:
         raise InputError("give either --trace FILE or --traces DIR")
     cases, left_out = cases_for(
@@ -199,46 +186,55 @@ def run_runtime(arguments: argparse.Namespace) -> int:
         traces=None if arguments.trace else traces_folder(arguments.traces),
     )
     if left_out and not arguments.trace:
-        print(f"left out, not in --traces: {', '.join(left_out)}", file=sys.stderr)
-    result = measured(
-        setting, cases, command=_runtime_command(arguments, asked), left_out=left_out,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
-    for section in result["sections"].values():
-        section["rows"] = plain(section["rows"])
-    if folder is not None:
-        write_results(RUNTIME, result, folder)
-    print(json.dumps(result) if arguments.json else markdown(RUNTIME, result))
-    return 0
+        _tell(f"left out, not in --traces: {', '.join(left_out)}")
+    command = _runtime_command(arguments, asked)
+    result = measured(setting, cases, command=command, left_out=left_out, tell=_tell)
+    return _finish(RUNTIME, result, folder, arguments)
 
 
 def run_train(arguments: argparse.Namespace) -> int:
     """Run the training bench."""
-    from benchmarks.render import earlier_results, markdown, plain, write_results
     from benchmarks.train.figures import measured
     from benchmarks.train.setting import QUICK, TrainSetting
     from benchmarks.train.tables import TRAIN
-    from equilibra.core.errors import InputError
 
     names = (*TRAIN_NUMBERS, "skew", "path", "patience")
     asked = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
     setting = TrainSetting(**{**QUICK, **asked} if arguments.quick else asked)
-    folder = Path(arguments.output) if arguments.output else None
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; create it first")
-    if folder is not None:
-        earlier_results(TRAIN, folder)
+    folder = _folder(arguments, TRAIN)
     words = [f"--{name.replace('_', '-')} {value:g}" if name == "skew" else f"--{name.replace('_', '-')} {value}"
              for name, value in asked.items()]  # fmt: skip
-    result = measured(
-        setting, command=" ".join(["equilibra bench train", *words, *["--quick"] * arguments.quick]),
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
+    command = " ".join(["equilibra bench train", *words, *["--quick"] * arguments.quick])
+    return _finish(TRAIN, measured(setting, command=command, tell=_tell), folder, arguments)
+
+
+def _tell(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def _folder(arguments: argparse.Namespace, suite: Suite) -> Path | None:
+    """Where results go; an error, before anything is measured, if they cannot."""
+    from benchmarks.suite import earlier_results
+    from equilibra.core.errors import InputError
+
+    if not arguments.output:
+        return None
+    folder = Path(arguments.output)
+    if not folder.is_dir():
+        raise InputError(f"there is no folder {folder}; create it first")
+    earlier_results(suite, folder)
+    return folder
+
+
+def _finish(suite: Suite, result: dict[str, Any], folder: Path | None, arguments: argparse.Namespace) -> int:
+    """Write and print."""
+    from benchmarks.suite import markdown, plain, write_results
+
     for section in result["sections"].values():
         section["rows"] = plain(section["rows"])
     if folder is not None:
-        write_results(TRAIN, result, folder)
-    print(json.dumps(result) if arguments.json else markdown(TRAIN, result))
+        write_results(suite, result, folder)
+    print(json.dumps(result) if arguments.json else markdown(suite, result))
     return 0
 
 

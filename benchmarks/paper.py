@@ -13,9 +13,8 @@ from dataclasses import replace
 from time import perf_counter
 
 from benchmarks.cells import SLOTS, Case, knobs_of_prompts, mean_of_seeds, metrics_of, row_of
-from benchmarks.paper_plots import plot_paper
-from benchmarks.setting import Row, Setting
-from benchmarks.suite import Suite
+from benchmarks.plots import plot_paper
+from benchmarks.suite import Row, Setting, Suite
 from equilibra.core.plan import StepPlan
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra

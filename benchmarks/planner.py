@@ -10,11 +10,19 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.compare import ablation, planners
-from benchmarks.problems import file_order_load, zipf_loads
-from benchmarks.setting import LARGE, MIDDLE, SMALL, Row, Setting, flash_per_layer, sequences_of
-from benchmarks.steps import growth, plot_growth, whole_step
-from benchmarks.suite import Suite
+from benchmarks.plots import plot_growth
+from benchmarks.problems import (
+    LARGE,
+    MIDDLE,
+    SMALL,
+    file_order_load,
+    flash_per_layer,
+    over_optimum,
+    sequences_of,
+    zipf_loads,
+)
+from benchmarks.steps import ablation, growth, planners, whole_step
+from benchmarks.suite import Row, Setting, Suite
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import StepPlan
@@ -115,9 +123,7 @@ def several_nodes(setting: Setting) -> list[Row]:
 
 def exact_small(setting: Setting) -> list[Row]:
     """Small instances against HiGHS."""
-    from benchmarks.exact_instances import compare  # noqa: PLC0415
-
-    over = np.array(compare(20 if setting.quick else 500))
+    over = np.array(over_optimum(20 if setting.quick else 500))
     return [{
         "instances": over.size, "mean_over_optimal": over.mean(), "worst_over_optimal": over.max(),
         "optimal_share": float(np.mean(over <= 1e-9)), "mean_reach": 0.01, "worst_reach": 0.05,

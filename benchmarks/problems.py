@@ -1,4 +1,4 @@
-"""The problems of the planner bench: Zipf loads of a given start imbalance, and real routing in file order."""
+"""What benches plan: Zipf loads, real routing in file order, small instances with a known optimum."""
 
 from __future__ import annotations
 
@@ -8,13 +8,23 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.suite import Setting
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import Schedule, step_load
-from equilibra.trace.count import micro_batches_in_file_order
+from equilibra.events.imbalance import imbalance
+from equilibra.plan.exact import exact_makespan
+from equilibra.plan.micro_batch import balance
+from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
+from equilibra.trace.open import load_trace
 
-__all__ = ["file_order_load", "traces_folder", "zipf_loads"]
+__all__ = ["LARGE", "MIDDLE", "SMALL", "evenly_spread", "file_order_load", "flash_per_layer", "over_optimum",
+           "sequences_of", "small_instance", "static_imbalance", "traces_folder", "zipf_loads"]  # fmt: skip
+
+SMALL, MIDDLE, LARGE = 2048, 8192, 32_768
+"""tokens of a micro-batch"""
 
 
 def zipf_loads(
@@ -62,3 +72,54 @@ def traces_folder(asked: str | None = None) -> Path | None:
     if not folder.is_dir():
         raise InputError(f"there is no folder {folder} with routing recordings")
     return folder
+
+
+def sequences_of(setting: Setting, name: str) -> SequenceLoad:
+    """Loads of the sequences of a recording."""
+    assert setting.traces is not None
+    return sequence_loads(load_trace(setting.traces / f"{name}.npz"))
+
+
+def flash_per_layer(plan: StepPlan) -> float:
+    """Flash copies per layer and micro-batch."""
+    return plan.stages[Stage.UPDATE].num_copies / plan.num_layers / plan.num_micro_batches
+
+
+def evenly_spread(count: int, num: int) -> NDArray[np.int64]:
+    """`num` of `count` things, the middles of equal parts."""
+    return ((np.arange(num) * 2 + 1) * count // (2 * num)).astype(np.int64)
+
+
+def static_imbalance(load: StepLoad, num_ranks: int) -> dict[str, float]:
+    """Of contiguous homes: over layers and micro-batches, and of all rows that slowest ranks compute together."""
+    load_MLE = load.expert_load()
+    load_MLR = load_MLE.reshape(*load_MLE.shape[:2], num_ranks, -1).sum(axis=3)
+    every = imbalance(load_MLR)
+    return {
+        "median": float(np.median(every)), "low": float(every.min()), "high": float(every.max()),
+        "of_step": float(load_MLR.max(axis=2).sum() / load_MLR.mean(axis=2).sum()),
+    }  # fmt: skip
+
+
+def small_instance(seed: int) -> tuple[NDArray[np.int32], Cluster, int]:
+    """Tokens [E, R] of a skewed load, a cluster of 2 to 4 ranks in a node, and 1 or 2 spare slots."""
+    generator = np.random.default_rng(seed)
+    cluster = Cluster(ranks_per_node=int(generator.integers(2, 5)))
+    num_experts = cluster.num_ranks * int(generator.integers(1, 12 // cluster.num_ranks + 1))
+    weights = np.exp(generator.uniform(0.3, 2.0) * generator.standard_normal(num_experts))
+    total = int(generator.integers(1_000, 20_000))
+    load = generator.multinomial(total, weights / weights.sum())
+    tokens_ER = generator.multinomial(load, np.full(cluster.num_ranks, 1 / cluster.num_ranks))
+    return tokens_ER.astype(np.int32), cluster, int(generator.integers(1, 3))
+
+
+def over_optimum(num_instances: int) -> list[float]:
+    """Slowest rank over the optimum, less 1, of each instance."""
+    over = []
+    for seed in range(num_instances):
+        tokens_ER, cluster, slots = small_instance(seed)
+        home = np.arange(tokens_ER.shape[0], dtype=np.int32) // (tokens_ER.shape[0] // cluster.num_ranks)
+        ours = int(balance(tokens_ER, cluster=cluster, spare_slots=slots, tolerance=0.0).rank_load.max())
+        best = exact_makespan(tokens_ER.sum(axis=1), home, cluster, slots=slots).makespan
+        over.append(ours / best - 1)
+    return over

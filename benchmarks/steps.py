@@ -1,4 +1,6 @@
-"""Whole steps, timed: loads of sequences in, a complete StepPlan out, each in a fresh process for its peak memory."""
+"""Whole steps: timed from loads of sequences to a complete StepPlan, each in a fresh process for its peak memory; and
+planners and mechanisms side by side on real routing.
+"""
 
 from __future__ import annotations
 
@@ -8,24 +10,22 @@ from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
 from time import perf_counter
-from typing import Any
 
 import numpy as np
 
-from equilibra.core.atomic import atomic_file
+from benchmarks.problems import MIDDLE, SMALL, file_order_load, flash_per_layer, sequences_of
+from benchmarks.suite import Row, Setting
 from equilibra.core.cluster import Cluster
 from equilibra.core.model import MODELS
 from equilibra.core.plan import Stage
-from equilibra.cost.rates import rates_for
+from equilibra.cost.rates import Rates, rates_for
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.pack import in_order
-from equilibra.plan.planner import StepProblem, planner_named
+from equilibra.plan.planner import Planner, StepProblem, planner_named, planner_names
 from equilibra.plan.step import Equilibra
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 
-__all__ = ["growth", "plot_growth", "whole_step"]
-
-Row = dict[str, Any]
+__all__ = ["ablation", "growth", "planners", "whole_step"]
 
 
 def whole_step(*, quick: bool) -> list[Row]:
@@ -107,32 +107,80 @@ def _step_row(
     }  # fmt: skip
 
 
-def plot_growth(sections: dict[str, list[Row]], folder: Path) -> None:
-    """Planning time against ranks, experts and layers, where it was measured."""
-    if "growth" not in sections:
-        return
-    import matplotlib as mpl  # noqa: PLC0415
+def ablation(setting: Setting) -> list[Row]:
+    """Static, LPT, reorder, + flash, + standing, + pack on real routing; moves and copies beside the balance."""
+    rows = []
+    steps: list[tuple[str, Planner]] = [
+        ("static", planner_named("static")),
+        ("LPT", planner_named("lpt")),
+        ("reorder", Equilibra(pack=False, standing=False, flash=False)),
+        ("+ flash", Equilibra(pack=False, standing=False)),
+        ("+ standing", Equilibra(pack=False)),
+        ("+ pack", Equilibra()),
+        ("balanced", planner_named("balanced")),
+    ]
+    cases = (
+        ("gpt-oss-20b", "gpt-oss-20b", 2),
+        ("gpt-oss-20b", "gpt-oss-20b", 4),
+        ("dsv2-lite-intent", "moonlight", 2),
+        ("dsv2-lite-law", "moonlight", 1),
+    )
+    for name, model_name, nodes in cases:
+        cluster, sequences = Cluster(num_nodes=nodes, ranks_per_node=8), sequences_of(setting, name)
+        budget = int(sequences.length_of_sequence.max())
+        problem = StepProblem(
+            cluster=cluster, sequences=sequences, tokens_per_rank=budget, rates=Rates.free(),
+            schedule=in_order(sequences.length_of_sequence, cluster, tokens_per_rank=budget),
+        )  # fmt: skip
+        model = MODELS[model_name]
+        for label, planner in steps:
+            plan = planner.plan(problem)
+            load = problem.load_under(plan.schedule)
+            ratio = imbalance(plan.rank_load(load))
+            rows.append({
+                "trace": name, "bytes_of": model.name, "nodes": nodes, "ranks_per_node": 8, "step": label,
+                "micro_batches": plan.num_micro_batches,
+                "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
+                "slowest_over_bound": 1 + plan.gap(load),
+                "moves": plan.migration.num_moves,
+                "move_gb": plan.migration.num_moves * model.expert_home_bytes / 1e9,
+                "standing_per_layer": plan.standing.num_copies / plan.num_layers,
+                "standing_gb": plan.standing.num_copies * (model.expert_bytes + model.expert_gradient_bytes) / 1e9,
+                "flash_per_layer": flash_per_layer(plan),
+                "flash_gb": (
+                    plan.stages[Stage.LOGPROB].num_copies * model.expert_bytes
+                    + plan.stages[Stage.UPDATE].num_copies * (model.expert_bytes + model.expert_gradient_bytes)
+                ) / 1e9,
+            })  # fmt: skip
+    return rows
 
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt  # noqa: PLC0415
 
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.4), layout="constrained")
-    for axis, what in zip(axes, ("ranks", "experts", "layers"), strict=True):
-        time = "seconds" if what == "layers" else "ms_per_layer"
-        points = sorted((row[what], row[time]) for row in sections["growth"] if row["grows"] == what)
-        sizes, times = zip(*points, strict=True)
-        axis.loglog(sizes, times, "o-", color="#2a6f97")
-        axis.set_xticks(sizes, [str(size) for size in sizes])
-        axis.minorticks_off()
-        for size, value in points:
-            axis.annotate(f"{value:.2g}" if value < 10 else f"{value:.0f}", (size, value), xytext=(0, 6),
-                          textcoords="offset points", ha="center", fontsize=8)  # fmt: skip
-        axis.margins(y=0.15)
-        axis.yaxis.set_major_formatter("{x:g}")
-        axis.set_xlabel(what)
-        axis.set_ylabel("seconds per step" if what == "layers" else "milliseconds per layer")
-        axis.grid(visible=True, alpha=0.25)
-    figure.suptitle("Planning time, measured on two cores")
-    with atomic_file(folder / "planner-growth.png", overwrite=True) as part:
-        figure.savefig(part, format="png", dpi=110)
-    plt.close(figure)
+def planners(setting: Setting) -> list[Row]:
+    """Every planner on the same real routing."""
+    rows = []
+    cases = (
+        ("gpt-oss-20b", 1, MIDDLE),
+        ("gpt-oss-20b", 2, MIDDLE),
+        ("gpt-oss-20b", 4, MIDDLE),
+        ("dsv2-lite-law", 4, SMALL),
+    )
+    for name, nodes, tokens in cases:
+        cluster = Cluster(num_nodes=nodes, ranks_per_node=8)
+        load = file_order_load(sequences_of(setting, name), cluster, tokens)
+        history_LE = load.expert_load()[: max(load.num_micro_batches // 2, 1)].sum(axis=0)
+        problem = StepProblem(cluster=cluster, given_load=load, rates=Rates.free(), history_LE=history_LE)
+        for planner in (planner_named(each) for each in planner_names()):
+            planner.plan(problem)
+            start = perf_counter()
+            plan = planner.plan(problem)
+            seconds = perf_counter() - start
+            ratio = imbalance(plan.rank_load(load))
+            rows.append({
+                "trace": name, "nodes": nodes, "ranks_per_node": 8, "tokens": tokens, "planner": planner.name,
+                "imbalance_mean": ratio.mean(), "imbalance_p99": np.percentile(ratio, 99),
+                "flash_per_layer": flash_per_layer(plan),
+                "standing_per_layer": plan.standing.num_copies / plan.num_layers,
+                "moves": plan.migration.num_moves,
+                "us_per_problem": seconds * 1e6 / plan.num_layers / plan.num_micro_batches,
+            })  # fmt: skip
+    return rows

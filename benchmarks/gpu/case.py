@@ -6,28 +6,49 @@ The recording says which expert gets how many tokens, so it gives the number of 
 hidden and FFN width. A case takes layers evenly spread over the recording, and full micro-batches of whole sequences in
 file order, evenly spread over it. Where it is too short for that, its sequences are repeated from the start as often as
 needed, and the case says so. Inside a micro-batch sequences go to ranks as in the simulator (`file_order_schedule`).
+
+A setting says how much of which recordings is taken, under which shapes, on how many ranks.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.gpu.setting import GpuSetting
+from benchmarks.problems import evenly_spread, static_imbalance
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.schedule import Schedule, step_load
-from equilibra.events.imbalance import imbalance
 from equilibra.simulate.scenario import file_order_schedule, joined, ranks_for_longest
 from equilibra.trace.count import micro_batches_in_file_order
 from equilibra.trace.routing import Recording
 
-__all__ = ["Case", "Routing", "case_of", "cases_for", "routing_of"]
+__all__ = [
+    "MODELS",
+    "PATHS",
+    "RANKS",
+    "RECORDINGS",
+    "Case",
+    "GpuSetting",
+    "Routing",
+    "case_of",
+    "cases_for",
+    "routing_of",
+]
 
+RECORDINGS = {"gpt-oss-20b": ("gpt-oss-20b",), "dsv2-lite": ("dsv2-lite-law", "dsv2-lite-intent")}
+"""recordings that are taken if nobody names one, each from one file or several, joined"""
+MODELS = ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
+"""whose hidden and FFN width are taken if nobody names one"""
+RANKS = (8, 16, 32)
+PATHS = ("device", "host")
+"""where copies come from: another place of the device's memory, or pinned memory of the host"""
+MOST = 1 << 20
+"""of any number: more is a slip of the hand"""
 FULL = 0.9
 """part of its budget that a micro-batch must fill to be chosen"""
 SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
@@ -35,6 +56,43 @@ SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
 (benchmarks/results/gpu.json)"""
 MOST_SEQUENCES = 1 << 20
 """of a step, repeats counted"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class GpuSetting:
+    """What is the same in all cases."""
+
+    tokens_per_rank: int = 4096
+    """tokens of a micro-batch, per rank"""
+    layers: int = 2
+    """MoE layers, evenly spread over the model; the next of them is the one whose copies move"""
+    micro_batches: int = 2
+    """of the step that is planned, evenly spread over the recording"""
+    repeats: int = 5
+    """timed rounds of all contenders, after one that does not count"""
+    spare_slots: int = 2
+    """flash copies a rank can hold"""
+    standing_slots: int = 2
+    """standing copies a node can hold per layer"""
+    ranks_per_node: int = 8
+    """ranks that share fast links; fewer ranks are one node"""
+    paths: tuple[str, ...] = PATHS
+    """of flash copies; the first is the one that counts"""
+    network: bool = False
+    """whether plans count traffic across nodes, as on a cluster; nothing here runs it"""
+    seconds: int | None = None
+    """for all cases together: each stops after a layer and micro-batch when its part is used up"""
+    seed: int = 0
+    """of weights and rows"""
+
+    def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            least = 0 if field.name in ("seed", "spare_slots", "standing_slots") else 1
+            if field.name not in ("paths", "network") and value is not None and not least <= value <= MOST:
+                raise InputError(f"{field.name} must be from {least} to {MOST}, not {value}")
+        if not self.paths or set(self.paths) - set(PATHS):
+            raise InputError(f"paths must be some of {', '.join(PATHS)}, not {', '.join(self.paths) or 'none'}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -82,13 +140,7 @@ class Case:
 
     def static_imbalance(self) -> dict[str, float]:
         """Of contiguous homes: over layers and micro-batches, and of all rows that slowest ranks compute together."""
-        load_MLE = self.load.expert_load()
-        load_MLR = load_MLE.reshape(*load_MLE.shape[:2], self.cluster.num_ranks, -1).sum(axis=3)
-        every = imbalance(load_MLR)
-        return {
-            "median": float(np.median(every)), "low": float(every.min()), "high": float(every.max()),
-            "of_step": float(load_MLR.max(axis=2).sum() / load_MLR.mean(axis=2).sum()),
-        }  # fmt: skip
+        return static_imbalance(self.load, self.cluster.num_ranks)
 
 
 def routing_of(name: str, parts: list[Recording]) -> Routing:
@@ -133,7 +185,7 @@ def case_of(routing: Routing, model: MoEModel, num_ranks: int, setting: GpuSetti
     tokens = setting.tokens_per_rank * num_ranks
     width = ranks_for_longest(sequences.length_of_sequence, cluster, tokens)
     chosen, first_of_micro_batch, notes = _chosen(sequences.length_of_sequence, tokens, setting.micro_batches)
-    layers = _spread(sequences.num_layers, setting.layers).tolist()
+    layers = evenly_spread(sequences.num_layers, setting.layers).tolist()
     lengths = sequences.length_of_sequence[chosen]
     part = SequenceLoad(
         tokens_SLE=np.ascontiguousarray(sequences.tokens_SLE[:, layers][chosen]), length_of_sequence=lengths
@@ -159,18 +211,13 @@ def _chosen(
         times += max(int(num_micro_batches * tokens / lengths.sum()) - times, 1)
         if times * lengths.size > MOST_SEQUENCES:
             raise InputError(f"sequences do not fill micro-batches of {tokens} tokens: allow more tokens per rank")
-    parts = [np.arange(bounds[m], bounds[m + 1]) for m in full[_spread(full.size, num_micro_batches)]]
+    parts = [np.arange(bounds[m], bounds[m + 1]) for m in full[evenly_spread(full.size, num_micro_batches)]]
     first = np.cumsum([0] + [part.size for part in parts])[:-1].tolist()
     needed = sum(int(many[part].sum()) for part in parts)
     notes = []
     if times > 1:
         notes.append(f"{needed} tokens from a recording of {lengths.sum()}: its sequences are repeated in order")
     return np.concatenate(parts) % lengths.size, first, notes
-
-
-def _spread(count: int, num: int) -> NDArray[np.int64]:
-    """`num` of `count` things, the middles of equal parts."""
-    return ((np.arange(num) * 2 + 1) * count // (2 * num)).astype(np.int64)
 
 
 def _schedule(

@@ -74,9 +74,8 @@ def add_gpu(benches: Any) -> None:  # noqa: ANN401
 
 def run(arguments: argparse.Namespace) -> int:
     """Run the cases."""
-    from benchmarks.gpu.case import cases_for
+    from benchmarks.gpu.case import RANKS, GpuSetting, cases_for
     from benchmarks.gpu.figures import device_named, earlier_outcome, fresh, run_cases
-    from benchmarks.gpu.setting import RANKS, GpuSetting
     from benchmarks.gpu.tables import page, result_of, write_gpu
     from equilibra.core.errors import InputError
 
@@ -134,7 +133,7 @@ def _redraw(outcome: dict[str, Any], records: Records, folder: Path) -> int:
 
 def models_asked(arguments: argparse.Namespace) -> list[MoEModel]:
     """Those that are asked for, or the usual ones."""
-    from benchmarks.gpu.setting import MODELS
+    from benchmarks.gpu.case import MODELS
     from equilibra.core.errors import InputError
     from equilibra.core.model import MoEModel
     from equilibra.cost.files import load_model
@@ -153,8 +152,7 @@ def models_asked(arguments: argparse.Namespace) -> list[MoEModel]:
 
 def routings_asked(arguments: argparse.Namespace) -> tuple[list[Routing], list[str]]:
     """Recordings that are asked for, those of a folder, or a synthetic one; and names of files that are not there."""
-    from benchmarks.gpu.case import routing_of
-    from benchmarks.gpu.setting import RECORDINGS
+    from benchmarks.gpu.case import RECORDINGS, routing_of
     from benchmarks.problems import traces_folder
     from equilibra.core.errors import InputError
     from equilibra.trace.open import load_trace

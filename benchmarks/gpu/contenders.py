@@ -21,8 +21,7 @@ from time import perf_counter
 
 import numpy as np
 
-from benchmarks.gpu.case import Case
-from benchmarks.gpu.setting import GpuSetting
+from benchmarks.gpu.case import Case, GpuSetting
 from benchmarks.gpu.work import STILL, Moves, RankWork, Works, balanced_works, moves_of, works_of
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan

@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from benchmarks.gpu.case import Case
+from benchmarks.gpu.case import Case, GpuSetting
 from benchmarks.gpu.contenders import (
     BALANCED,
     EQUILIBRA,
@@ -36,9 +36,8 @@ from benchmarks.gpu.contenders import (
     STILL_ONE,
     contenders,
 )
-from benchmarks.gpu.records import Records, layer_times, load_records, ratio, relative_times, settled_ratio, spread
-from benchmarks.gpu.setting import GpuSetting
-from benchmarks.suite import environment
+from benchmarks.gpu.records import Records, layer_times, load_records, ratio, relative_times, settled_ratio
+from benchmarks.suite import environment, spread
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from benchmarks.gpu.contenders import BALANCED, EPLB, NAMES, STATIC, STILL_ONE
 from benchmarks.gpu.records import Records, rank_times
-from benchmarks.setting import Row
+from benchmarks.suite import Row
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.cost.calibrate import calibrate

@@ -17,11 +17,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from benchmarks.gpu.case import Case
+from benchmarks.gpu.case import Case, GpuSetting
 from benchmarks.gpu.contenders import NAMES, Contender, seconds_to_plan
 from benchmarks.gpu.records import FIELDS
 from benchmarks.gpu.replay import RankTimes, Replay, Sizes
-from benchmarks.gpu.setting import GpuSetting
 
 __all__ = ["Measured", "measure"]
 

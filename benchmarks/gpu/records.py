@@ -12,13 +12,13 @@ from __future__ import annotations
 import json
 from dataclasses import dataclass, field
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.gpu.contenders import NAMES
+from benchmarks.suite import spread
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 
@@ -33,7 +33,6 @@ __all__ = [
     "relative_times",
     "save_records",
     "settled_ratio",
-    "spread",
 ]
 
 FIELDS = np.dtype([
@@ -148,12 +147,6 @@ def _numbered(rows: NDArray[Any], names: tuple[str, ...]) -> tuple[NDArray[np.in
     every = np.stack([rows[name].astype(np.int64) for name in names], axis=1)
     values, number = np.unique(every, axis=0, return_inverse=True)
     return number.reshape(-1), len(values)
-
-
-def spread(values: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Median, least and largest, and all of them."""
-    numbers = [float(value) for value in values]
-    return {"median": median(numbers), "low": min(numbers), "high": max(numbers), "repeats": numbers}
 
 
 def save_records(records: Records, file: Path) -> None:

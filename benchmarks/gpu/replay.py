@@ -14,12 +14,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from time import perf_counter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from benchmarks.gpu.clock import Clock, Stamp
 from benchmarks.gpu.work import Moves, RankWork
 from equilibra.core.errors import BudgetError
 from equilibra.core.model import MoEModel
@@ -28,14 +27,47 @@ from equilibra.execute.moe.expert_math import ExpertParts, RowWeights, backward,
 from equilibra.execute.moe.spec import Activation, MoESpec
 from equilibra.execute.moe.weights import FlatLayout
 
-__all__ = ["RankTimes", "Replay", "Sizes"]
+__all__ = ["Clock", "RankTimes", "Replay", "Sizes", "Stamp"]
 
+Stamp = Any
+"""a CUDA event or seconds"""
+CYCLES_PER_US = 1_900
+"""of a GPU, about: what it waits for is not timed"""
 HEAD_START_US = 1500.0
 """for the host to queue a rank: kernels, copies and stamps"""
 REST, MOST_REST_US = 0.75, 20_000.0
 """of the time of the rank before: a device that computes all the time gets hot, and its clock drifts by some percent"""
 NEIGHBOUR_HOMES = 4
 """experts of another layer: enough that caches do not keep them"""
+
+
+class Clock:
+    """Everything that is timed goes through one queue; `settle` before times are read."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.cuda = device.type == "cuda"
+
+    def stamp(self) -> Stamp:
+        """Now, in the current queue."""
+        if not self.cuda:
+            return perf_counter()
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record()
+        return event
+
+    def settle(self) -> None:
+        """Wait until everything is done."""
+        if self.cuda:
+            torch.cuda.synchronize()
+
+    def us(self, start: Stamp, end: Stamp) -> float:
+        """From one stamp to another that is later."""
+        return float(start.elapsed_time(end)) * 1e3 if self.cuda else (end - start) * 1e6
+
+    def let_host_ahead(self, us: float) -> None:
+        """Keep the device busy for so long, so that the host can queue what comes: its time must not be measured."""
+        if self.cuda and us > 0:
+            torch.cuda._sleep(int(us * CYCLES_PER_US))  # type: ignore[no-untyped-call]  # noqa: SLF001
 
 
 class Sizes(NamedTuple):

@@ -22,7 +22,7 @@ import numpy as np
 
 from benchmarks.gpu.contenders import BALANCED, ONLINE
 from benchmarks.gpu.records import FIELDS, Records
-from benchmarks.setting import Row
+from benchmarks.suite import Row
 
 if TYPE_CHECKING:
     import torch
@@ -45,7 +45,7 @@ def measured_ceilings(device: torch.device, *, repeats: int = 5) -> dict[str, fl
     """TFLOP/s of a large product, GB/s of copies inside the device and from the host; medians."""
     import torch  # noqa: PLC0415 - tables are made without it
 
-    from benchmarks.gpu.clock import Clock  # noqa: PLC0415
+    from benchmarks.gpu.replay import Clock  # noqa: PLC0415
 
     cuda, clock = device.type == "cuda", Clock(device)
     dtype, side, num_bytes = (torch.bfloat16, 8192, 1 << 30) if cuda else (torch.float32, 256, 1 << 22)

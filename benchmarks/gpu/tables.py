@@ -10,12 +10,10 @@ from typing import Any
 from benchmarks.gpu.contenders import AGAIN, EPLB, EQUILIBRA, NAMES, ONLINE, STATIC
 from benchmarks.gpu.figures import FIGURES, Outcome
 from benchmarks.gpu.laws import calibration
-from benchmarks.gpu.plot import plot_gpu
 from benchmarks.gpu.records import Records, save_records
 from benchmarks.gpu.roofline import roofline
-from benchmarks.render import markdown, plain
-from benchmarks.setting import Row
-from benchmarks.suite import Suite
+from benchmarks.plots import plot_gpu
+from benchmarks.suite import Row, Suite, markdown, plain
 from equilibra.core.atomic import atomic_file
 
 __all__ = ["EXPOSED_REACH", "GPU", "SHARE_REACH", "page", "result_of", "write_gpu"]

@@ -22,11 +22,10 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.gpu.case import Case, cases_for
+from benchmarks.gpu.case import RANKS, Case, GpuSetting, cases_for
 from benchmarks.gpu.command import models_asked, routings_asked
 from benchmarks.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
 from benchmarks.gpu.records import Records, load_records, rank_times
-from benchmarks.gpu.setting import RANKS, GpuSetting
 from equilibra.core.errors import InputError
 
 COMMAND = "python -m benchmarks.probes.fit_prices --results benchmarks/results --traces DIR"

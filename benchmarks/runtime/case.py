@@ -19,6 +19,7 @@ from enum import StrEnum
 import numpy as np
 from numpy.typing import NDArray
 
+from benchmarks.problems import evenly_spread
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
@@ -146,15 +147,10 @@ def _even(
             f"the recording has {full.size} full micro-batches of {tokens} tokens, {num_micro_batches} were asked for: "
             "use fewer or smaller ones"
         )
-    chosen = full[_spread(full.size, num_micro_batches)]
+    chosen = full[evenly_spread(full.size, num_micro_batches)]
     sequences = [np.arange(bounds[m], bounds[m + 1]) for m in chosen]
     first = np.cumsum([0] + [part.size for part in sequences])[:-1]
-    return np.concatenate(sequences), first.tolist(), _spread(trace.num_layers, num_layers).tolist()
-
-
-def _spread(count: int, num: int) -> NDArray[np.int64]:
-    """`num` of `count` things, the middles of equal parts."""
-    return ((np.arange(num) * 2 + 1) * count // (2 * num)).astype(np.int64)
+    return np.concatenate(sequences), first.tolist(), evenly_spread(trace.num_layers, num_layers).tolist()
 
 
 def _skewed(

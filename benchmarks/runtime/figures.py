@@ -23,12 +23,12 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from benchmarks.problems import static_imbalance
 from benchmarks.runtime.case import CLUSTER, Case, Shape
 from benchmarks.runtime.contenders import BALANCED, EPLB, EQUILIBRA, NAMES, PLAIN, STATIC
 from benchmarks.runtime.processes import cores_for_ranks, run_on_ranks
-from benchmarks.runtime.setting import SKEWED_FROM, RuntimeSetting, static_imbalance
-from benchmarks.setting import Row
-from benchmarks.suite import Suite, environment
+from benchmarks.runtime.setting import SKEWED_FROM, RuntimeSetting
+from benchmarks.suite import Row, Suite, environment, spread
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -82,11 +82,11 @@ def _result(case: Case, shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
     seconds = {name: np.array(times) for name, times in found["seconds"].items()}
     return {
         "case": case.name,
-        "share_of_balanced": _spread(seconds[BALANCED] / seconds[EQUILIBRA]),
-        "speedup_over_static": _spread(seconds[STATIC] / seconds[EQUILIBRA]),
-        "static_imbalance": static_imbalance(case),
-        "runtime_overhead": _spread(seconds[STATIC] / seconds[PLAIN] - 1),
-        "speedup_of_eplb": _spread(seconds[STATIC] / seconds[EPLB]),
+        "share_of_balanced": spread(seconds[BALANCED] / seconds[EQUILIBRA]),
+        "speedup_over_static": spread(seconds[STATIC] / seconds[EQUILIBRA]),
+        "static_imbalance": static_imbalance(case.load, CLUSTER.num_ranks),
+        "runtime_overhead": spread(seconds[STATIC] / seconds[PLAIN] - 1),
+        "speedup_of_eplb": spread(seconds[STATIC] / seconds[EPLB]),
         "token_counts_equal": True,  # the ranks compare after every step, and end with an error otherwise
         "counts_compared": found["counts_compared"],
         "settings": {
@@ -107,12 +107,6 @@ def _result(case: Case, shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _spread(values: Any) -> dict[str, Any]:  # noqa: ANN401
-    """Median, least and largest, and all of them."""
-    numbers = [float(value) for value in values]
-    return {"median": median(numbers), "low": min(numbers), "high": max(numbers), "repeats": numbers}
-
-
 def _figures_row(result: dict[str, Any]) -> Row:
     """A line of the first table."""
     row: Row = {"case": result["case"], "static_imbalance": result["static_imbalance"]["of_step"]}
@@ -123,9 +117,9 @@ def _figures_row(result: dict[str, Any]) -> Row:
         "speedup_of_eplb": None,
     }
     for name, reach in reaches.items():
-        spread = result[name]
-        row[name] = spread["median"]
-        row[f"{name}_spread"] = f"{spread['low']:.3f} to {spread['high']:.3f}"
+        found = result[name]
+        row[name] = found["median"]
+        row[f"{name}_spread"] = f"{found['low']:.3f} to {found['high']:.3f}"
         if name != "speedup_of_eplb":
             row[f"{name}_reach"] = reach
     row["others_share"] = result["others_share"]["high"]

@@ -1,8 +1,8 @@
 """One rank of the runtime bench: prices, plans, checks, then timed steps.
 
 Contenders and the plain layer run one after another in every repeat, each time in another order: what disturbs the
-machine disturbs all of them (and see `runtime_clock`). The checks before have run all of them once, so nothing runs for
-the first time.
+machine disturbs all of them (and see `clock`). The checks before have run all of them once, so nothing runs for
+the first time. What must hold while it measures: right results, and exactly the rows that were simulated.
 """
 
 from __future__ import annotations
@@ -13,22 +13,30 @@ from statistics import median
 from time import process_time
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from benchmarks.runtime.case import Case, Shape
-from benchmarks.runtime.checks import check_results, check_rows
 from benchmarks.runtime.clock import Clock, Timed
 from benchmarks.runtime.contenders import PLAIN, Contender, contenders
 from benchmarks.runtime.layers import RankLayers
+from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.events.schema import Events, Kind
+from equilibra.events.schema import Direction, Events, Kind
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.moe import expert_math
 from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
+from equilibra.execute.visits.visit import NUMBER
 
-__all__ = ["measure"]
+__all__ = ["check_results", "check_rows", "measure"]
+
+TOLERANCE = 1e-4
+"""largest difference of outputs and gradients, relative to the largest value: float32 sums in another order"""
+ROUNDING = 1e-2
+"""of the largest gradient: what is smaller altogether may be rounding alone, as that of a router whose weights are 1"""
 
 
 def measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -60,7 +68,7 @@ class _Times:
 
     def __init__(self, clock: Clock, layers: RankLayers, case: Case, every: dict[str, Contender]) -> None:
         self.clock, self.layers, self.case, self.every = clock, layers, case, every
-        self.steps: dict[str, list[Timed]] = {name: [] for name in (*every, PLAIN)}
+        self.steps: dict[str, list[Timed[None]]] = {name: [] for name in (*every, PLAIN)}
         self.experts_s: dict[str, list[float]] = {name: [] for name in every}
         self.counts_compared = 0
 
@@ -166,3 +174,50 @@ def _plan_about(contender: Contender) -> dict[str, Any]:
         "rows_of_rank": rank_load.sum(axis=(0, 1)).tolist(),
         "digest": plan.digest,
     }
+
+
+def check_results(layers: RankLayers, contender: Contender) -> float:
+    """The largest relative difference between outputs and gradients of the runtime and of the plain layers."""
+    outputs: list[Tensor] = []
+    layers.prepare()
+    layers.balanced_step(contender, outputs)
+    found = [*outputs, *(gradient.clone() for gradient in layers.gradients())]
+    outputs = []
+    layers.prepare()
+    layers.plain_step(contender.experts_MR, outputs)
+    gradients = layers.gradients()
+    least = ROUNDING * max((float(part.abs().max()) for part in gradients if part.numel()), default=0.0)
+    floors = [0.0] * len(outputs) + [least] * len(gradients)
+    pairs = zip(found, [*outputs, *gradients], floors, strict=True)
+    difference = layers.largest(max(_difference(*pair) for pair in pairs))
+    if not difference <= TOLERANCE:
+        raise ExecuteError(
+            f"{contender.name}: outputs or gradients differ from the plain layer's by {difference:.1e} of the largest "
+            f"value, {TOLERANCE:.0e} is allowed; nothing was timed"
+        )
+    return difference
+
+
+def _difference(found: Tensor, wanted: Tensor, least: float) -> float:
+    if not wanted.numel():
+        return 0.0
+    difference = (found - wanted).abs().max() / wanted.abs().max().clamp(min=max(least, 1e-30))
+    return float(torch.nan_to_num(difference, nan=torch.inf))
+
+
+def check_rows(contender: Contender, rank: int, events: Events) -> int:
+    """Rows that this rank's experts executed must be those simulated; returns how many counts were compared."""
+    compared = 0
+    for stage in Stage:
+        simulated_LM = contender.plan.rank_load(contender.load, stage)[:, :, rank]
+        for direction in (Direction.FORWARD, Direction.BACKWARD)[: 1 + (stage is Stage.UPDATE)]:
+            rows = events.where(kind=Kind.EXPERTS, stage=NUMBER[stage], direction=direction)
+            executed_LM = np.zeros_like(simulated_LM)
+            np.add.at(executed_LM, (rows["layer"], rows["micro_batch"]), rows["tokens"])
+            if not np.array_equal(executed_LM, simulated_LM):
+                raise ExecuteError(
+                    f"{contender.name}, {stage}, {direction.name.lower()}: rank {rank} executed the rows "
+                    f"{executed_LM.tolist()} of its layers and micro-batches, simulated were {simulated_LM.tolist()}"
+                )
+            compared += executed_LM.size
+    return compared

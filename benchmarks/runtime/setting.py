@@ -11,16 +11,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from shutil import disk_usage
 
-import numpy as np
-
+from benchmarks.problems import static_imbalance
 from benchmarks.runtime.case import CLUSTER, Case, Select, Shape, case_of
 from equilibra.core.errors import BudgetError, InputError
-from equilibra.events.imbalance import imbalance
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import Recording
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
-__all__ = ["SKEWED_FROM", "RuntimeSetting", "cases_for", "static_imbalance"]
+__all__ = ["SKEWED_FROM", "RuntimeSetting", "cases_for"]
 
 SKEWED_FROM = 1.5
 """static imbalance from which a speedup is asked for"""
@@ -119,7 +117,7 @@ def cases_for(
         )
     if not cases:
         cases.append(_case(setting, _synthetic(0.7), "synthetic", Select.EVEN))
-    if not any(static_imbalance(case)["of_step"] >= SKEWED_FROM for case in cases):
+    if not any(static_imbalance(case.load, CLUSTER.num_ranks)["of_step"] >= SKEWED_FROM for case in cases):
         cases.append(_case(setting, _synthetic(2.5), "synthetic skew", Select.SKEWED))
     return cases, left_out
 
@@ -138,15 +136,3 @@ def _case(setting: RuntimeSetting, recording: Recording, name: str, select: Sele
     return case_of(
         recording, name, tokens=tokens, num_micro_batches=setting.micro_batches, num_layers=layers, select=select
     )
-
-
-def static_imbalance(case: Case) -> dict[str, float]:
-    """Of contiguous homes, over layers and micro-batches; and of the step: what the slowest ranks compute together."""
-    load_MLE = case.load.expert_load()
-    load_MLR = load_MLE.reshape(*load_MLE.shape[:2], CLUSTER.num_ranks, -1).sum(axis=3)
-    every = imbalance(load_MLR)
-    of_step = load_MLR.max(axis=2).sum() / load_MLR.mean(axis=2).sum()
-    return {
-        "median": float(np.median(every)), "low": float(every.min()), "high": float(every.max()),
-        "of_step": float(of_step),
-    }  # fmt: skip

@@ -21,8 +21,7 @@ from numpy.typing import NDArray
 
 from benchmarks.runtime.contenders import balanced_routing
 from benchmarks.train.model import skew_routers
-from benchmarks.train.names import BALANCED, EQUILIBRA, MOVES, NAMES, PLANNED
-from benchmarks.train.setting import TrainSetting
+from benchmarks.train.setting import BALANCED, EQUILIBRA, MOVES, NAMES, PLANNED, TrainSetting
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates

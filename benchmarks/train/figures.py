@@ -18,19 +18,21 @@ move, log-prob, advantages, update and weights; every stage counts as long as th
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable
+import tempfile
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib.util import find_spec
-from statistics import median
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from benchmarks.runtime.processes import cores_for_ranks
-from benchmarks.suite import environment
-from benchmarks.train.names import BALANCED, EQUILIBRA, MOVES, NAMES, PARTS, PLANNED, STAGES, STATIC
-from benchmarks.train.processes import run_on_ranks
-from benchmarks.train.setting import TrainSetting
+from benchmarks.runtime.processes import cores_for_ranks, run_on_ranks
+from benchmarks.suite import environment, spread
+from benchmarks.train.setting import BALANCED, EQUILIBRA, MOVES, NAMES, PARTS, PLANNED, STAGES, STATIC, TrainSetting
 from benchmarks.train.tables import section_rows
 from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equilibra.execute.group import ExpertGroup
 
 __all__ = ["figures_of", "measured"]
 
@@ -51,7 +53,7 @@ def measured(setting: TrainSetting, *, command: str, tell: Callable[[str], None]
     for warning in warnings:
         tell(f"warning: {warning}")
     about = {**environment(), "load_average": [round(value, 2) for value in os.getloadavg()]}
-    found = run_on_ranks(setting, tell)
+    found = run_on_ranks(_measure, (setting,), tell, timeout_s=setting.timeout_s)
     about["torch"] = found.pop("torch")
     figures = figures_of(found["repeats"])
     section = {"command": command, "measured_on": about}
@@ -69,12 +71,12 @@ def figures_of(repeats: list[Repeat]) -> dict[str, Any]:
         **_gain(every, EQUILIBRA),
         "moves_only": _gain(every, MOVES),
         "shares": {
-            name: {stage: _spread(one["seconds"][stage] / _seconds(one) for one in steps) for stage in STAGES}
+            name: {stage: spread(one["seconds"][stage] / _seconds(one) for one in steps) for stage in STAGES}
             for name, steps in every.items()
         },
-        "step_seconds": {name: _spread(_seconds(one) for one in steps) for name, steps in every.items()},
+        "step_seconds": {name: spread(_seconds(one) for one in steps) for name, steps in every.items()},
         "begin_seconds": {name: _begin(every[name]) for name in (STATIC, *PLANNED)},
-        "others_share": _spread(repeat["others_share"] for repeat in repeats),
+        "others_share": spread(repeat["others_share"] for repeat in repeats),
     }
 
 
@@ -84,21 +86,21 @@ def _gain(every: dict[str, list[Repeat]], name: str) -> dict[str, Any]:
     return {
         "speedup_over_static": _ratios(every[STATIC], ours),
         "share_of_balanced": _ratios(every[BALANCED], ours),
-        "static_imbalance": _spread(one["static_imbalance"] for one in ours),
-        "imbalance": _spread(one["imbalance"] for one in ours),
-        "planning_and_moving_share": _spread(_seconds(one, ("plan", "move")) / _seconds(one) for one in ours),
-        "from_contiguous_share": _spread(one["from_contiguous"]["seconds"] / _seconds(one) for one in ours),
-        "prepared_share": _spread(one["prepared"]["exposed"] / _seconds(one) for one in ours),
-        "exposed_share": _spread(one["exposed_s"] / _seconds(one) for one in ours),
+        "static_imbalance": spread(one["static_imbalance"] for one in ours),
+        "imbalance": spread(one["imbalance"] for one in ours),
+        "planning_and_moving_share": spread(_seconds(one, ("plan", "move")) / _seconds(one) for one in ours),
+        "from_contiguous_share": spread(one["from_contiguous"]["seconds"] / _seconds(one) for one in ours),
+        "prepared_share": spread(one["prepared"]["exposed"] / _seconds(one) for one in ours),
+        "exposed_share": spread(one["exposed_s"] / _seconds(one) for one in ours),
     }
 
 
 def _begin(steps: list[Repeat]) -> dict[str, Spread]:
     """Seconds of all that comes before log-prob, and of its variants."""
-    found = {part: _spread(one["parts"][part] for one in steps) for part in PARTS}
+    found = {part: spread(one["parts"][part] for one in steps) for part in PARTS}
     for variant in ("from_contiguous", "prepared"):
         for part in steps[0].get(variant, {}):
-            found[f"{variant}_{part}"] = _spread(one[variant][part] for one in steps)
+            found[f"{variant}_{part}"] = spread(one[variant][part] for one in steps)
     return found
 
 
@@ -106,8 +108,8 @@ def _ratios(slower: list[Repeat], faster: list[Repeat]) -> dict[str, Spread]:
     """Of times within each repeat."""
     pairs = list(zip(slower, faster, strict=True))
     return {
-        "step": _spread(_seconds(one) / _seconds(other) for one, other in pairs),
-        "logprob_and_update": _spread(_seconds(one, LEARNING) / _seconds(other, LEARNING) for one, other in pairs),
+        "step": spread(_seconds(one) / _seconds(other) for one, other in pairs),
+        "logprob_and_update": spread(_seconds(one, LEARNING) / _seconds(other, LEARNING) for one, other in pairs),
     }
 
 
@@ -115,7 +117,10 @@ def _seconds(one: Repeat, stages: tuple[str, ...] = STAGES) -> float:
     return float(sum(one["seconds"][stage] for stage in stages))
 
 
-def _spread(values: Iterable[float]) -> Spread:
-    """Median, least and largest, and all of them."""
-    numbers = [float(value) for value in values]
-    return {"median": median(numbers), "low": min(numbers), "high": max(numbers), "repeats": numbers}
+def _measure(setting: TrainSetting, group: ExpertGroup, tell: Callable[[str], None]) -> dict[str, Any]:
+    from benchmarks.train.model import write_model_folder  # noqa: PLC0415 - only ranks need torch
+    from benchmarks.train.rank import measure  # noqa: PLC0415
+
+    with tempfile.TemporaryDirectory(prefix="equilibra-bench-") as folder:
+        write_model_folder(setting, Path(folder))
+        return measure(setting, Path(folder), group, tell)

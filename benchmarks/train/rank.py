@@ -9,7 +9,7 @@ planned while rewards are computed, and from contiguous homes, so that all homes
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -18,15 +18,18 @@ import numpy as np
 import torch
 from transformers.utils import logging as transformers_logging
 
-from benchmarks.train.clock import PatientClock
+from benchmarks.runtime.case import CLUSTER, Case, Shape
+from benchmarks.runtime.clock import Clock
+from benchmarks.runtime.contenders import balanced_routing, counted
+from benchmarks.runtime.layers import RankLayers
+from benchmarks.runtime.rank import measured_rates
 from benchmarks.train.contenders import Contender, contenders
 from benchmarks.train.model import config_of
-from benchmarks.train.names import NAMES, PLANNED, STATIC
-from benchmarks.train.prices import measured_prices
-from benchmarks.train.setting import TrainSetting
+from benchmarks.train.setting import NAMES, PLANNED, STATIC, TrainSetting
 from benchmarks.train.step import Answers, Bench, Trained
 from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
+from equilibra.cost.rates import Rates
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.stream import logical_weights
 from equilibra.train.build import build_parts, build_rollout
@@ -35,6 +38,8 @@ __all__ = ["measure"]
 
 TOLERANCE = 1e-3
 """largest difference of log-probabilities, and relative one of gradient norms: float32 sums in another order"""
+CARRIED = 3
+"""tensors that move with a home: weights and two moments"""
 
 
 def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -49,7 +54,7 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
     )  # fmt: skip
     model = every[STATIC].model
     bench.rollout.engine.load_weights(logical_weights(model.runtime, model.naming, model.dense()), version=0)
-    clock = PatientClock(
+    clock = Clock(
         prepare=lambda: None, largest=lambda value: bench.largest({"value": value})["value"],
         patience_s=setting.patience,
     )  # fmt: skip
@@ -70,7 +75,7 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
 class _Rounds:
     """Timed rounds."""
 
-    def __init__(self, bench: Bench, clock: PatientClock, every: dict[str, Contender]) -> None:
+    def __init__(self, bench: Bench, clock: Clock, every: dict[str, Contender]) -> None:
         self.bench, self.clock, self.every = bench, clock, every
         self.rows: list[dict[str, Any]] = []
         """by repeat"""
@@ -98,12 +103,12 @@ class _Rounds:
 
     def add(self, repeat: int) -> None:
         """One more round."""
-        rolled = self.clock.measure(lambda: None, partial(self.bench.answers, repeat + 1))
+        rolled = self.clock.time(partial(self.bench.answers, repeat + 1))
         others, row = [rolled.others_share], {}
         at = repeat % len(NAMES)
         for name in (NAMES[at:] + NAMES[:at])[:: 1 if repeat % 2 == 0 else -1]:
             contender = self.every[name]
-            trained = self.clock.measure(contender.rewind, partial(self.bench.train, contender, rolled.result))
+            trained = self.clock.time(partial(self.bench.train, contender, rolled.result), prepare=contender.rewind)
             others.append(trained.others_share)
             row[name] = {
                 "seconds": {**rolled.result.seconds, **trained.result.seconds}, "parts": trained.result.parts,
@@ -117,10 +122,10 @@ class _Rounds:
     def _begun(self, contender: Contender, answers: Answers) -> dict[str, Any]:
         """The step begun anew: from contiguous homes, and prepared; homes end where the step had them."""
         after = contender.model.runtime.placement
-        anew = self.clock.measure(
-            partial(contender.rewind, contender.contiguous), partial(self.bench.begun, contender, answers)
+        anew = self.clock.time(
+            partial(self.bench.begun, contender, answers), prepare=partial(contender.rewind, contender.contiguous)
         ).result
-        found = self.clock.measure(contender.rewind, partial(self.bench.prepared, contender, answers)).result
+        found = self.clock.time(partial(self.bench.prepared, contender, answers), prepare=contender.rewind).result
         contender.rewind(after)
         return {"from_contiguous": anew, "prepared": {**asdict(found), "exposed": found.exposed}}
 
@@ -132,3 +137,21 @@ class _Rounds:
     def about(self) -> dict[str, Any]:
         """All of it."""
         return {"repeats": self.rows, "steps_run_again": self.clock.run_again}
+
+
+def measured_prices(setting: TrainSetting, group: ExpertGroup) -> Rates:
+    """Collective: what rows, copies and moves cost here, so that the planner weighs what is true.
+
+    The runtime bench measures a layer of the same experts with as many rows (in processor time). A move carries an
+    expert with two moments of Adam: three times the values of a copy.
+    """
+    nothing_TLK = np.zeros((setting.tokens_per_rank, 1, setting.top_k), np.int64)
+    routing = balanced_routing([[nothing_TLK] * CLUSTER.num_ranks], setting.experts)
+    case = Case(
+        name="prices", experts_MR=routing, load=counted(routing, setting.experts), top_k=setting.top_k, layers=[0],
+        notes=[],
+    )  # fmt: skip
+    shape = Shape(hidden=setting.hidden, ffn=setting.ffn, spare_slots=setting.spare_slots, path=setting.path, repeats=1)
+    rates = measured_rates(RankLayers(case, shape, group), case)
+    move_us = CARRIED * rates.flash_copy_us[Stage.LOGPROB]
+    return replace(rates, move_us=move_us, move_inside_us=move_us)

@@ -6,11 +6,17 @@ from dataclasses import dataclass, fields
 from math import isfinite
 
 from benchmarks.runtime.case import CLUSTER
-from benchmarks.train.names import NAMES
 from equilibra.core.errors import InputError
 
-__all__ = ["QUICK", "TrainSetting"]
+__all__ = ["BALANCED", "EQUILIBRA", "MOVES", "NAMES", "PARTS", "PLANNED", "QUICK", "STAGES", "STATIC", "TrainSetting"]
 
+STATIC, EQUILIBRA, MOVES, BALANCED = "static", "equilibra", "equilibra-moves", "balanced"
+NAMES = (STATIC, EQUILIBRA, MOVES, BALANCED)
+PLANNED = (EQUILIBRA, MOVES)
+"""those that are balanced by a plan"""
+STAGES = ("rollout", "reward", "plan", "move", "logprob", "advantages", "update", "weights")
+PARTS = ("counts", "planner", "move", "arm", "send")
+"""of plan and move"""
 MOST = 1 << 20
 """of any number: more is a slip of the hand"""
 MOST_BYTES = 12 << 30

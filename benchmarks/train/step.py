@@ -12,7 +12,7 @@ from time import perf_counter
 import numpy as np
 from numpy.typing import NDArray
 
-from benchmarks.train.clock import Stages
+from benchmarks.runtime.clock import Stages
 from benchmarks.train.contenders import Contender
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Kind

@@ -5,9 +5,8 @@ from __future__ import annotations
 from statistics import median
 from typing import Any
 
-from benchmarks.setting import Row
-from benchmarks.suite import Suite
-from benchmarks.train.names import EQUILIBRA, MOVES, NAMES, STAGES, STATIC
+from benchmarks.suite import Row, Suite
+from benchmarks.train.setting import EQUILIBRA, MOVES, NAMES, STAGES, STATIC
 
 __all__ = ["REACH", "TRAIN", "section_rows"]
 

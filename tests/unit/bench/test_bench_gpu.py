@@ -11,7 +11,7 @@ import torch
 
 from benchmarks import suite
 from benchmarks.gpu import laws, measure, replay
-from benchmarks.gpu.case import case_of, cases_for, routing_of
+from benchmarks.gpu.case import GpuSetting, case_of, cases_for, routing_of
 from benchmarks.gpu.contenders import (
     BALANCED,
     EPLB,
@@ -40,7 +40,6 @@ from benchmarks.gpu.records import (
 )
 from benchmarks.gpu.replay import RankTimes, Replay, Sizes
 from benchmarks.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
-from benchmarks.gpu.setting import GpuSetting
 from benchmarks.gpu.work import STILL, Moves, RankWork, balanced_works, moves_of, works_of
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel

@@ -5,11 +5,10 @@ import re
 import numpy as np
 import pytest
 
-from benchmarks.render import markdown
 from benchmarks.runtime import clock as runtime_clock
+from benchmarks.suite import markdown
 from benchmarks.train.figures import figures_of
-from benchmarks.train.names import NAMES, STAGES
-from benchmarks.train.setting import QUICK, TrainSetting
+from benchmarks.train.setting import NAMES, QUICK, STAGES, TrainSetting
 from benchmarks.train.tables import TRAIN, section_rows
 from equilibra.core.errors import InputError
 
@@ -184,26 +183,22 @@ def test_skew_favours_one_rank_in_every_layer_and_another_in_the_next(tmp_path):
 
 
 def test_the_least_disturbed_try_counts(monkeypatch):
-    torch = pytest.importorskip("torch")
-    assert torch
-    from benchmarks.train import clock as train_clock
-
     busy = iter([0.0, 0.5, 0.0, 0.0, 0.0, 0.01])  # a disturbed try, a quiet wait, a quiet try
     monkeypatch.setattr(runtime_clock, "perf_counter", iter(np.arange(0.0, 100.0)).__next__)
     monkeypatch.setattr(runtime_clock, "process_time", lambda: 0.0)
     monkeypatch.setattr(runtime_clock, "sleep", lambda _seconds: None)
     monkeypatch.setattr(runtime_clock, "busy_seconds", busy.__next__)
-    clock = train_clock.PatientClock(prepare=lambda: None, largest=lambda value: value, patience_s=9)
+    clock = runtime_clock.Clock(prepare=lambda: None, largest=lambda value: value, patience_s=9)
     prepared, tries = [], iter(["first", "second"])
-    found = clock.measure(lambda: prepared.append(1), tries.__next__)
-    assert found == ("second", 0.01)
+    found = clock.time(tries.__next__, prepare=lambda: prepared.append(1))
+    assert found == (1.0, 0.01, "second")
     assert len(prepared) == 2
     assert clock.run_again == 1
 
 
 def test_stages_add_up():
     pytest.importorskip("torch")
-    from benchmarks.train.clock import Stages
+    from benchmarks.runtime.clock import Stages
     from equilibra.core.cluster import Cluster
     from equilibra.execute.group import join_expert_group
 

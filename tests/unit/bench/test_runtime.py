@@ -237,14 +237,14 @@ def clock_where_others_have(shares, monkeypatch, *, patience_s):
 )
 def test_a_disturbed_step_is_run_again_while_patience_lasts(shares, patience_s, chosen, again, monkeypatch):
     clock = clock_where_others_have(shares, monkeypatch, patience_s=patience_s)
-    assert clock.time(lambda: None) == (1.0, chosen)
+    assert clock.time(lambda: None) == (1.0, chosen, None)
     assert clock.run_again == again
 
 
 def test_short_steps_are_never_disturbed(monkeypatch):
     clock = clock_where_others_have([0.5], monkeypatch, patience_s=9)
     monkeypatch.setattr(runtime_clock, "SHORT_S", 1.5)
-    assert clock.time(lambda: None) == (1.0, 0.0)
+    assert clock.time(lambda: None) == (1.0, 0.0, None)
 
 
 def test_what_a_core_was_busy_with(tmp_path, monkeypatch):
@@ -341,7 +341,7 @@ def events_of(contender, rank, *, lost=0):
 
 def test_executed_rows_are_compared_with_simulated_ones():
     pytest.importorskip("torch")
-    from benchmarks.runtime.checks import check_rows
+    from benchmarks.runtime.rank import check_rows
 
     for contender in contenders(case(skew=2.0), rates=Rates.free(), spare_slots=2):
         for rank in range(2):
@@ -354,8 +354,8 @@ def _differences(changed: bool) -> list[float]:
     """On a rank: differences of all contenders from the plain layer, whose weights may be others than the runtime's."""
     import torch
 
-    from benchmarks.runtime.checks import check_results
     from benchmarks.runtime.layers import RankLayers
+    from benchmarks.runtime.rank import check_results
     from equilibra.execute.group import join_expert_group
 
     made = case(skew=2.0)
