@@ -381,9 +381,7 @@ def new_group(ranks: list[int] | None, timeout_s: float, *, backend: str | None)
 
 def device_name(device: torch.device | None) -> str | None:
     """The name that its driver gives a GPU; None where there is none."""
-    if device is None or device.type != "cuda" or not torch.cuda.is_available():
-        return None
-    return torch.cuda.get_device_name(device)
+    return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
 
 
 def watch_over(channels: Mapping[Channel, dist.ProcessGroup], timeout_s: float) -> Watch:

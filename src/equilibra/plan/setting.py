@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import sha256
+from typing import Self
 
 from equilibra.core.checks import check_text
 from equilibra.core.errors import InputError
@@ -43,11 +44,14 @@ class PlannerSetting(PlanLimits):
         """The planner, also where it was named."""
         return planner_named(self.planner) if isinstance(self.planner, str) else self.planner
 
-    def prices_hash(self, device_name: str | None) -> str:
-        """Of what plans are made for: ranks compare it."""
-        known = self.rates or prices_of(self.hardware, device_name)
-        return sha256(repr(known).encode()).hexdigest()
+    def on(self, device_name: str | None) -> Self:
+        """The same on a device, by the name its driver gives it (None: no GPU): auto becomes that device's prices."""
+        return self if self.rates else replace(self, hardware=prices_of(self.hardware, device_name))
 
-    def rates_on(self, device_name: str | None, model: MoEModel, *, num_nodes: int) -> Rates:
-        """What the planner weighs for a model on a device (None: no GPU)."""
-        return self.rates or rates_for(model, prices_of(self.hardware, device_name), num_nodes=num_nodes)
+    def prices_hash(self) -> str:
+        """Of what plans are made for: ranks compare it."""
+        return sha256(repr(self.rates or prices_of(self.hardware)).encode()).hexdigest()
+
+    def rates_of(self, model: MoEModel, *, num_nodes: int) -> Rates:
+        """What the planner weighs for a model."""
+        return self.rates or rates_for(model, prices_of(self.hardware), num_nodes=num_nodes)

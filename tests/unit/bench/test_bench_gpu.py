@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from equilibra.bench import suite
-from equilibra.bench.gpu import laws, measure, replay
-from equilibra.bench.gpu.case import case_of, cases_for, routing_of
-from equilibra.bench.gpu.contenders import (
+from benchmarks import suite
+from benchmarks.gpu import laws, measure, replay
+from benchmarks.gpu.case import GpuSetting, case_of, cases_for, routing_of
+from benchmarks.gpu.contenders import (
     BALANCED,
     EPLB,
     EQUILIBRA,
@@ -24,9 +24,9 @@ from equilibra.bench.gpu.contenders import (
     contenders,
     seconds_to_plan,
 )
-from equilibra.bench.gpu.figures import case_result, device_named
-from equilibra.bench.gpu.measure import Measured
-from equilibra.bench.gpu.records import (
+from benchmarks.gpu.figures import case_result, device_named
+from benchmarks.gpu.measure import Measured
+from benchmarks.gpu.records import (
     FIELDS,
     NEIGHBOURS,
     Records,
@@ -37,10 +37,9 @@ from equilibra.bench.gpu.records import (
     settled_ratio,
     spread,
 )
-from equilibra.bench.gpu.replay import RankTimes, Replay, Sizes
-from equilibra.bench.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
-from equilibra.bench.gpu.setting import GpuSetting
-from equilibra.bench.gpu.work import STILL, Moves, RankWork, balanced_works, moves_of, works_of
+from benchmarks.gpu.replay import RankTimes, Replay, Sizes
+from benchmarks.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
+from benchmarks.gpu.work import STILL, Moves, RankWork, balanced_works, moves_of, works_of
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage
@@ -171,7 +170,7 @@ def free_copies(monkeypatch):
         prices = prices_named(name)
         return replace(prices, kernels=KernelPrices(tflops=prices.kernels.tflops, tile_rows=prices.kernels.tile_rows))
 
-    monkeypatch.setattr("equilibra.bench.gpu.contenders.prices_named", free)
+    monkeypatch.setattr("benchmarks.gpu.contenders.prices_named", free)
 
 
 def test_plans_count_the_tiles_of_the_kernels():

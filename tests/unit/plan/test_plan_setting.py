@@ -82,32 +82,32 @@ def test_every_setting_gets_the_prices_of_its_gpu(kind, tmp_path):
     def of(prices):
         return rates_for(MODEL, prices, num_nodes=1)
 
-    assert setting.rates_on("NVIDIA H200", MODEL, num_nodes=1) == of(prices_named("h200"))
-    assert setting.rates_on("NVIDIA H100 80GB HBM3", MODEL, num_nodes=1) == of(prices_named("h100"))
+    assert setting.on("NVIDIA H200").rates_of(MODEL, num_nodes=1) == of(prices_named("h200"))
+    assert setting.on("NVIDIA H100 80GB HBM3").rates_of(MODEL, num_nodes=1) == of(prices_named("h100"))
     for unknown in (None, "Tesla T4"):
-        assert setting.rates_on(unknown, MODEL, num_nodes=1) == of(default_prices())
+        assert setting.on(unknown).rates_of(MODEL, num_nodes=1) == of(default_prices())
     named = replace(setting, hardware="b200")
-    assert named.rates_on("NVIDIA H200", MODEL, num_nodes=1) == of(prices_named("b200"))
+    assert named.on("NVIDIA H200").rates_of(MODEL, num_nodes=1) == of(prices_named("b200"))
     own = replace(prices_named("h200"), kernels=None, name="own")
     (tmp_path / "own.toml").write_text(prices_toml(own))
-    from_file = replace(setting, hardware=str(tmp_path / "own.toml")).rates_on("NVIDIA H200", MODEL, num_nodes=1)
+    from_file = replace(setting, hardware=str(tmp_path / "own.toml")).on("NVIDIA H200").rates_of(MODEL, num_nodes=1)
     assert from_file.row_us == pytest.approx(of(own).row_us, rel=1e-4)
     assert from_file.hold_us == of(own).hold_us
-    assert replace(setting, hardware=own).rates_on(None, MODEL, num_nodes=1) == of(own)
-    assert replace(setting, rates=Rates.free()).rates_on("NVIDIA H200", MODEL, num_nodes=1) == Rates.free()
+    assert replace(setting, hardware=own).rates_of(MODEL, num_nodes=1) == of(own)
+    assert replace(setting, rates=Rates.free()).on("NVIDIA H200").rates_of(MODEL, num_nodes=1) == Rates.free()
 
 
 def test_ranks_with_other_prices_notice():
     auto, free = PlannerSetting(), PlannerSetting(rates=Rates.free())
-    assert auto.prices_hash("NVIDIA H200") == PlannerSetting(hardware="h200").prices_hash(None)
-    assert len({auto.prices_hash(None), auto.prices_hash("NVIDIA H200"), free.prices_hash(None)}) == 3
-    assert free.prices_hash(None) == free.prices_hash("NVIDIA H200")
+    assert auto.on("NVIDIA H200").prices_hash() == PlannerSetting(hardware="h200").prices_hash()
+    assert len({one.prices_hash() for one in (auto.on(None), auto.on("NVIDIA H200"), free)}) == 3
+    assert free.on("NVIDIA H200") is free
 
 
 def test_a_plan_for_a_known_gpu_levels_time():
     """Rows and what copies cost together are more even than in a plan that knows of rows only."""
     load = skewed()
-    rates = [PlannerSetting().rates_on(device, MODEL, num_nodes=1) for device in ("NVIDIA H200", None)]
+    rates = [PlannerSetting().on(device).rates_of(MODEL, num_nodes=1) for device in ("NVIDIA H200", None)]
 
     def slowest(one):
         problem = StepProblem(cluster=CLUSTER, given_load=load, rates=one, standing_slots=0)

@@ -84,7 +84,7 @@ class Balancer:
         """of dense gradients since weights were last changed by hand"""
         self._closed = False
         num_nodes = runtime.group.cluster.num_nodes
-        self._rates = setting.rates_on(device_name(runtime.gpu), _model_of(runtime), num_nodes=num_nodes)
+        self._rates = setting.on(device_name(runtime.gpu)).rates_of(_model_of(runtime), num_nodes=num_nodes)
         self._hooks = [
             hook for one in self.optimizers
             for hook in (

@@ -20,7 +20,6 @@ from functools import partial
 from typing import Any
 
 import numpy as np
-import torch
 from torch import nn
 
 from equilibra.core.errors import BrokenStateError, InputError
@@ -57,8 +56,9 @@ def balance(
     Layers of multi-token prediction stay as they are: rollouts do not record them. A pipeline stage without MoE layers
     gets a balancer too, which has nothing to plan.
     """
-    setting = setting or MegatronSetting()
     chunks = [model] if isinstance(model, nn.Module) else model
+    device = next((one.device for chunk in chunks for one in chunk.parameters()), None)
+    setting = (setting or MegatronSetting()).on(device_name(device))
     for one in (*chunks, *getattr(optimizer, "chained_optimizers", [optimizer])):
         check_wrapping(getattr(one, "ddp_config", None))
     layers = _layers_of(chunks)
@@ -73,7 +73,7 @@ def balance(
         f"{setting.chosen_planner.name}, {len(layers)} MoE layers, {setting.spare_slots} spare slots, "
         f"nodes of {cluster.ranks_per_node}, {setting.max_moves_per_layer} moves, seed {setting.seed}, "
         f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
-        f"{setting.prices_hash(device_name(torch.device('cuda')))}",
+        f"{setting.prices_hash()}",
         what="how steps are planned",
     )
     places = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
@@ -125,7 +125,7 @@ class Balancer:
         for place in places:
             place.ahead = self.ahead
         model = _model_of(config, places)
-        self._rates = setting.rates_on(device_name(torch.device("cuda")), model, num_nodes=group.cluster.num_nodes)
+        self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
         self._place_homes()

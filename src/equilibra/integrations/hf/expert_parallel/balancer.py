@@ -17,7 +17,6 @@ from __future__ import annotations
 from functools import partial
 from typing import Any
 
-import torch
 from torch.distributed.tensor import DTensor
 
 from equilibra.core.errors import InputError
@@ -51,12 +50,13 @@ def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> 
     setting, family = setting or ParallelSetting(), family_of(model.config.model_type)
     spec, blocks = family.spec(model.config), [one.mlp for one in model.model.layers if hasattr(one.mlp, "experts")]
     weight = _check(model, blocks)
+    setting = setting.on(device_name(weight.device))
     expert_parallel, expert_data = (weight.device_mesh[name].get_group() for name in ("ep", "efsdp"))
     cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
     group = stage_group(expert_parallel, expert_data, cluster, setting.timeout_s)
     group.agree(
         f"{setting.chosen_planner.name}, {setting.spare_slots} spare slots, nodes of {cluster.ranks_per_node}, "
-        f"seed {setting.seed}, {setting.prices_hash(device_name(torch.device('cuda')))}",
+        f"seed {setting.seed}, {setting.prices_hash()}",
         what="how steps are planned",
     )
     places = []
@@ -105,7 +105,7 @@ class ParallelBalancer:
             name="transformers", num_layers=len(places), hidden=spec.hidden, expert_ffn=spec.expert_ffn,
             num_experts=spec.num_experts, top_k=spec.top_k, weight_bytes=weight_bytes,
         )  # fmt: skip
-        self._rates = setting.rates_on(device_name(torch.device("cuda")), model, num_nodes=group.cluster.num_nodes)
+        self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
         self._routing: tuple[Step, Routing] | None = None
 
     def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
