@@ -111,8 +111,8 @@ def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int =
     """What a model's experts cost on a kind of machine; `presets.default_prices()` if none is given.
 
     Where a list has prices of our kernels, the planner levels time: rows, tiles, and what copies cost the ranks that
-    hold and serve them. Without, it levels rows. Copies cost so little in a forward pass alone (0 to 2 us of 1,200 for
-    one of 50 MB, benchmarks/results/prices.json) that only the update counts them.
+    hold and serve them. Without, it levels rows. Those prices are of forward and backward together, so only the update
+    counts them.
     """
     machine = prices or default_prices()
     forward_us = machine.experts_forward.row_us(model, backward=False)
@@ -125,12 +125,11 @@ def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int =
     token_us = dense_us + model.top_k * (forward_us + crossing)
     between_us = dense_us / model.top_k + crossing
     update_us, kernels, expert_mb = forward_us + backward_us, machine.kernels, model.expert_bytes * 1e-6
+    of_copies = {}
     if kernels is not None:
         update_us = 6e-6 * model.expert_parameters / kernels.tflops
-
-    def of_copies(us_per_mb: float) -> dict[Stage, float]:
-        return {Stage.LOGPROB: 0.0, Stage.UPDATE: us_per_mb * expert_mb}
-
+        for name in ("hold_us", "serve_us", "move_beside_us", "add_beside_us"):
+            of_copies[name] = {Stage.LOGPROB: 0.0, Stage.UPDATE: getattr(kernels, f"{name}_per_mb") * expert_mb}
     passes = 3  # log-prob forward, update forward, update backward: each dispatches and combines once
     return Rates(
         row_us={Stage.LOGPROB: forward_us, Stage.UPDATE: update_us},
@@ -152,10 +151,7 @@ def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int =
             Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,
         },
         gap_row_us={Stage.LOGPROB: between_us, Stage.UPDATE: 3 * between_us + forward_us},
-        hold_us=of_copies(kernels.hold_us_per_mb if kernels else 0.0),
-        serve_us=of_copies(kernels.serve_us_per_mb if kernels else 0.0),
-        move_beside_us=of_copies(kernels.move_beside_us_per_mb if kernels else 0.0),
-        add_beside_us=of_copies(kernels.add_beside_us_per_mb if kernels else 0.0),
+        **of_copies,
         tile_rows=kernels.tile_rows if kernels else 1,
         token_cost=int(min(token_us / max(squared_us, 1e-12), 10**7)),
     )
