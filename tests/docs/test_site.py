@@ -1,0 +1,66 @@
+"""The documentation site: `make docs` builds it strictly; here are its controls, which need no generator."""
+
+import hashlib
+import subprocess
+import sys
+
+import pytest
+from tests.conftest import REPOSITORY
+
+CHECK = REPOSITORY / ".ci" / "check_site.py"
+SHIM = REPOSITORY / "docs" / "assets" / "iframe-worker.js"
+
+
+def checked(folder) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, str(CHECK), str(folder)], capture_output=True, text=True, check=False)
+
+
+def test_a_page_that_loads_only_its_own_files_passes(tmp_path):
+    (tmp_path / "own.js").write_text("")
+    (tmp_path / "index.html").write_text('<script src="own.js"></script><a href="https://arxiv.org">a link</a>')
+    assert checked(tmp_path).returncode == 0
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        '<script src="https://unpkg.com/shim.js"></script>',
+        '<link rel="stylesheet" href="//fonts.googleapis.com/css">',
+        '<img src="https://example.org/a.png">',
+        '<img src="missing.png">',
+        '<pre class="mermaid">graph</pre>',
+    ],
+)
+def test_a_page_that_needs_a_server_is_refused(page, tmp_path):
+    (tmp_path / "index.html").write_text(page)
+    done = checked(tmp_path)
+    assert done.returncode == 1
+    assert "index.html" in done.stdout
+
+
+def test_a_style_sheet_that_loads_a_font_is_refused(tmp_path):
+    (tmp_path / "index.html").write_text("")
+    (tmp_path / "a.css").write_text("@font-face{src:url(https://fonts.gstatic.com/a.woff2)}")
+    assert checked(tmp_path).returncode == 1
+
+
+def test_an_empty_site_is_refused(tmp_path):
+    assert checked(tmp_path).returncode == 1
+
+
+def test_the_shim_is_the_published_one():
+    decision = (REPOSITORY / "docs" / "decisions" / "0013-docs-site.md").read_text()
+    assert hashlib.sha256(SHIM.read_bytes()).hexdigest() in decision
+    assert "https://" not in SHIM.read_text()
+
+
+def test_pages_are_wrapped_at_one_width():
+    """Tables, code and links may be longer; nobody can wrap them."""
+    wide = []
+    for page in sorted((REPOSITORY / "docs").rglob("*.md")):
+        in_code = False
+        for number, line in enumerate(page.read_text().splitlines(), 1):
+            in_code ^= line.lstrip().startswith("```")
+            if len(line) > 120 and not in_code and not line.startswith("|") and " " in line[60:].strip():
+                wide.append(f"{page.relative_to(REPOSITORY)}:{number} has {len(line)} characters")
+    assert not wide, "\n".join(wide)
