@@ -28,7 +28,10 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
     if num_copies == 0:
         return
     nodes = np.empty(x.size, np.int64)
-    still = x.sum() // (4096 * x.size)  # tokens moved in a sweep below which it is level
+    still = np.int64(0)
+    for n in range(x.size):
+        still += x[n]
+    still //= 4096 * x.size  # tokens moved in a sweep below which it is level
     for _ in range(_SWEEPS + 8 * x.size):  # long chains of nodes need more
         moved = np.int64(0)
         c = 0
@@ -80,8 +83,11 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
 @kernel
 def level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, num_copies, x_NM, share_CM):  # type: ignore[no-untyped-def]
     """Level every micro-batch from all at home; returns sum_m max_n."""
-    x_NM[:] = base_NM
-    share_CM[:num_copies] = 0
+    for m in range(x_NM.shape[1]):
+        for n in range(x_NM.shape[0]):
+            x_NM[n, m] = base_NM[n, m]
+        for c in range(num_copies):
+            share_CM[c, m] = 0
     return level_on(load_EM, home_node, copy_expert, copy_node, num_copies, x_NM, share_CM)
 
 

@@ -47,8 +47,9 @@ def _swap(members, position, x_BM, time_BEM, p, i, q, j):  # type: ignore[no-unt
     """Exchange member i of bin p and member j of bin q."""
     a = members[p, i]
     b = members[q, j]
-    x_BM[p] += time_BEM[p, b] - time_BEM[p, a]
-    x_BM[q] += time_BEM[q, a] - time_BEM[q, b]
+    for m in range(x_BM.shape[1]):
+        x_BM[p, m] += time_BEM[p, b, m] - time_BEM[p, a, m]
+        x_BM[q, m] += time_BEM[q, a, m] - time_BEM[q, b, m]
     members[p, i] = b
     members[q, j] = a
     position[a] = q
@@ -68,10 +69,11 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
     for e in range(position.size):
         moves += position[e] != home0[e]
     quiet = 0  # pairs in a row without a swap that helps
-    p = 0
-    q = 1
+    p = np.int64(0)
+    q = np.int64(1)
     while quiet < num_pairs and budget > 0:
-        others[:] = 0
+        for m in range(num_micro_batches):
+            others[m] = 0
         for b in range(num_bins):
             if b != p and b != q:
                 for m in range(num_micro_batches):
@@ -86,8 +88,8 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                 without_p[i, m] = x_BM[p, m] - time_BEM[p, a, m]
                 without_q[i, m] = x_BM[q, m] - time_BEM[q, b, m]
         best = np.int64(0)
-        best_i = -1
-        best_j = -1
+        best_i = np.int64(-1)
+        best_j = np.int64(-1)
         best_away = np.int64(0)
         for i in range(size):
             a = members[p, i]
@@ -105,8 +107,8 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                     continue
                 if gain > best:
                     best = gain
-                    best_i = i
-                    best_j = j
+                    best_i = np.int64(i)
+                    best_j = np.int64(j)
                     best_away = away
         budget -= size * size
         if best_i >= 0:
@@ -120,8 +122,8 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                 p += 1
                 q = p + 1
                 if q >= num_bins:
-                    p = 0
-                    q = 1
+                    p = np.int64(0)
+                    q = np.int64(1)
     return budget
 
 
@@ -156,7 +158,8 @@ def reorder_bins(home0, base_BM, time_BEM, price, budget, seed, max_moves):  # t
         b = home0[e]
         members[b, filled[b]] = e
         filled[b] += 1
-        x_BM[b] += time_BEM[b, e]
+        for m in range(x_BM.shape[1]):
+            x_BM[b, m] += time_BEM[b, e, m]
     position = home0.copy()
     best = position.copy()
     best_cost = _cost(x_BM, position, home0, price)
