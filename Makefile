@@ -51,7 +51,7 @@ $(DOCS_READY): pyproject.toml constraints.txt
 
 .PHONY: docs
 docs: $(DOCS_READY) ## build the documentation into build/site, with every link checked; open build/site/index.html
-	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 	@$(BIN)/python .ci/check_site.py build/site
 
 .PHONY: setup

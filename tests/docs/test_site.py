@@ -1,6 +1,7 @@
 """The documentation site: `make docs` builds it strictly; here are its controls, which need no generator."""
 
 import hashlib
+import re
 import subprocess
 import sys
 
@@ -46,6 +47,26 @@ def test_a_style_sheet_that_loads_a_font_is_refused(tmp_path):
 
 def test_an_empty_site_is_refused(tmp_path):
     assert checked(tmp_path).returncode == 1
+
+
+def test_the_build_of_make_refuses_a_broken_link(tmp_path):
+    """With --quiet, say, mkdocs does not count warnings and its strict mode accepts everything."""
+    pytest.importorskip("mkdocs", reason="`make docs` installs mkdocs")
+    pytest.importorskip("material", reason="`make docs` installs mkdocs-material")
+    makefile = (REPOSITORY / "Makefile").read_text()
+    options = re.search(r"mkdocs (build.*)", makefile)[1].split()
+    (tmp_path / "mkdocs.yml").write_text("site_name: control\nuse_directory_urls: false\n")
+    (tmp_path / "docs").mkdir()
+    page = tmp_path / "docs" / "index.md"
+    built = []
+    for text in ("[gone](gone.md)", "[here](index.md)"):
+        page.write_text(text)
+        done = subprocess.run(
+            [sys.executable, "-m", "mkdocs", *options], cwd=tmp_path, capture_output=True, text=True, check=False
+        )
+        built.append(done.returncode)
+    assert built[0] != 0
+    assert built[1] == 0
 
 
 def test_the_shim_is_the_published_one():
