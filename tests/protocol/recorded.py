@@ -13,11 +13,11 @@ import numpy as np
 from tests.protocol.calls import Armed, Call, Calls, Event, Visit, Where
 
 from equilibra.core.plan import Stage
-from equilibra.events.schema import Direction, StageNumber
+from equilibra.events.schema import Direction
 from equilibra.execute.copies.copies import Copies
 from equilibra.execute.runtime import Runtime
 
-STAGES = {StageNumber.LOGPROB: "log-prob", StageNumber.UPDATE: "update"}
+STAGES = {Stage.LOGPROB: "log-prob", Stage.UPDATE: "update"}
 DIRECTIONS = {Direction.FORWARD: "F", Direction.FORWARD_AGAIN: "A", Direction.BACKWARD: "B"}
 ASKED = {"publish", "fetch", "arrive", "gradient slots", "give back", "add", "finish sums", "finish reads"}
 """calls of an engine; the model also says what is computed in between"""

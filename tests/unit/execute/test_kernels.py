@@ -20,9 +20,9 @@ from equilibra.bench.gpu.copying import copy_beside, read_beside
 from equilibra.execute.kernels import grouped, rows, sums
 from equilibra.execute.moe import laden as laden_module
 from equilibra.execute.moe.laden import Laden
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
-from equilibra.execute.moe.spec import Activation
+from equilibra.execute.experts import expert_math
+from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.experts.spec import Activation
 
 broken = sys.argv[1] == "broken"
 laden_module.on_gpu = lambda rows: True  # it is for kernels to do, on a GPU or not

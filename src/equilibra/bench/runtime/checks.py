@@ -11,7 +11,6 @@ from equilibra.bench.runtime.layers import RankLayers
 from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction, Events, Kind
-from equilibra.execute.visits.visit import NUMBER
 
 __all__ = ["check_results", "check_rows"]
 
@@ -56,7 +55,7 @@ def check_rows(contender: Contender, rank: int, events: Events) -> int:
     for stage in Stage:
         simulated_LM = contender.plan.rank_load(contender.load, stage)[:, :, rank]
         for direction in (Direction.FORWARD, Direction.BACKWARD)[: 1 + (stage is Stage.UPDATE)]:
-            rows = events.where(kind=Kind.EXPERTS, stage=NUMBER[stage], direction=direction)
+            rows = events.where(kind=Kind.EXPERTS, stage=stage.number, direction=direction)
             executed_LM = np.zeros_like(simulated_LM)
             np.add.at(executed_LM, (rows["layer"], rows["micro_batch"]), rows["tokens"])
             if not np.array_equal(executed_LM, simulated_LM):

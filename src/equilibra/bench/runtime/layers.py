@@ -19,13 +19,13 @@ from equilibra.bench.runtime.case import CLUSTER, Case, Routing, Shape
 from equilibra.bench.runtime.contenders import Contender
 from equilibra.bench.runtime.plain_moe import PlainMoE
 from equilibra.core.placement import contiguous
-from equilibra.core.plan import Stage
+from equilibra.core.plan import GroupPlan, Stage
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.group import ExpertGroup
+from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.runtime import Armed, CopySetting, Runtime
-from equilibra.execute.visits.micro_batch import MicroBatch
+from equilibra.execute.runtime import CopySetting, Runtime
 
 __all__ = ["RankLayers"]
 
@@ -54,7 +54,7 @@ class RankLayers:
     def balanced_step(self, contender: Contender, outputs: list[Tensor] | None = None) -> None:
         """One step of the runtime under a contender's plan."""
         runtime, micro_batches = self.runtime, list(range(len(self.hidden_M)))
-        runtime.arm(Armed(plan=contender.plan, load=contender.load, micro_batches=micro_batches))
+        runtime.arm(GroupPlan(plan=contender.plan, load=contender.load, micro_batches=micro_batches))
         for stage in Stage:
             for m in micro_batches:
                 micro_batch = MicroBatch(

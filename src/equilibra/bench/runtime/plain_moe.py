@@ -18,9 +18,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from equilibra.execute.moe.expert_math import activate
+from equilibra.execute.experts.expert_math import activate
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.moe.router import Router
-from equilibra.execute.moe.weights import ExpertWeights
 
 __all__ = ["PlainMoE"]
 

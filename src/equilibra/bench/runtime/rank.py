@@ -24,9 +24,9 @@ from equilibra.bench.runtime.layers import RankLayers
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.events.schema import Events, Kind
+from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
+from equilibra.execute.kernels.parts import ExpertParts, RowWeights
 
 __all__ = ["measure"]
 

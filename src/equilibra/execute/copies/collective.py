@@ -7,8 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from equilibra.core.visit import CopyList
 from equilibra.execute.copies.staging import Staging
-from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
 
 __all__ = ["CollectiveEngine"]

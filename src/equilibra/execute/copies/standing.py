@@ -19,11 +19,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.plan import StepPlan
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.execute.kernels import add_in_order
-from equilibra.execute.moe.expert_math import ExpertParts
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.steps.record import Moment
+from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.record import Moment
 
 __all__ = ["Held", "Sources", "StandingStore"]
 

@@ -8,10 +8,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equilibra.execute.moe.expert_math import activate
+from equilibra.execute.experts.expert_math import activate
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.moe.router import Router
 from equilibra.execute.moe.shared import SharedExpert
-from equilibra.execute.moe.spec import MoESpec
 
 __all__ = ["ReferenceMoE"]
 

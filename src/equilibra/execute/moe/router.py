@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equilibra.execute.moe.spec import GroupScore, MoESpec, RouterSpec, Score
+from equilibra.execute.experts.spec import GroupScore, MoESpec, RouterSpec, Score
 
 __all__ = ["Router", "choose_experts", "weigh_experts"]
 

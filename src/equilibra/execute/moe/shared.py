@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equilibra.execute.moe.expert_math import activate
-from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.experts.expert_math import activate
+from equilibra.execute.experts.spec import MoESpec
 
 __all__ = ["SharedExpert"]
 

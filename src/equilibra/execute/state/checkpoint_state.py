@@ -27,8 +27,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from equilibra.core.errors import InputError, NonFiniteError
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.finite import names_of_nonfinite
-from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint_values import encoded
 

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts
-from equilibra.execute.moe.spec import Activation
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.spec import Activation
+from equilibra.execute.kernels.parts import ExpertParts
 
 __all__ = ["use_plain_experts"]
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, DynamicCache
 
 from equilibra.core.errors import InputError
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.state.safetensors_names import Naming
 from equilibra.integrations.hf.digits import keep_digits
 from equilibra.integrations.hf.experts import use_plain_experts

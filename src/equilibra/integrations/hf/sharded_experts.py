@@ -25,12 +25,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.execute.copies.copies import CopySetting
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe import functions
-from equilibra.execute.moe.functions import Pass, direction_now
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.runtime import Runtime, homes_of
+from equilibra.execute.moe.functions import run_visit
+from equilibra.execute.record import direction_now
+from equilibra.execute.runtime import Runtime
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.hf.replay import route_recorded
 
@@ -79,15 +79,11 @@ class _Place:
     runtime: Runtime
     layer: int
 
-    @property
-    def weights(self) -> ExpertWeights:
-        return self.runtime.weights[self.layer]
-
 
 @torch.no_grad()
 def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN401 - a class of each family
     """Replace the stacked parameters by those of the experts at home."""
-    homes = homes_of(runtime.placement, len(runtime.weights), runtime.group.rank)
+    homes = runtime.placement.homes_on(len(runtime.weights), runtime.group.rank)
     kept = {name: getattr(experts, published) for name, published in PUBLISHED.items() if name in spec.part_shapes()}
     down = kept["down"]
     weights = ExpertWeights(spec, homes, device=down.device, dtype=down.dtype)
@@ -138,15 +134,8 @@ def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK:
             "that is loaded with ep_size keeps another one: see plan_expert_parallel"
         )
     runtime, micro_batch, tokens_TD = place.runtime, place.runtime.current, hidden_TD
-    where, rows = runtime.where(place.layer), None
-    runtime.enter_layer(where, direction_now())
+    runtime.enter_layer(runtime.key(place.layer), direction_now())
     if micro_batch is not None:
-        tokens_TD, rows = micro_batch.select(hidden_TD), micro_batch.rows
-        if rows is not None:
-            experts_TK, weights_TK = experts_TK.index_select(0, rows), weights_TK.index_select(0, rows)
-    visit = Pass(runtime, where, runtime.tables(place.layer, experts_TK), micro_batch)
-    results_ND = functions.experts(functions.dispatch(tokens_TD, weights_TK, visit), visit, place.weights.parts())
-    out_TD = functions.combine(results_ND, weights_TK, visit)
-    if rows is None:
-        return out_TD
-    return torch.zeros_like(hidden_TD, dtype=out_TD.dtype).index_copy(0, rows, out_TD)
+        tokens_TD, experts_TK, weights_TK = map(micro_batch.select, (hidden_TD, experts_TK, weights_TK))
+    out_TD = run_visit(runtime, place.layer, tokens_TD, experts_TK, weights_TK)
+    return out_TD if micro_batch is None else micro_batch.among_padding(out_TD, hidden_TD)

@@ -27,10 +27,10 @@ from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
-from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.plan import StepPlan
+from equilibra.core.visit import Stage, Visit, VisitKey, only_homes
 from equilibra.cost.rates import rates_for
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.visits.tables import instances_of, only_homes
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
@@ -40,7 +40,7 @@ from equilibra.integrations.megatron.setting import MegatronSetting
 from equilibra.integrations.planned.counts import Routing, gather_load
 from equilibra.integrations.planned.groups import counts_of_world, stage_group
 from equilibra.integrations.planned.setting import cluster_of
-from equilibra.integrations.planned.slots import HomeSlots, Visit, contiguous_slots, visit_of
+from equilibra.integrations.planned.slots import HomeSlots, SlotTable, contiguous_slots, slot_table
 from equilibra.integrations.planned.step import Prepared, Step
 from equilibra.plan.planner import StepProblem
 
@@ -183,7 +183,8 @@ class Balancer:
         if self.ahead is not None:
             self.ahead.arm(stage)
         for place in self.places:
-            place.arm([partial(self._visit, step.plan, stage, place.layer, first + m) for m in range(start, num)])
+            visits = [step.plan.visit(stage, first + m, place.layer) for m in range(start, num)]
+            place.arm([partial(self._in_slots, visit) for visit in visits])
 
     def end(self) -> None:
         """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""
@@ -209,9 +210,9 @@ class Balancer:
         plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
         return plan
 
-    def _visit(self, plan: StepPlan, stage: Stage, layer: int, micro_batch: int) -> Visit:
-        instances = instances_of(plan, stage, layer, micro_batch)
-        return visit_of(self.slots.expert_of_slot[layer], self.setting.spare_slots, instances, self.group.rank)
+    def _in_slots(self, visit: Visit) -> SlotTable:
+        expert_of_slot = self.slots.expert_of_slot[visit.key.layer]
+        return slot_table(visit, expert_of_slot, self.setting.spare_slots, self.group.rank)
 
     # --- homes ---
 
@@ -262,8 +263,7 @@ class Balancer:
         for place in self.places:
             of_layer = self.slots.expert_of_slot[place.layer]
             place.expert_of_home, place.moved = of_layer[self.group.rank].tolist(), moved
-            plain = only_homes(placement, place.layer)
-            place.without_plan = visit_of(of_layer, self.setting.spare_slots, plain, self.group.rank)
+            place.without_plan = self._in_slots(only_homes(placement, VisitKey.once(place.layer)))
 
 
 def _model_of(config: Any, places: list[Place]) -> MoEModel:  # noqa: ANN401

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import ExecuteError
 from equilibra.execute.group import Channel, ExpertGroup, Pending
-from equilibra.integrations.planned.slots import Visit
+from equilibra.integrations.planned.slots import SlotTable
 
 __all__ = ["Arriving", "Exchange", "carry", "fetch"]
 
@@ -30,7 +30,7 @@ class Exchange:
 
     group: ExpertGroup
     """its COPIES and GRADIENTS channels join the ranks of the plan"""
-    visit: Visit
+    visit: SlotTable
     """lines of copies"""
     layer: int
     """for messages"""
@@ -52,7 +52,7 @@ class Exchange:
 
     def start(self, channel: Channel, sent: Tensor, *, home: bool) -> Arriving:
         """Rows [lines, width] to the holders, or home."""
-        there, back = self.visit.served_sizes, self.visit.held_sizes
+        there, back = self.visit.copies.served_sizes, self.visit.copies.held_sizes
         sizes, received_sizes = (back, there) if home else (there, back)
         received = sent.new_empty(sum(received_sizes), self.width)
         what = f"{'returning gradients of' if home else 'fetching'} copies of MoE layer {self.layer}"

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe.functions import direction_now
+from equilibra.execute.record import direction_now
 from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.copies import Arriving, Exchange, carry, fetch
 from equilibra.integrations.megatron.parts import parts_of, run_copies
-from equilibra.integrations.planned.slots import Visit
+from equilibra.integrations.planned.slots import SlotTable
 
 __all__ = ["Place", "to_slots"]
 
@@ -50,19 +50,19 @@ class Place:
         """[H] logical numbers"""
         self.moved = False
         """whether any expert of any layer is elsewhere than plain Megatron has it"""
-        self.without_plan: Visit | None = None
+        self.without_plan: SlotTable | None = None
         """only homes: what is done when no step is armed"""
-        self.current: Visit | None = None
+        self.current: SlotTable | None = None
         """of the forward that is under way"""
-        self._visits: list[Callable[[], Visit]] | None = None
-        self._made: dict[int, Visit] = {}
+        self._visits: list[Callable[[], SlotTable]] | None = None
+        self._made: dict[int, SlotTable] = {}
         self._next = {Direction.FORWARD: 0, Direction.FORWARD_AGAIN: 0}
         self._arriving: dict[tuple[Direction, int], Arriving] = {}
         """copies of visits that lie ahead"""
         self._arrived: Arriving | None = None
         """copies of the forward that is under way"""
 
-    def arm(self, visits: list[Callable[[], Visit]] | None) -> list[Arriving]:
+    def arm(self, visits: list[Callable[[], SlotTable]] | None) -> list[Arriving]:
         """The micro-batches of a step in order; None: no step. Returns what nobody will use, to be waited for."""
         self._visits, self._made = visits, {}
         self._next = dict.fromkeys(self._next, 0)
@@ -75,7 +75,7 @@ class Place:
         """Forward passes since it was armed."""
         return self._next[Direction.FORWARD]
 
-    def take(self) -> Visit:
+    def take(self) -> SlotTable:
         """The visit of the forward that begins."""
         direction = direction_now()
         if self._visits is None:
@@ -93,7 +93,7 @@ class Place:
         self._next[direction] += 1
         return self._visit(number)
 
-    def _visit(self, number: int) -> Visit:
+    def _visit(self, number: int) -> SlotTable:
         assert self._visits is not None
         if number not in self._made:
             self._made[number] = self._visits[number]()
@@ -115,7 +115,7 @@ class Place:
         if visit.num_copies:
             self._arriving[direction, number] = fetch(self._exchange(visit), self._copied(visit))
 
-    def _begin_copies(self, visit: Visit, direction: Direction) -> None:
+    def _begin_copies(self, visit: SlotTable, direction: Direction) -> None:
         """Copies of this visit are on their way from here on, and those of the next layer's."""
         if self.ahead is None or self._visits is None:
             return
@@ -127,19 +127,19 @@ class Place:
             self._arrived = fetch(self._exchange(visit), self._copied(visit))
         self.ahead.began(self.layer, direction)
 
-    def _take_copies(self, visit: Visit) -> Arriving:
+    def _take_copies(self, visit: SlotTable) -> Arriving:
         """Those that are on their way; nothing here holds their buffers any longer."""
         arriving, self._arrived = self._arrived, None
         return arriving or fetch(self._exchange(visit), self._copied(visit))
 
-    def _exchange(self, visit: Visit) -> Exchange:
+    def _exchange(self, visit: SlotTable) -> Exchange:
         first = next(iter(self.parts[0].values()))
         return Exchange(
             group=self.group, visit=visit, layer=self.layer, fused=self.fused, served_slots=sorted(set(visit.served)),
             part_shapes=[part.shape for part in self.parts[0].values()], dtype=self.dtype, device=first.device,
         )  # fmt: skip
 
-    def _copied(self, visit: Visit) -> list[nn.Parameter]:
+    def _copied(self, visit: SlotTable) -> list[nn.Parameter]:
         return [part for slot in sorted(set(visit.served)) for part in self.parts[slot].values()]
 
     # --- a forward ---
@@ -165,7 +165,7 @@ class Place:
         return torch.cat([out, more]), bias
 
 
-def to_slots(probs_TE: Tensor, map_TE: Tensor, visit: Visit) -> tuple[Tensor, Tensor]:
+def to_slots(probs_TE: Tensor, map_TE: Tensor, visit: SlotTable) -> tuple[Tensor, Tensor]:
     """[T, P] both: every pair in exactly one of its expert's slots. No sizes are read from the device."""
     expert, first, end = (
         _to(values, map_TE.device) for values in (visit.expert_of_slot, visit.first_of_slot, visit.end_of_slot)

@@ -25,16 +25,15 @@ from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import rates_for
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.visits.tables import instances_of
 from equilibra.integrations.hf.expert_parallel.place import Armed, Place, known_or_live
 from equilibra.integrations.hf.expert_parallel.style import style_of
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.planned.counts import Routing, gather_load
 from equilibra.integrations.planned.groups import stage_group
 from equilibra.integrations.planned.setting import PlanSetting, cluster_of
-from equilibra.integrations.planned.slots import contiguous_slots, visit_of
+from equilibra.integrations.planned.slots import contiguous_slots, slot_table
 from equilibra.integrations.planned.step import Step
 from equilibra.plan.planner import StepProblem
 
@@ -139,9 +138,9 @@ class ParallelBalancer:
             expert_of_slot = self.slots.expert_of_slot[place.layer]
             place.arm([
                 Armed(
-                    visit=visit_of(
-                        expert_of_slot, self.setting.spare_slots,
-                        instances_of(step.plan, stage, place.layer, first + m), self.group.rank,
+                    visit=slot_table(
+                        step.plan.visit(stage, first + m, place.layer), expert_of_slot, self.setting.spare_slots,
+                        self.group.rank,
                     ),
                     recorded_TK=layers[place.layer],
                 )

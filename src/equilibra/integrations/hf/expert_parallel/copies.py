@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.integrations.planned.slots import Visit
+from equilibra.integrations.planned.slots import SlotTable
 
 __all__ = ["Exchange", "carry"]
 
@@ -30,14 +30,14 @@ class Exchange:
 
     group: ExpertGroup
     """its COPIES and GRADIENTS channels join the ranks of the plan"""
-    visit: Visit
+    visit: SlotTable
     """lines of copies"""
     layer: int
     """for messages"""
 
     def send(self, channel: Channel, parts: Sequence[Tensor], *, home: bool) -> list[Tensor]:
         """Lines of every part to the holders, or home: all parts are under way at once."""
-        there, back = self.visit.served_sizes, self.visit.held_sizes
+        there, back = self.visit.copies.served_sizes, self.visit.copies.held_sizes
         sizes, received_sizes = (back, there) if home else (there, back)
         what = f"{'returning gradients of' if home else 'fetching'} copies of MoE layer {self.layer}"
         received = [part.new_empty(sum(received_sizes), *part.shape[1:]) for part in parts]

@@ -21,10 +21,10 @@ from torch import Tensor, nn
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe.functions import direction_now
+from equilibra.execute.record import direction_now
 from equilibra.integrations.hf.expert_parallel.copies import Exchange, carry
 from equilibra.integrations.hf.replay import route_recorded
-from equilibra.integrations.planned.slots import Visit
+from equilibra.integrations.planned.slots import SlotTable
 
 __all__ = ["Armed", "Place", "known_or_live", "to_slots"]
 
@@ -36,7 +36,7 @@ Run = Callable[[Tensor, Tensor], Tensor]
 class Armed:
     """One micro-batch of a layer."""
 
-    visit: Visit
+    visit: SlotTable
     """where its pairs go"""
     recorded_TK: Tensor
     """its experts, -1 where they are routed live"""
@@ -136,7 +136,7 @@ def _weights(experts: Any, parts: dict[str, Tensor], num: int) -> Iterator[None]
         experts.num_experts = kept_num
 
 
-def to_slots(experts_TK: Tensor, visit: Visit) -> Tensor:
+def to_slots(experts_TK: Tensor, visit: SlotTable) -> Tensor:
     """[T, K] the slot, among those of all ranks, of every pair. No sizes are read from the device."""
     taken = np.flatnonzero(visit.end_of_slot > visit.first_of_slot)
     taken = taken[np.lexsort((visit.first_of_slot[taken], visit.expert_of_slot[taken]))]

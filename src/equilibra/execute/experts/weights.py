@@ -19,9 +19,9 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError, StaleError
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.kernels import add_in_order
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
-from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts
 
 __all__ = ["ExpertWeights", "FlatLayout"]
 

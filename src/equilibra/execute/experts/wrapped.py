@@ -15,7 +15,7 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from equilibra.core.errors import InputError
-from equilibra.execute.moe.weights import ExpertWeights
+from equilibra.execute.experts.weights import ExpertWeights
 
 __all__ = ["refuse_wrappers"]
 
