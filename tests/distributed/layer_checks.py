@@ -300,9 +300,9 @@ def prefetch(group: ExpertGroup) -> dict[str, object]:
         order.append(f"fetch {copies.layer}")
         return fetch(copies, version, slots)
 
-    def noted_instances(visit, direction):
-        found = entered(visit, direction)
-        order.append(f"compute {visit.where.layer} {direction.name.lower()}")
+    def noted_instances(key, direction):
+        found = entered(key, direction)
+        order.append(f"compute {key.layer} {direction.name.lower()}")
         return found
 
     engine.fetch, world.runtime.instances = noted_fetch, noted_instances

@@ -21,7 +21,7 @@ from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import ReceiveTable, SendTable, Stage, Visit, VisitKey
 from equilibra.execute.experts.weights import ExpertWeights
 
-__all__ = ["MicroBatch", "Tables", "on_device"]
+__all__ = ["MicroBatch", "Tables", "on_device", "to_device"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -170,10 +170,9 @@ class MicroBatch:
             weights.forget_homes()
 
     def experts(self, layer: int, device: torch.device) -> Tensor:
-        """[T, K] recorded experts of a layer."""
+        """[T, K] recorded experts of a layer, in their narrow type."""
         if layer not in self._experts:
-            narrow = to_device(np.ascontiguousarray(self.experts_TLK[:, layer]), device)
-            self._experts[layer] = narrow.long()  # what torch's gather takes
+            self._experts[layer] = to_device(np.ascontiguousarray(self.experts_TLK[:, layer]), device)
             self._count(self._experts[layer].nbytes)
         return self._experts[layer]
 

@@ -91,7 +91,7 @@ def test_tables_do_not_grow_with_micro_batches(alone, again):
         return alone.runtime.memory_bytes()["tables"], sum(one.table_bytes for one in micro_batches)
 
     one, kept = bytes_of(1)
-    assert one == TOKENS * SPEC.top_k * LAYERS * (8 + 4 + 4)  # expert, token of a row, row of a pair: a rank alone
+    assert one == TOKENS * SPEC.top_k * LAYERS * (2 + 4 + 4)  # expert, token of a row, row of a pair: a rank alone
     assert kept == 0
     assert bytes_of(8) == (one, 0)
 

@@ -15,13 +15,13 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction
+from equilibra.integrations.executor.counts import count_routing
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
-from equilibra.integrations.megatron.place import Place, to_slots
 from equilibra.integrations.megatron.setting import MegatronSetting
-from equilibra.integrations.planned.counts import count_routing
+from equilibra.integrations.megatron.visits import MegatronVisits, to_slots
 from equilibra.integrations.planned.setting import cluster_of
 from equilibra.integrations.planned.slots import contiguous_slots, slot_table
 from equilibra.plan.entry import plan_step
@@ -81,7 +81,7 @@ def test_moves_lead_from_one_arrangement_to_the_other(seed: int) -> None:
 
 def test_visits_are_a_queue_for_forward_and_recompute() -> None:
     """Two micro-batches in flight: what backward computes anew is of the first, then of the second."""
-    place = Place(0, None, _Experts(), None, fused=False)
+    place = MegatronVisits(0, None, _Experts(), None, fused=False)
     seen = []
     visits = ["first", "second"]
     place.arm([lambda name=name: name for name in visits])

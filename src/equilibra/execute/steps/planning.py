@@ -14,14 +14,15 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement, contiguous
-from equilibra.core.plan import StepPlan
+from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
+from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.counts import StepCounts
 from equilibra.execute.steps.own_schedule import OwnSchedule, own_schedule
 from equilibra.plan.mini_batches import turn_in_mini_batch
+from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 
 __all__ = ["BalancerSetting", "Limits", "PlannedStep", "plan_of_counts"]
@@ -77,8 +78,10 @@ class PlannedStep:
     """[M] the expert-parallel group that runs each"""
     static_imbalance: float
     """of the same sequences where the rollout left them, with contiguous homes and without copies"""
-    rates: Rates
-    """prices that it was made for"""
+    load: StepLoad
+    """what it was made for, under its schedule"""
+    late: frozenset[Stage]
+    """stages whose flash copies would come late over one link"""
     began: float
     """when planning began (perf_counter)"""
     ended: float
@@ -112,11 +115,13 @@ def plan_of_counts(
         plan = replace(plan, previous=previous)  # homes that have moved go back
     schedule = plan.schedule or own.schedule
     _check_mini_batches(planner.name, schedule, counts.mini_batch_of_sequence)
+    plan, load = replace(plan, schedule=schedule), problem.load_under(schedule)
     return PlannedStep(
-        plan=replace(plan, schedule=schedule),
+        plan=plan,
         group_of_micro_batch=_groups(schedule, own, group.num_groups),
-        static_imbalance=_static_imbalance(problem.load),
-        rates=limits.rates,
+        static_imbalance=static_imbalance(problem.load),
+        load=load,
+        late=late_stages(plan, load, limits.rates),
         began=began,
         ended=perf_counter(),
     )
@@ -142,10 +147,3 @@ def _same(one: Schedule, other: Schedule) -> bool:
     return np.array_equal(one.micro_batch_of_sequence, other.micro_batch_of_sequence) and np.array_equal(
         one.rank_of_sequence, other.rank_of_sequence
     )
-
-
-def _static_imbalance(load: StepLoad) -> float:
-    """Mean over layers and micro-batches of slowest over mean rank, when homes are contiguous and compute alone."""
-    load_MLE = load.expert_load()
-    load_MLR = load_MLE.reshape(*load_MLE.shape[:2], load.num_ranks, -1).sum(axis=3)
-    return float(imbalance(load_MLR).mean())

@@ -14,7 +14,7 @@ from typing import Any
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.megatron.parts import slot_and_part
-from equilibra.integrations.megatron.place import Place
+from equilibra.integrations.megatron.visits import MegatronVisits
 
 __all__ = ["check_format", "guard_optimizer", "logical"]
 
@@ -23,10 +23,10 @@ FORMAT_KEY = "distrib_optim_sharding_type"
 
 
 def logical(
-    described: dict[str, Any], prefix: str, axis: int, place: Place, metadata: dict[str, Any]
+    described: dict[str, Any], prefix: str, axis: int, visits: MegatronVisits, metadata: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """A layer's description with logical numbers. axis: of the expert's number in a description's offsets."""
-    if not place.moved:
+    if not visits.moved:
         return described
     check_format(metadata.get(FORMAT_KEY), moved=True)
     if metadata.get("singleton_local_shards"):
@@ -37,7 +37,7 @@ def logical(
         if inside == name or not (found := _slot(inside)):
             result[name] = value
             continue
-        result[name] = _numbered(value, axis, place.expert_of_home[found[0]])
+        result[name] = _numbered(value, axis, visits.expert_of_home[found[0]])
     return result
 
 

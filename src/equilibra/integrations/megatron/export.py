@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from equilibra.integrations.megatron.place import Place
+from equilibra.integrations.megatron.visits import MegatronVisits
 
 __all__ = ["ExpertParameter", "expert_parameters"]
 
@@ -31,8 +31,8 @@ class ExpertParameter(NamedTuple):
 def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
     """Parameters of the experts at home here, by layer, slot and part. Those of other ranks are as many."""
     for module in model.modules():
-        place = getattr(module, "place", None)
-        if isinstance(place, Place):
-            for expert, parts in zip(place.expert_of_home, place.parts, strict=True):
+        visits = getattr(module, "visits", None)
+        if isinstance(visits, MegatronVisits):
+            for expert, parts in zip(visits.expert_of_home, visits.parts, strict=True):
                 for part, parameter in parts.items():
-                    yield ExpertParameter(place.layer, expert, part, parameter)
+                    yield ExpertParameter(visits.layer, expert, part, parameter)

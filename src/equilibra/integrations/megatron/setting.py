@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.integrations.planned.setting import PlanSetting
 
@@ -24,3 +25,10 @@ class MegatronSetting(PlanSetting):
         self._check_whole("max_moves_per_layer", -1, 2**16 - 1)
         if not isinstance(self.prefetch, bool):
             raise InputError(f"prefetch must be True or False, not {self.prefetch!r}")
+
+    def description(self, cluster: Cluster) -> str:
+        """What must be the same on every rank, in words."""
+        return (
+            f"{super().description(cluster)}, {self.max_moves_per_layer} moves, "
+            f"copies fetched {'ahead' if self.prefetch else 'when used'}"
+        )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from hashlib import sha256
 from math import isfinite
 
 from equilibra.core.cluster import Cluster
@@ -51,6 +52,13 @@ class PlanSetting:
         value = getattr(self, name)
         if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
             raise InputError(f"{name} must be a whole number from {least} to {most}, not {value!r}")
+
+    def description(self, cluster: Cluster) -> str:
+        """What must be the same on every rank, in words."""
+        return (
+            f"{self.chosen_planner.name}, {self.spare_slots} spare slots, nodes of {cluster.ranks_per_node}, "
+            f"seed {self.seed}, {sha256(repr(self.rates).encode()).hexdigest()}"
+        )
 
     @property
     def chosen_planner(self) -> Planner:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
-from equilibra.events.imbalance import imbalance
+from equilibra.events.imbalance import imbalance, static_imbalance
 
 __all__ = ["Prepared", "Step"]
 
@@ -40,8 +40,7 @@ class Step:
     @property
     def static_imbalance(self) -> float:
         """Slowest over mean rank, with contiguous homes and without copies."""
-        load_MLE = self.load.expert_load()
-        return float(imbalance(load_MLE.reshape(*load_MLE.shape[:2], self.load.num_ranks, -1).sum(axis=3)).mean())
+        return static_imbalance(self.load)
 
     @property
     def planned_imbalance(self) -> float:
