@@ -22,8 +22,7 @@ from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.copies import Copies, CopySetting
 from equilibra.execute.experts import expert_math
 from equilibra.execute.experts.spec import Activation, MoESpec
-from equilibra.execute.experts.weights import ExpertWeights
-from equilibra.execute.experts.wrapped import refuse_wrappers
+from equilibra.execute.experts.weights import ExpertWeights, refuse_wrappers
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.micro_batch import MicroBatch, Tables, on_device

@@ -15,7 +15,7 @@ from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import recorded_experts
-from equilibra.execute.steps.own_schedule import own_schedule
+from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads

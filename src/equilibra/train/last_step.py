@@ -22,7 +22,7 @@ from equilibra.core.plan import StepPlan
 from equilibra.cost.presets import hardware_named
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord, Run, save_run
-from equilibra.execute.steps.own_schedule import own_schedule
+from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.rl.learner import Batch
 from equilibra.simulate.predict import PREDICTED, predict

@@ -17,7 +17,7 @@ import json, sys
 import numpy as np
 import torch
 from equilibra.bench.gpu.copying import copy_beside, read_beside
-from equilibra.execute.kernels import grouped, rows, sums
+from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.moe import laden as laden_module
 from equilibra.execute.moe.laden import Laden
 from equilibra.execute.experts import expert_math
@@ -97,7 +97,7 @@ for count in (1, 3, 6):
     wanted = total.clone()
     for row in given:
         wanted += row
-    sums.add_in_order(total, given[::-1] if broken else given)
+    rows.add_in_order(total, given[::-1] if broken else given)
     worst["added to the bit"] = max(worst.get("added to the bit", 0.0), float((total != wanted).sum()))
 copied = torch.zeros(3, 5000)
 copy_beside(copied[1:], values := random(2, 5000))

@@ -16,8 +16,7 @@ from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing
-from equilibra.execute.steps.own_schedule import own_schedule
-from equilibra.execute.steps.planning import Limits, plan_of_counts
+from equilibra.execute.steps.planning import Limits, own_schedule, plan_of_counts
 from equilibra.plan.baselines.static import Static
 
 RANKS, GROUPS, EXPERTS, LAYERS = 2, 2, 8, 2

@@ -17,12 +17,10 @@ from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction
 from equilibra.integrations.executor.counts import count_routing
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
-from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
-from equilibra.integrations.megatron.setting import MegatronSetting
-from equilibra.integrations.megatron.visits import MegatronVisits, to_slots
-from equilibra.integrations.planned.setting import cluster_of
+from equilibra.integrations.megatron.visits import MOST_LAYERS, Ahead, MegatronVisits, to_slots
+from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
 from equilibra.integrations.planned.slots import contiguous_slots, slot_table
 from equilibra.plan.entry import plan_step
 

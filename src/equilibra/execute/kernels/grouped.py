@@ -21,10 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels import has_triton, launch, multiprocessors
+from equilibra.execute.kernels.device import Upload, has_triton, launch, multiprocessors
 from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.kernels.shares import launches_of
-from equilibra.execute.kernels.upload import Upload
 
 __all__ = ["Groups", "backward", "expect", "forward", "serves"]
 

@@ -15,9 +15,8 @@ from equilibra.core.errors import InputError
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.moe.functions import run_visit
-from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.moe.reference import ReferenceMoE, SharedExpert
 from equilibra.execute.moe.router import Router
-from equilibra.execute.moe.shared import SharedExpert
 from equilibra.execute.record import direction_now
 from equilibra.execute.runtime import Runtime
 

@@ -38,10 +38,15 @@ from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 from equilibra.execute.steps.attached import Attached
 from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
-from equilibra.execute.steps.gradients import dense_parameters, is_sharded, sum_dense_gradients
+from equilibra.execute.steps.gradients import (
+    check_experts_are_whole,
+    dense_parameters,
+    is_sharded,
+    sharded_and_summed,
+    sum_dense_gradients,
+)
 from equilibra.execute.steps.planning import BalancerSetting, Limits, PlannedStep, plan_of_counts
 from equilibra.execute.steps.replicated import check_replicated
-from equilibra.execute.steps.sharded import check_experts_are_whole, sharded_and_summed
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.trace.routing import RoutingTrace
 

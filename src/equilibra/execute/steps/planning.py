@@ -5,13 +5,14 @@ Nothing here talks to other ranks: every rank plans the same from the same count
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from time import perf_counter
 
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError, PlanError
+from equilibra.core.errors import BudgetError, InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
@@ -20,12 +21,11 @@ from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.counts import StepCounts
-from equilibra.execute.steps.own_schedule import OwnSchedule, own_schedule
 from equilibra.plan.mini_batches import turn_in_mini_batch
 from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 
-__all__ = ["BalancerSetting", "Limits", "PlannedStep", "plan_of_counts"]
+__all__ = ["BalancerSetting", "Limits", "OwnSchedule", "PlannedStep", "own_schedule", "plan_of_counts"]
 
 STATIC = "static"
 
@@ -146,4 +146,49 @@ def _groups(schedule: Schedule, own: OwnSchedule, num_groups: int) -> NDArray[np
 def _same(one: Schedule, other: Schedule) -> bool:
     return np.array_equal(one.micro_batch_of_sequence, other.micro_batch_of_sequence) and np.array_equal(
         one.rank_of_sequence, other.rank_of_sequence
+    )
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnSchedule:
+    """A schedule, and the expert-parallel group that runs each of its micro-batches."""
+
+    schedule: Schedule
+    """ranks are those of the expert-parallel group"""
+    group_of_micro_batch: NDArray[np.int64]
+    """[M]"""
+
+
+def own_schedule(
+    lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.integer], *,
+    num_ranks: int, tokens_per_rank: int,
+) -> OwnSchedule:  # fmt: skip
+    """Each world rank's sequences of a mini-batch in order, cell after cell.
+
+    Of a mini-batch, a group has as many micro-batches as its fullest rank, so perhaps none.
+    """
+    if lengths.max() > tokens_per_rank:
+        raise BudgetError(
+            f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, a rank's part of a micro-batch "
+            f"{tokens_per_rank}: allow at least {lengths.max()}"
+        )
+    turn_of_sequence = np.zeros(lengths.size, np.int64)
+    turn_of: Counter[tuple[int, int]] = Counter()
+    used_of: Counter[tuple[int, int]] = Counter()
+    cells = zip(rank_of_sequence.tolist(), mini_batch_of_sequence.tolist(), strict=True)
+    for s, (length, cell) in enumerate(zip(lengths.tolist(), cells, strict=True)):
+        if used_of[cell] + length > tokens_per_rank:
+            turn_of[cell], used_of[cell] = turn_of[cell] + 1, 0
+        turn_of_sequence[s] = turn_of[cell]
+        used_of[cell] += length
+    keys = np.stack([mini_batch_of_sequence, turn_of_sequence, rank_of_sequence // num_ranks])
+    keys_of_micro_batch, number = np.unique(keys, axis=1, return_inverse=True)  # by mini-batch, turn, group: no gaps
+    return OwnSchedule(
+        schedule=Schedule(
+            micro_batch_of_sequence=number.ravel().astype(np.int32),
+            rank_of_sequence=(rank_of_sequence % num_ranks).astype(np.int32),
+            num_micro_batches=keys_of_micro_batch.shape[1],
+            mini_batch_of_micro_batch=keys_of_micro_batch[0].astype(np.int32),
+        ),
+        group_of_micro_batch=keys_of_micro_batch[2],
     )

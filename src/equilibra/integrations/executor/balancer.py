@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 from typing import Generic, TypeVar
 
@@ -12,18 +13,40 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, Visit, VisitKey
 from equilibra.cost.rates import rates_for
+from equilibra.events.imbalance import imbalance, static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.counts import Routing, gather_load
 from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.planned.setting import PlanSetting
 from equilibra.integrations.planned.slots import HomeSlots, SlotTable, contiguous_slots, slot_table
-from equilibra.integrations.planned.step import Step
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["VisitBalancer"]
+__all__ = ["Step", "VisitBalancer"]
 
 Layer = TypeVar("Layer", bound=LayerVisits)
 Setting = TypeVar("Setting", bound=PlanSetting)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Step:
+    """A planned step."""
+
+    plan: StepPlan
+    """its micro-batches are those of all expert-parallel groups, one group after another"""
+    load: StepLoad
+    """what it was planned for"""
+    reused: bool = False
+    """whether the plan is that of the step before, which had the same load"""
+
+    @property
+    def static_imbalance(self) -> float:
+        """Slowest over mean rank, with contiguous homes and without copies."""
+        return static_imbalance(self.load)
+
+    @property
+    def planned_imbalance(self) -> float:
+        """Slowest over mean rank under the plan."""
+        return float(imbalance(self.plan.rank_load(self.load)).mean())
 
 
 class VisitBalancer(Generic[Layer, Setting]):

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -28,18 +29,15 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
 from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.executor.balancer import VisitBalancer
+from equilibra.integrations.executor.balancer import Step, VisitBalancer
 from equilibra.integrations.executor.counts import Routing
 from equilibra.integrations.executor.groups import counts_of_world, stage_group
-from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
-from equilibra.integrations.megatron.setting import MegatronSetting
-from equilibra.integrations.megatron.visits import MegatronVisits
-from equilibra.integrations.planned.setting import cluster_of
+from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
+from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
 from equilibra.integrations.planned.slots import HomeSlots
-from equilibra.integrations.planned.step import Prepared, Step
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 
@@ -96,6 +94,19 @@ def _groups_of(layers: list[Any]) -> tuple[Any, Any]:
         return parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_data_parallel_group()
     experts = layers[0].experts
     return layers[0].ep_group, getattr(experts, "dp_group", None) or parallel_state.get_expert_data_parallel_group()
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A step whose counts are gathered and whose plan is made in the background."""
+
+    load: StepLoad
+    """of all ranks"""
+    previous: Placement
+    """homes that the plan begins with"""
+    plan: Future[StepPlan]
+    reused: bool = False
+    """whether it is that of the step before, which had the same load"""
 
 
 class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):

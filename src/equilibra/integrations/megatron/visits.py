@@ -5,24 +5,24 @@ Symbols: T tokens, E experts, P slots of all ranks, R rows that this rank comput
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
+from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import to_device
 from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.visits import LayerVisits
-from equilibra.integrations.megatron.ahead import Ahead
 from equilibra.integrations.megatron.copies import Fetched, Packing, carry, fetch
 from equilibra.integrations.megatron.parts import parts_of, run_copies
 from equilibra.integrations.planned.slots import SlotTable
 
-__all__ = ["MegatronVisits", "to_slots"]
+__all__ = ["MOST_LAYERS", "Ahead", "MegatronVisits", "to_slots"]
 
 
 class MegatronVisits(LayerVisits):
@@ -132,3 +132,38 @@ def to_slots(probs_TE: Tensor, map_TE: Tensor, slots: SlotTable) -> tuple[Tensor
     number_TP = number_TE.index_select(1, expert)
     map_TP = map_TE.index_select(1, expert) & (number_TP >= first) & (number_TP < end)
     return probs_TE.index_select(1, expert) * map_TP, map_TP
+
+
+MOST_LAYERS = 2
+"""whose copies are held for later, at a time: the next one's, and those of a guess whose time has not come"""
+
+
+class Ahead:
+    """What comes after what, by kind of pass; one for the layers of a pipeline stage.
+
+    Which layer comes next is Megatron's business: 1F1B and interleaved schedules, recompute of all layers or of some.
+    So it is learned: what came after a layer last time is taken to come after it again. Ranks of an expert-parallel
+    group run the same layers in the same order, so they fetch the same copies in the same order. A wrong guess makes
+    nothing wrong: copies wait under the layer, direction and micro-batch that they are for; a layer that nobody foresaw
+    fetches its own.
+    """
+
+    def __init__(self, layers: Sequence[MegatronVisits]) -> None:
+        self._layers = layers
+        self._after_of_stage: dict[Stage, dict[tuple[Direction, int], tuple[Direction, int]]] = {}
+        self.arm(Stage.UPDATE)
+
+    def arm(self, stage: Stage) -> None:
+        """A pass begins. Nothing is fetched for its first layer: weights may still be loaded before it runs."""
+        self._after = self._after_of_stage.setdefault(stage, {})
+        self._last: tuple[Direction, int] | None = None
+
+    def began(self, layer: int, direction: Direction) -> None:
+        """Learn that a layer came after the last one, and start to fetch what came after it before."""
+        now = direction, layer
+        if self._last is not None:
+            self._after[self._last] = now
+        self._last = now
+        following = self._after.get(now)
+        if following is not None and sum(one.num_arriving for one in self._layers) < MOST_LAYERS:
+            self._layers[following[1]].fetch_next(following[0])

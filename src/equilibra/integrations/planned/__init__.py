@@ -1,1 +1,1 @@
-"""Values of integrations that run plans inside another framework: settings, slots, steps. No torch."""
+"""Values of integrations that run plans inside another framework: settings and slots. No torch."""

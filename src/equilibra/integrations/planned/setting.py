@@ -11,7 +11,7 @@ from equilibra.core.errors import InputError
 from equilibra.cost.rates import Rates
 from equilibra.plan.planner import Planner, planner_named
 
-__all__ = ["PlanSetting", "cluster_of"]
+__all__ = ["MegatronSetting", "PlanSetting", "cluster_of"]
 
 RANKS_PER_NODE = 8
 
@@ -72,3 +72,26 @@ def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:
     if num_ranks % per_node:
         raise InputError(f"{num_ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
     return Cluster(num_nodes=num_ranks // per_node, ranks_per_node=per_node)
+
+
+@dataclass(frozen=True, kw_only=True)
+class MegatronSetting(PlanSetting):
+    """The same on every rank."""
+
+    max_moves_per_layer: int = -1
+    """homes that may move per layer and step, -1: as many as pay; without an optimizer none do"""
+    prefetch: bool = True
+    """whether copies travel while the layer before computes, for the memory of up to two more layers of copies"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._check_whole("max_moves_per_layer", -1, 2**16 - 1)
+        if not isinstance(self.prefetch, bool):
+            raise InputError(f"prefetch must be True or False, not {self.prefetch!r}")
+
+    def description(self, cluster: Cluster) -> str:
+        """What must be the same on every rank, in words."""
+        return (
+            f"{super().description(cluster)}, {self.max_moves_per_layer} moves, "
+            f"copies fetched {'ahead' if self.prefetch else 'when used'}"
+        )

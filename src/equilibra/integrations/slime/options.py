@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.megatron.setting import MegatronSetting
+from equilibra.integrations.planned.setting import MegatronSetting
 
 __all__ = ["OPTIONS", "PREFIX", "base_spec", "setting_of"]
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.megatron.setting import MegatronSetting
+from equilibra.integrations.planned.setting import MegatronSetting
 
 __all__ = ["BLOCK", "VerlSetting", "setting_of"]
 

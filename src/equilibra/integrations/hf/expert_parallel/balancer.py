@@ -22,14 +22,13 @@ from torch.distributed.tensor import DTensor
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.visit import Stage
-from equilibra.integrations.executor.balancer import VisitBalancer
+from equilibra.integrations.executor.balancer import Step, VisitBalancer
 from equilibra.integrations.executor.counts import Routing
 from equilibra.integrations.executor.groups import stage_group
 from equilibra.integrations.hf.expert_parallel.style import style_of
 from equilibra.integrations.hf.expert_parallel.visits import TransformersVisits, known_or_live
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.planned.setting import PlanSetting, cluster_of
-from equilibra.integrations.planned.step import Step
 
 __all__ = ["ParallelBalancer", "ParallelSetting", "plan_expert_parallel"]
 
