@@ -14,8 +14,8 @@ LAYER = ("distributed/test_layer.py", "distributed/test_mini_batches.py", "distr
 NEAREST: dict[str, tuple[str, ...]] = {
     "plan/baselines/": ("unit/plan/test_baselines.py", "golden/*.py"),
     "plan/": (),
-    "core/visit.py": ("unit/execute/test_tables.py", *LAYER),
-    "core/tables.py": ("unit/execute/test_tables.py", *LAYER),
+    "core/visit.py": ("unit/core/test_visit.py", *LAYER),
+    "core/tables.py": ("unit/core/test_visit.py", *LAYER),
     "execute/experts/": (
         "unit/execute/test_expert_math.py", "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py", *LAYER,
     ),

@@ -89,7 +89,7 @@ class ReceiveTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CopyList:
-    """Flash copies of one visit as one rank sees them, among some consecutive ranks: those of its node, or all."""
+    """Copies of one layer as one rank sees them, among some consecutive ranks: those of its node, or all."""
 
     layer: int
     """MoE layer"""
@@ -119,6 +119,24 @@ class CopyList:
     def served_sizes(self) -> list[int]:
         """Copies to each of the ranks."""
         return [int(n) for n in np.bincount(self.served_target - self.first_rank, minlength=self.num_ranks)]
+
+    @classmethod
+    def of(
+        cls, layer: int, expert: NDArray[np.int32], origin: NDArray[np.int32], holder: NDArray[np.int32], rank: int,
+        ranks: range,
+    ) -> CopyList:  # fmt: skip
+        """Copies of experts, from origins to holders, as a rank sees them; ranks: those that exchange them with it."""
+        order = np.lexsort((expert, origin, holder))
+        expert, origin, holder = expert[order], origin[order], holder[order]
+        held, served = np.flatnonzero(holder == rank), np.flatnonzero(origin == rank)
+        served = served[np.lexsort((expert[served], holder[served]))]
+        slot = np.arange(holder.size) - np.searchsorted(holder, holder)
+        return cls(
+            layer=layer, held_expert=expert[held], held_origin=origin[held], served_expert=expert[served],
+            served_target=holder[served], served_slot=slot[served],
+            num_in_node=int(np.count_nonzero((holder >= ranks.start) & (holder < ranks.stop))),
+            first_rank=ranks.start, num_ranks=len(ranks),
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -202,15 +220,7 @@ class Visit:
 
     def copy_list(self, rank: int, ranks: range) -> CopyList:
         """Its flash copies as a rank sees them; ranks: those that exchange them with it."""
-        held, served = np.flatnonzero(self.flash_rank == rank), np.flatnonzero(self.flash_origin == rank)
-        served = served[np.lexsort((self.flash_expert[served], self.flash_rank[served]))]
-        slot = np.arange(self.flash_rank.size) - np.searchsorted(self.flash_rank, self.flash_rank)
-        among = (self.flash_rank >= ranks.start) & (self.flash_rank < ranks.stop)
-        return CopyList(
-            layer=self.key.layer, held_expert=self.flash_expert[held], held_origin=self.flash_origin[held],
-            served_expert=self.flash_expert[served], served_target=self.flash_rank[served], served_slot=slot[served],
-            num_in_node=int(np.count_nonzero(among)), first_rank=ranks.start, num_ranks=len(ranks),
-        )  # fmt: skip
+        return CopyList.of(self.key.layer, self.flash_expert, self.flash_origin, self.flash_rank, rank, ranks)
 
 
 def only_homes(placement: Placement, key: VisitKey) -> Visit:

@@ -170,7 +170,7 @@ class Copies:
             once = VisitKey.once(key.layer, key.stage)
             span = (self.standing.asked[key.layer], self.recorder.now())
             self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, span,
-                                arrived.experts, arrived.homes, num_bytes=self._row.nbytes)  # fmt: skip
+                                arrived.held_expert, arrived.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
         copies, path = self.list_of(key), self._path[key.stage]
         taken = self._slots.take(key, copies, self._engines[path], self.version)
         if taken.span is not None:
@@ -250,9 +250,9 @@ class Copies:
         start = self.recorder.now()
         self.standing.give_back()
         span = (start, self.recorder.now())
-        for layer, held in self.standing.held():
-            once = VisitKey.once(layer)
-            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.experts, held.homes,
+        for held in self.standing.lists():
+            once = VisitKey.once(held.layer)
+            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.held_expert, held.held_origin,
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
     @property
