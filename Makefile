@@ -55,8 +55,8 @@ simulate: $(READY) ## simulate a synthetic RL step under every planner and write
 
 .PHONY: lint
 lint: $(TESTS_READY) ## ruff, mypy --strict, import-linter
-	$(BIN)/ruff check src tests examples
-	$(BIN)/ruff format --check src tests examples
+	$(BIN)/ruff check src tests examples benchmarks
+	$(BIN)/ruff format --check src tests examples benchmarks
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -32,10 +32,10 @@ SIZES = {
 
 def steps(num_steps: int) -> dict[str, object]:
     """Seconds of every step of each on this rank, and their losses."""
-    import torch
-    import torch.distributed as dist
-    from tests.megatron_core import models
-    from tests.megatron_core.gpt_runs import FULL, Training
+    import torch  # noqa: PLC0415 - only ranks need it
+    import torch.distributed as dist  # noqa: PLC0415
+    from tests.megatron_core import models  # noqa: PLC0415
+    from tests.megatron_core.gpt_runs import FULL, Training  # noqa: PLC0415
 
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[dist.get_rank()]})
     torch.set_num_threads(1)
@@ -76,8 +76,10 @@ def main() -> None:
     lines = [
         "# Megatron-Core, plain and balanced",
         "",
-        f"Measured {datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, two ranks with a core "
-        f"each, gloo, float32; {STEPS} steps of each, taking turns; `python -m benchmarks.megatron_steps`.",
+        (
+            f"Measured {datetime.now(UTC):%Y-%m-%d}, {platform.processor() or platform.machine()}, two ranks with a "
+            f"core each, gloo, float32; {STEPS} steps of each, taking turns; `python -m benchmarks.megatron_steps`."
+        ),
         f"Model: {SIZES}, 2 layers, 3 micro-batches a step, full recompute, 2 spare slots.",
         "",
         "| | seconds a step, median (least to most) | slowest over mean rank |",
@@ -87,9 +89,9 @@ def main() -> None:
         imbalance = "static_imbalance" if name == "Megatron" else "planned_imbalance"
         lines.append(f"| {name} | {statistics.median(mine):.2f} ({min(mine):.2f} to {max(mine):.2f}) | "
                      f"{found[imbalance]:.2f} |")  # fmt: skip
-    lines += ["", f"Megatron takes {_ratio(kept['Megatron'], kept[AHEAD])}; without prefetch Equilibra takes "
-              f"{_ratio(kept[LATE], kept[AHEAD])}. {found['ahead']:.0%} of the layers had their copies on their way "
-              f"before they began. Losses differ by {apart:.1e} at most."]  # fmt: skip
+    lines += ["", (f"Megatron takes {_ratio(kept['Megatron'], kept[AHEAD])}; without prefetch Equilibra takes "
+               f"{_ratio(kept[LATE], kept[AHEAD])}. {found['ahead']:.0%} of the layers had their copies on their way "
+               f"before they began. Losses differ by {apart:.1e} at most.")]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "megatron.md").write_text("\n".join(lines) + "\n")
     (folder / "megatron.json").write_text(json.dumps({**found, "sizes": SIZES}, indent=1) + "\n")

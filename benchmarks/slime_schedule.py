@@ -17,6 +17,7 @@ from argparse import Namespace
 from datetime import UTC, datetime
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 from tests.references import slime_schedule
@@ -26,12 +27,13 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule, step_load
 from equilibra.cost.rates import Rates
-from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule
 from equilibra.events.imbalance import imbalance
+from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule
 from equilibra.plan.pack import cell_cost
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.open import load_trace
+from equilibra.trace.routing import RoutingTrace
 
 SETTINGS = [(4, 1024), (8, 1024), (8, 2048)]
 """ranks, data-parallel and expert-parallel, and tokens of one in a micro-batch"""
@@ -60,11 +62,11 @@ def figures(sequences: SequenceLoad, schedule: Schedule, home: Placement) -> lis
     """Micro-batches, waiting, imbalance on homes, imbalance under plans."""
     cost = cell_cost(schedule, sequences.length_of_sequence, home.cluster.num_ranks)
     load = step_load(sequences, schedule, home.cluster)
-    problem = {"spare_slots": 2, "standing_slots": 0, "max_moves_per_layer": 0, "rates": Rates.free(), "seed": 0}
-    static, planned = (
-        planner_named(name).plan(StepProblem(cluster=home.cluster, given_load=load, previous=home, **problem))
-        for name in ("static", "equilibra")
-    )
+    problem = StepProblem(
+        cluster=home.cluster, given_load=load, previous=home, spare_slots=2, standing_slots=0, max_moves_per_layer=0,
+        rates=Rates.free(), seed=0,
+    )  # fmt: skip
+    static, planned = (planner_named(name).plan(problem) for name in ("static", "equilibra"))
     values = [cost.max(axis=1).sum() / cost.mean(axis=1).sum()]
     values += [float(imbalance(plan.rank_load(load)).mean()) for plan in (static, planned)]
     return [str(schedule.num_micro_batches), *(f"{value:.3f}" for value in values)]
@@ -73,6 +75,7 @@ def figures(sequences: SequenceLoad, schedule: Schedule, home: Placement) -> lis
 def rows(path: Path) -> list[str]:
     """Lines of the table."""
     trace = load_trace(path)
+    assert isinstance(trace, RoutingTrace)
     sequences, lines = sequence_loads(trace), []
     lengths = sequences.length_of_sequence.astype(int).tolist()
     routes = np.split(trace.ids, trace.offsets[1:-1])
@@ -86,12 +89,12 @@ def rows(path: Path) -> list[str]:
                 use_dynamic_batch_size=True, max_tokens_per_gpu=budget, balance_data=balance, micro_batch_size=None,
                 expert_model_parallel_size=ranks, num_experts=sequences.num_experts, moe_layer_freq=1,
             )  # fmt: skip
-            asked = {"global_batch_size": len(lengths), "rollout_indices": list(range(len(lengths)))}
+            asked: dict[str, Any] = {"global_batch_size": len(lengths), "rollout_indices": list(range(len(lengths)))}
             own = DpSchedule(
                 *sys.modules["slime.utils.dp_schedule"].build_dp_schedule(args, parallel, lengths, **asked)
             )
             name = "slime, --balance-data" if balance else "slime"
-            contenders = {name: own}
+            contenders: dict[str, tuple[Any, ...]] = {name: own}
             if balance:
                 contenders["packed again"] = build_dp_schedule(args, parallel, lengths, **asked)
                 contenders["packed again, with routes"] = build_dp_schedule(

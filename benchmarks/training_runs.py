@@ -14,11 +14,12 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 SEEDS = (0, 1, 2)
 
 
-def train(folder: Path, seed: int, planner: str) -> dict[str, object]:
+def train(folder: Path, seed: int, planner: str) -> dict[str, Any]:
     """One run of `equilibra train`, timed from the command to its end."""
     command = ["equilibra", "train", "--seed", str(seed), "--planner", planner]
     start = perf_counter()
@@ -46,19 +47,20 @@ def train(folder: Path, seed: int, planner: str) -> dict[str, object]:
     }  # fmt: skip
 
 
-def apart(one: dict[str, object], other: dict[str, object]) -> float:
+def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
     """The largest difference of any reward, loss, KL or entropy of any step."""
     pairs = zip(one["steps"], other["steps"], strict=True)
-    return max(abs(a[name] - b[name]) for a, b in pairs for name in a)
+    return float(max(abs(a[name] - b[name]) for a, b in pairs for name in a))
 
 
-def row(run: dict[str, object]) -> str:
+def row(run: dict[str, Any]) -> str:
     """A line of the table."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in run["shares"].items() if share >= 0.01)
     return (
         f"| {run['seed']} | {run['planner']} | {run['held_out_first']:.3f} → {run['held_out_last']:.3f} | "
-        f"{run['greedy_first']:.3f} → {run['greedy_last']:.3f} | {run['seconds']:.0f} | {run['step_seconds_median']:.2f} "
-        f"| {run['imbalance_static']:.3f} | {run['imbalance']:.3f} | {run['mismatch_max']:.1e} | {shares} |"
+        f"{run['greedy_first']:.3f} → {run['greedy_last']:.3f} | {run['seconds']:.0f} | "
+        f"{run['step_seconds_median']:.2f} | {run['imbalance_static']:.3f} | {run['imbalance']:.3f} | "
+        f"{run['mismatch_max']:.1e} | {shares} |"
     )
 
 
@@ -77,27 +79,28 @@ def main(target: Path) -> None:
             write(target, about, runs)
 
 
-def write(target: Path, about: dict[str, object], runs: list[dict[str, object]]) -> None:
+def write(target: Path, about: dict[str, Any], runs: list[dict[str, Any]]) -> None:
     """Write what there is so far: static first, then seed by seed."""
     difference = apart(runs[0], runs[1])
     last = [run["held_out_last"] for run in runs[1:]]
     grown = [run["held_out_last"] / run["held_out_first"] for run in runs[1:]]
     lines = [
         "# The embedded training run", "",
-        f"`{about['command']}`, date {about['date']}, commit {about['commit']}, {about['cores']} cores shared by 4 ranks, "
-        f"load average before {about['load_average'][0]:.1f}. Measured.", "",
-        "| seed | planner | held-out reward | greedy | seconds, all | seconds per step | imbalance, static | imbalance | "
-        "log-probability mismatch, largest | where a step's time goes |", "|---|---|---|---|---|---|---|---|---|---|",
+        (f"`{about['command']}`, date {about['date']}, commit {about['commit']}, {about['cores']} cores shared by 4 "
+         f"ranks, load average before {about['load_average'][0]:.1f}. Measured."), "",
+        ("| seed | planner | held-out reward | greedy | seconds, all | seconds per step | imbalance, static | "
+         "imbalance | log-probability mismatch, largest | where a step's time goes |"),
+        "|---|---|---|---|---|---|---|---|---|---|",
         *(row(run) for run in runs), "",
-        f"Held-out reward over {len(last)} seeds: {min(last):.3f} to {max(last):.3f} in the end, {min(grown):.1f} to "
-        f"{max(grown):.1f} times that of the warmed-up model. Held-out problems never occur in training; answers are drawn "
-        "at temperature 1, as in training. `greedy` takes the likeliest token instead: most of what RL adds here is that the "
-        "model decides; warm-up leaves it unsure on purpose (smoothed targets).", "",
-        f"`static` and `equilibra` with seed {SEEDS[0]}: rewards, losses, KL and entropy of all steps differ by at most "
-        f"{difference:.1e} (float64).", "",
-        "On one machine the four ranks share its cores, so balancing cannot make the run faster here: a rank that waits "
-        "leaves its core to the others. `imbalance` is rows of the slowest rank over the mean: what separate machines would "
-        "wait for.", "",
+        (f"Held-out reward over {len(last)} seeds: {min(last):.3f} to {max(last):.3f} in the end, {min(grown):.1f} to "
+         f"{max(grown):.1f} times that of the warmed-up model. Held-out problems never occur in training; answers are "
+         "drawn at temperature 1, as in training. `greedy` takes the likeliest token instead: most of what RL adds "
+         "here is that the model decides; warm-up leaves it unsure on purpose (smoothed targets)."), "",
+        (f"`static` and `equilibra` with seed {SEEDS[0]}: rewards, losses, KL and entropy of all steps differ by at "
+         f"most {difference:.1e} (float64)."), "",
+        ("On one machine the four ranks share its cores, so balancing cannot make the run faster here: a rank that "
+         "waits leaves its core to the others. `imbalance` is rows of the slowest rank over the mean: what separate "
+         "machines would wait for."), "",
     ]  # fmt: skip
     target.mkdir(parents=True, exist_ok=True)
     (target / "training.md").write_text("\n".join(lines))

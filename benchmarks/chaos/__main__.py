@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 from benchmarks.chaos.cases import draw
 from benchmarks.chaos.table import write_results
@@ -21,7 +22,7 @@ def main() -> int:
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--lanes", type=int, default=2, help="series beside each other")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-chaos"), help=KEPT)  # noqa: S108
+    parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-chaos"), help=KEPT)
     parser.add_argument("--output", type=Path, default=RESULTS)
     parser.add_argument("--only", type=int, nargs="*", help="these runs of the series alone, without a table")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
@@ -31,7 +32,7 @@ def main() -> int:
     if asked.lane is not None:
         return _lane(asked, raw)
     command = [sys.executable, "-m", "benchmarks.chaos", *sys.argv[1:]]
-    lanes = [subprocess.Popen([*command, "--lane", str(lane)]) for lane in range(asked.lanes)]  # noqa: S603
+    lanes = [subprocess.Popen([*command, "--lane", str(lane)]) for lane in range(asked.lanes)]
     codes = [lane.wait() for lane in lanes]
     if any(codes):
         return max(codes)
@@ -54,7 +55,7 @@ def _lane(asked: argparse.Namespace, raw: Path) -> int:
     return 0
 
 
-def _records(raw: Path) -> list[dict[str, object]]:
+def _records(raw: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []
 
 

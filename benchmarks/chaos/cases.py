@@ -98,7 +98,7 @@ class Case:
 
 def draw(seed: int, number: int, *, can_fill: bool = True) -> Case:
     """A case of a series: the same for the same numbers."""
-    random = Random(f"{seed} {number}")  # noqa: S311 - not for secrets
+    random = Random(f"{seed} {number}")
     shape = random.choice(SHAPES)
     injection = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]
     if injection == "full" and not can_fill:

@@ -22,7 +22,6 @@ from typing import Any
 
 from benchmarks.chaos.cases import TIMEOUT_S, Case
 from benchmarks.chaos.worker import FILLER, fill_disk, limit_files
-
 from equilibra.cli import train as train_command
 from equilibra.cli.main import main
 from equilibra.core.atomic import atomic_file
@@ -148,7 +147,7 @@ class Lane:
             sleep(0.05)
         for pid in alive:
             os.kill(pid, signal.SIGKILL)
-        segments = list(Path("/dev/shm").glob("equilibra-*"))  # noqa: S108
+        segments = list(Path("/dev/shm").glob("equilibra-*"))
         for path in segments:
             path.unlink(missing_ok=True)
         return [f"process {pid}" for pid in alive] + [f"shared memory {path.name}" for path in segments]
@@ -187,7 +186,7 @@ def _forked(arguments: Sequence[str], printed: Path) -> int:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         _nothing: Callable[[], None] = lambda: None  # noqa: E731
         forkserver.ensure_running = _nothing  # the server is a child of our parent, and runs
-        forkserver._forkserver.ensure_running = _nothing  # noqa: SLF001
+        forkserver._forkserver.ensure_running = _nothing  # type: ignore[method-assign]  # noqa: SLF001
         train_command.WORKER = "benchmarks.chaos.worker:run"
         code = main(["train", *arguments])
         sys.stdout.flush()

@@ -34,7 +34,7 @@ def write_results(
 
     note: about the series as a whole.
     """
-    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)  # noqa: S607
+    head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     about = {
         "command": command, "commit": commit or head.stdout.strip(), "date": f"{datetime.now(UTC):%Y-%m-%d}",
         "machine": f"{_processor()}, {os.cpu_count()} cores", "timeout_s": TIMEOUT_S, "runs": len(records),

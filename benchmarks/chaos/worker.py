@@ -65,7 +65,7 @@ def run(
         note("first", step=step)
         cut(step)
 
-    balancer.rates_for = lambda *_, **__: Rates.free()  # else nothing pays in so small a run
+    balancer.rates_for = lambda *_, **__: Rates.free()  # type: ignore[attr-defined]  # else nothing pays in so small a run
     mine = order if order.get("rank") == rank and order.get("stage") else None
     watched = Watched(observer, note, None if mine is None else Order(mine, note, folder.parent))
     run_worker(config, folder, resume=resume, observer=watched, cut=first, **others)

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=2, help="processes beside each other")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="run survivors once more, after tests were added")
-    parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-mutants"))  # noqa: S108
+    parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-mutants"))
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)

@@ -17,7 +17,8 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "core/visit.py": ("unit/core/test_visit.py", *LAYER),
     "core/tables.py": ("unit/core/test_visit.py", *LAYER),
     "execute/experts/": (
-        "unit/execute/test_expert_math.py", "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py", *LAYER,
+        "unit/execute/test_expert_math.py", "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py",
+        *LAYER,
     ),
     "execute/moe/": (
         "unit/execute/test_expert_math.py", "unit/execute/test_router.py", "unit/execute/test_laden.py",

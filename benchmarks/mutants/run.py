@@ -64,7 +64,7 @@ class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run the source."""
-        exec(compile(self.source, str(self.path), "exec"), module.__dict__)  # noqa: S102
+        exec(compile(self.source, str(self.path), "exec"), module.__dict__)
 
 
 def tried(
@@ -119,6 +119,7 @@ def _in_child(
     tests: Sequence[str], file: str, source: str, *, only: Sequence[str] | None, cpu_s: float, wall_s: float
 ) -> dict[str, Any]:
     import pytest  # noqa: PLC0415
+
     from benchmarks.mutants.plugin import Plugin  # noqa: PLC0415
 
     quiet = os.open(os.environ.get("MUTANTS_OUTPUT", os.devnull), os.O_WRONLY | os.O_CREAT | os.O_APPEND)

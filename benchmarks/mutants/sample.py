@@ -63,7 +63,7 @@ def sample(number: int, seed: int) -> list[Mutant]:
     Cosmic Ray replaces a `+` in eleven ways and a `<` in seven. A place counts once for each kind of change: otherwise
     most mutants were arithmetic that no type allows, and any test kills those.
     """
-    random = Random(seed)  # noqa: S311 - not for secrets
+    random = Random(seed)
     places: dict[tuple[object, ...], list[Mutant]] = {}
     for mutant in (mutant for file in _files() for mutant in _mutants(file)):
         place = (mutant.file, mutant.line, mutant.column, mutant.operator.partition("_")[0])
@@ -112,7 +112,7 @@ def _left_out(code: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
     """Annotations, __all__, and what is imported for types only: nothing of it runs."""
     spans = []
     for node in ast.walk(ast.parse(code)):
-        parts: list[ast.AST | None] = []
+        parts: list[ast.stmt | ast.expr | None] = []
         if isinstance(node, ast.arg | ast.AnnAssign):
             parts.append(node.annotation)
         if isinstance(node, ast.FunctionDef):
@@ -124,6 +124,6 @@ def _left_out(code: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
         spans += [
             ((part.lineno, part.col_offset), (part.end_lineno, part.end_col_offset))
             for part in parts
-            if part is not None
+            if part is not None and part.end_lineno is not None and part.end_col_offset is not None
         ]
     return spans

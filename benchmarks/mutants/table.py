@@ -26,7 +26,7 @@ def write_results(
     limit: float,
 ) -> None:  # fmt: skip
     """OUTPUT/mutants.md and mutants.json; judged: why a survivor cannot be killed, by `name_of`."""
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)  # noqa: S607
+    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     ordered = sorted(records, key=lambda record: (record["file"], record["line"], record["column"]))
     alive = [record for record in ordered if not record["killed_by"]]
     same = [record for record in alive if name_of(record) in judged]

@@ -1,13 +1,13 @@
 """What copies and their moves cost a rank, in the worth of rows, by regression over the ranks of a GPU bench.
 
-    PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR [--output FILE]
+    python -m benchmarks.probes.fit_prices --results benchmarks/results --traces DIR [--output FILE]
 
 For every shape, times of ranks over the median balanced rank of their case, with and without moves, are fitted by their
 rows, by what last tiles lack, by instances beyond homes, by weights and gradients that their own copies move, and by
-gradients that they add, all over a balanced rank's rows. A price is what one of these costs over what a row costs, times
-what plans think that a row costs: they level rows, and a row more or less changes a rank's time by about two thirds of
-what a row costs in the mean. The price of an instance has what its last tile lacks in the mean, two thirds of half a
-tile, as plans count it.
+gradients that they add, all over a balanced rank's rows. A price is what one of these costs over what a row costs,
+times what plans think that a row costs: they level rows, and a row more or less changes a rank's time by about two
+thirds of what a row costs in the mean. The price of an instance has what its last tile lacks in the mean, two thirds of
+half a tile, as plans count it.
 
 Plans are made anew, which takes the code that made the records: cases whose rows differ are refused.
 """
@@ -22,14 +22,13 @@ from typing import Any
 
 import numpy as np
 
-from equilibra.bench.gpu.case import Case, cases_for
-from equilibra.bench.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
-from equilibra.bench.gpu.records import Records, load_records, rank_times
-from equilibra.bench.gpu.setting import RANKS, GpuSetting
-from equilibra.cli.bench_gpu import _models, _routings
+from benchmarks.gpu.case import RANKS, Case, GpuSetting, cases_for
+from benchmarks.gpu.command import models_asked, routings_asked
+from benchmarks.gpu.contenders import BALANCED, EQUILIBRA, PRODUCT_TFLOPS, STILL_ONE, TILE_ROWS, contenders
+from benchmarks.gpu.records import Records, load_records, rank_times
 from equilibra.core.errors import InputError
 
-COMMAND = "PYTHONPATH=src:. python benchmarks/probes/fit_prices.py --results benchmarks/results --traces DIR"
+COMMAND = "python -m benchmarks.probes.fit_prices --results benchmarks/results --traces DIR"
 PARTS = ("rows", "tile_ends", "instances", "moved", "added")
 
 
@@ -51,7 +50,7 @@ def ranks_of(records: Records, case: Case, setting: GpuSetting) -> list[tuple[li
     found = []
     for layer, m in sorted({key[:2] for key in moving}):
         works = ours.works[case.layers.index(layer)][m]
-        mean = np.mean([work.num_rows for work in works])
+        mean = float(np.mean([work.num_rows for work in works]))
         for rank, (work, move) in enumerate(zip(works, ours.moves(case.layers.index(layer), m), strict=True)):
             if (layer, m, rank, work.num_rows) not in ran:
                 raise InputError(f"{case.name}: its records are of another plan; use the code of their commit")
@@ -69,7 +68,7 @@ def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str
     parts, took, number = [], [], []
     for at, case in enumerate(cases):
         for part, still, moving in ranks_of(records, case, setting):
-            parts += [part[:3] + [0.0, 0.0], part]
+            parts += [[*part[:3], 0.0, 0.0], part]
             took += [still, moving]
             number += [at, at]
     known = np.concatenate([np.array(parts), np.eye(len(cases))[number]], axis=1)
@@ -79,13 +78,15 @@ def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str
     us_per_mb = worth * (6 * model.expert_parameters / PRODUCT_TFLOPS) / model.expert_bytes
     return {
         "shape": model.name,
-        **{f"{name}_us_per_mb": round(float(us), 3) for name, us in zip(("hold", "move", "add"), us_per_mb, strict=True)},
+        **{f"{name}_us_per_mb": round(float(us), 3)
+           for name, us in zip(("hold", "move", "add"), us_per_mb, strict=True)},
         "fitted": {name: round(float(value), 2) for name, value in zip(PARTS, found, strict=False)},
         "left": round(float((np.array(took) - known @ found).std()), 4), "ranks": len(took) // 2,
     }  # fmt: skip
 
 
 def main() -> None:
+    """Fit, print, write."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--results", type=Path, required=True)
     parser.add_argument("--traces", required=True)
@@ -95,7 +96,7 @@ def main() -> None:
     setting = GpuSetting(paths=("device",))
     records = load_records(parsed.results / "gpu-records.npz")
     of_shape = defaultdict(list)
-    for case in cases_for(_routings(known)[0], _models(known), list(RANKS), setting)[0]:
+    for case in cases_for(routings_asked(known)[0], models_asked(known), list(RANKS), setting)[0]:
         if case.name in records.cases:
             of_shape[case.model.name].append(case)
     found = [prices(records, cases, setting) for cases in of_shape.values()]

@@ -15,11 +15,14 @@ import json
 import os
 import random
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.nn import functional as F  # noqa: N812
 
+Case = dict[str, Any]
 REPEATS = 15
 EXPERT_SHAPES = [  # hidden, FFN, instances on the rank
     (2048, 768, 4), (2048, 768, 8), (2048, 768, 16), (2048, 768, 32),
@@ -33,7 +36,7 @@ DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 TYPE = torch.bfloat16 if DEVICE == "cuda" else torch.float32
 
 
-def clock(function, repeats: int = REPEATS) -> dict[str, float]:
+def clock(function: Callable[[], object], repeats: int = REPEATS) -> dict[str, float]:
     """Median and quartiles of a function's time in microseconds."""
     for _ in range(3):
         function()
@@ -43,7 +46,7 @@ def clock(function, repeats: int = REPEATS) -> dict[str, float]:
             function()
             times.append(1.0)
             continue
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         torch.cuda.synchronize()
         start.record()
         function()
@@ -54,7 +57,7 @@ def clock(function, repeats: int = REPEATS) -> dict[str, float]:
     return {"us": times[len(times) // 2], "us_low": times[len(times) // 4], "us_high": times[3 * len(times) // 4]}
 
 
-def experts(hidden: int, ffn: int, instances: int, rows: int) -> list[dict]:
+def experts(hidden: int, ffn: int, instances: int, rows: int) -> list[Case]:
     """A SwiGLU expert layer by grouped products, forward and backward."""
     x = torch.randn(rows, hidden, device=DEVICE, dtype=TYPE, requires_grad=True)
     first = (torch.randn(instances, hidden, 2 * ffn, device=DEVICE, dtype=TYPE) * 0.02).requires_grad_()
@@ -83,7 +86,7 @@ def experts(hidden: int, ffn: int, instances: int, rows: int) -> list[dict]:
     ]
 
 
-def dense(tokens: int, inner: int, outer: int) -> list[dict]:
+def dense(tokens: int, inner: int, outer: int) -> list[Case]:
     """One large matrix product."""
     x = torch.randn(tokens, inner, device=DEVICE, dtype=TYPE)
     weight = torch.randn(inner, outer, device=DEVICE, dtype=TYPE)
@@ -91,7 +94,7 @@ def dense(tokens: int, inner: int, outer: int) -> list[dict]:
     return [{**case, **clock(lambda: x @ weight)}]
 
 
-def attention(heads: int, size: int, length: int, sequences: int) -> list[dict]:
+def attention(heads: int, size: int, length: int, sequences: int) -> list[Case]:
     """Causal attention, forward and backward."""
     shape = (sequences, heads, length, size)
     query, key, value = (torch.randn(shape, device=DEVICE, dtype=TYPE, requires_grad=True) for _ in range(3))
@@ -114,7 +117,7 @@ def attention(heads: int, size: int, length: int, sequences: int) -> list[dict]:
     ]  # fmt: skip
 
 
-def permute(rows: int, hidden: int) -> list[dict]:
+def permute(rows: int, hidden: int) -> list[Case]:
     """Rows gathered in another order: bytes read and written."""
     x = torch.randn(rows, hidden, device=DEVICE, dtype=TYPE)
     order = torch.randperm(rows, device=DEVICE)
@@ -122,7 +125,7 @@ def permute(rows: int, hidden: int) -> list[dict]:
     return [{**case, **clock(lambda: x.index_select(0, order))}]
 
 
-def host_copy(num_bytes: int) -> list[dict]:
+def host_copy(num_bytes: int) -> list[Case]:
     """Pinned host memory to the device, and between two places of the device."""
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=DEVICE == "cuda")
     device, other = (torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE) for _ in range(2))
@@ -132,7 +135,7 @@ def host_copy(num_bytes: int) -> list[dict]:
     ]
 
 
-def hidden_copy(hidden: int, ffn: int, instances: int, rows: int, copies: int) -> list[dict]:
+def hidden_copy(hidden: int, ffn: int, instances: int, rows: int, copies: int) -> list[Case]:
     """How much longer the experts take while the weights of `copies` experts come in over the host link.
 
     With and without a copy in turn, since the clocks of the device drift by more than the difference.
@@ -146,7 +149,7 @@ def hidden_copy(hidden: int, ffn: int, instances: int, rows: int, copies: int) -
     num_bytes = copies * 6 * hidden * ffn
     host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
     slot = torch.empty(num_bytes, dtype=torch.uint8, device=DEVICE)
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     turns = 2 + int(num_bytes / 50e3 / (6 * hidden * ffn * rows / 500e6))  # longer than the copy
 
     def compute() -> None:
@@ -173,7 +176,9 @@ def hidden_copy(hidden: int, ffn: int, instances: int, rows: int, copies: int) -
 def main(path: str, *, quick: bool) -> None:
     """Measure everything, in a shuffled order."""
     rows = EXPERT_ROWS[:1] if quick else EXPERT_ROWS
-    cases = [(experts, (*shape, n)) for shape in (EXPERT_SHAPES[:1] if quick else EXPERT_SHAPES) for n in rows]
+    cases: list[tuple[Callable[..., list[Case]], tuple[int, ...]]] = [
+        (experts, (*shape, n)) for shape in (EXPERT_SHAPES[:1] if quick else EXPERT_SHAPES) for n in rows
+    ]
     sizes = ((512, 256, 256),) if quick else [
         (tokens, inner, outer) for tokens in (2048, 8192, 32_768)
         for inner, outer in ((2048, 5120), (4096, 2048), (4096, 9216), (8192, 4096), (7168, 18_432))
@@ -184,12 +189,12 @@ def main(path: str, *, quick: bool) -> None:
     cases += [(permute, (n, 2048)) for n in ((64,) if quick else (8192, 65_536, 262_144))]
     cases += [(host_copy, (n,)) for n in ((1024,) if quick else (2**20, 2**23, 2**25, 2**27, 2**29))]
     if not quick:
-        cases += [(hidden_copy, (*shape, copies)) for copies in (1, 2, 4, 8, 16)
-                  for shape in ((2048, 768, 16, 65_536), (4096, 1536, 16, 65_536), (2048, 768, 16, 16_384))]  # fmt: skip
+        shapes = (2048, 768, 16, 65_536), (4096, 1536, 16, 65_536), (2048, 768, 16, 16_384)
+        cases += [(hidden_copy, (*shape, copies)) for copies in (1, 2, 4, 8, 16) for shape in shapes]
     if only := os.environ.get("ONLY"):
         cases = [case for case in cases if case[0].__name__ == only]
     random.Random(0).shuffle(cases)
-    measured: list[dict] = []
+    measured: list[Case] = []
     for number, (function, arguments) in enumerate(cases):
         print(f"{number + 1}/{len(cases)} {function.__name__} {arguments}", file=sys.stderr, flush=True)
         measured += function(*arguments)
@@ -197,7 +202,7 @@ def main(path: str, *, quick: bool) -> None:
             torch.cuda.empty_cache()
     about = {"device": torch.cuda.get_device_name() if DEVICE == "cuda" else "cpu", "torch": torch.__version__,
              "dtype": str(TYPE), "repeats": REPEATS, "script": "benchmarks/probes/measure_device.py"}  # fmt: skip
-    measured.sort(key=lambda row: json.dumps(row))
+    measured.sort(key=json.dumps)
     lines = ",\n  ".join(json.dumps(row) for row in measured)
     Path(path).write_text(f'{{"about": {json.dumps(about)},\n "measurements": [\n  {lines}\n ]}}\n')
 

@@ -1,6 +1,6 @@
 """When every program of the gradients' launches ends each of its parts, by the device's clock, and what tiles cost.
 
-    PYTHONPATH=src python benchmarks/probes/measure_ends.py --output FILE
+    python -m benchmarks.probes.measure_ends --output FILE
 
 What is timed is `gradients` with a time stamp after every part, made from its source. Sizes are those of ranks of plans
 (routing of gpt-oss-20b and DeepSeek-V2-Lite) and of balanced ranks. From the parts' times follow the costs that are
@@ -21,12 +21,12 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 from unittest.mock import patch
 
-import measure_kernels
 import numpy as np
 import torch
-from measure_kernels import DEVICE, about
 from numpy.typing import NDArray
 
+from benchmarks.probes import measure_kernels
+from benchmarks.probes.measure_kernels import DEVICE, about
 from equilibra.execute.kernels import grouped, products
 from equilibra.execute.kernels.grouped import Groups, Shares
 from equilibra.execute.kernels.parts import ExpertParts
@@ -59,7 +59,8 @@ def with_stamps(folder: Path) -> ModuleType:
         raise ValueError(f"{stamps} parts found in the kernel, {len(Part)} expected: its source is not as it was")
     clock = "from triton.language.extra.cuda import globaltimer\n"
     path = folder / "products_with_stamps.py"
-    path.write_text(before.replace("import triton\n", f"import triton\n{clock}", 1) + name + "\n".join(lines) + next_name + rest)  # fmt: skip
+    before = before.replace("import triton\n", f"import triton\n{clock}", 1)
+    path.write_text(before + name + "\n".join(lines) + next_name + rest)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     if spec is None or spec.loader is None:
         raise ImportError(f"cannot import {path}")
@@ -72,12 +73,13 @@ class Stamped:
     """The kernel, launched as before; keeps the stamps of every launch."""
 
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - Triton's kernels have no type
-        self.kernel, self.found = kernel, []
+        self.kernel = kernel
+        self.found: list[torch.Tensor] = []
 
     def __getitem__(self, grid: tuple[int]) -> Any:  # noqa: ANN401
         def launch(*values: Any, **sizes: Any) -> None:  # noqa: ANN401
             stamps = torch.zeros(grid[0], len(Part) + 1, dtype=torch.int64, device=DEVICE)
-            torch.cuda._sleep(REST)
+            torch.cuda._sleep(REST)  # type: ignore[no-untyped-call]
             self.kernel[grid](*values, stamps=stamps, **sizes)
             self.found.append(stamps)
 
@@ -146,6 +148,7 @@ def costs(launches: list[dict[str, Any]], inner: int) -> dict[str, float]:
 
 
 def main() -> None:
+    """Measure every shape, write after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parsed = parser.parse_args()

@@ -1,6 +1,6 @@
 """Grouped kernels on a GPU against torch's grouped_mm: correct, and how fast, for several tiles.
 
-    PYTHONPATH=src python benchmarks/probes/measure_kernels.py --output FILE [--sweep] [--rows 16384 65536]
+    python -m benchmarks.probes.measure_kernels --output FILE [--sweep] [--rows 16384 65536]
 
 Bare: the two products of the forward pass and the four of the backward pass by `torch._grouped_mm`, without
 activations, permutation or sums of gradients.
@@ -13,6 +13,7 @@ import itertools
 import json
 import multiprocessing
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -21,21 +22,22 @@ from unittest.mock import patch
 import numpy as np
 import torch
 import triton
+from numpy.typing import NDArray
 
-from equilibra.bench.suite import environment
+from benchmarks.suite import environment
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.kernels.grouped import Groups, Tile
-from equilibra.execute.experts import expert_math
 from equilibra.execute.kernels.parts import ExpertParts, RowWeights
 from equilibra.execute.moe.functions import LayerPass, combine, dispatch, experts
 from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.experts.spec import Activation, MoESpec
-from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.trace.routing import RoutingTrace
@@ -60,7 +62,7 @@ Works = dict[str, Callable[[], Any]]
 def about(program: str) -> dict[str, Any]:
     """What made a result."""
     known = environment()
-    command = f"PYTHONPATH=src python benchmarks/probes/{program}.py --output FILE"
+    command = f"python -m benchmarks.probes.{program} --output FILE"
     return {"command": command, "date": known["date"], "commit": known["commit"]}
 
 
@@ -72,8 +74,8 @@ def in_turn(works: Works, repeats: int = 12) -> dict[str, float]:
     spans: dict[str, list[tuple[torch.cuda.Event, torch.cuda.Event]]] = {name: [] for name in works}
     for _ in range(repeats):
         for name, work in works.items():
-            first, last = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-            torch.cuda._sleep(300_000)  # the host queues meanwhile
+            first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(300_000)  # type: ignore[no-untyped-call]  # the host queues meanwhile
             first.record()
             work()
             last.record()
@@ -87,7 +89,7 @@ def us(work: Callable[[], Any]) -> float:
     return in_turn({"": work})[""]
 
 
-def chosen(shape: str, rows: int) -> np.ndarray:
+def chosen(shape: str, rows: int) -> NDArray[np.int64]:
     """[T, K] experts of every token, some more often than others."""
     count = SHAPES[shape][2]
     top_k = 8 if count >= 16 else 4
@@ -105,7 +107,7 @@ class Layer:
         self.width, self.inner, self.count, self.rows = width, inner, count, rows
         sizes = np.bincount(chosen(shape, rows).ravel(), minlength=count).tolist()
         self.sizes = sizes
-        new = {"device": DEVICE, "dtype": dtype}
+        new: dict[str, Any] = {"device": DEVICE, "dtype": dtype}
         self.gate_up = torch.randn(count, 2 * inner, width, **new) * 0.02
         self.down = torch.randn(count, width, inner, **new) * 0.02
         self.biases = (torch.randn(count, 2 * inner, **new), torch.randn(count, width, **new)) if bias else None
@@ -148,6 +150,11 @@ def bare(layer: Layer) -> Works:
     return work
 
 
+def _all(works: list[Callable[[], Any]]) -> None:
+    for work in works:
+        work()
+
+
 def ours(layer: Layer) -> Works:
     """The experts alone, rows in order: products and activations, gradients summed in float32."""
     kind, groups, instances = Activation.SWIGLU, layer.groups, layer.instances
@@ -172,7 +179,9 @@ def whole_layer(shape: str, rows: int) -> Works:
     moe = BalancedMoE(spec, runtime, device=DEVICE, dtype=torch.bfloat16)
     runtime.recorder.on = False
     balancer = Balancer(runtime, BalancerSetting(tokens_per_rank=tokens, planner="static", rates=Rates.free()))
-    routing = RoutingTrace(ids=ids[:, None].astype(np.uint8), offsets=np.array([0, tokens], np.int64), num_experts=count)
+    routing = RoutingTrace(
+        ids=ids[:, None].astype(np.uint8), offsets=np.array([0, tokens], np.int64), num_experts=count
+    )
     (micro_batch,) = balancer.begin(routing).micro_batches(Stage.UPDATE)
     x = torch.randn(tokens, width, device=DEVICE, dtype=torch.bfloat16, requires_grad=True)
     dout = torch.randn_like(x)
@@ -183,11 +192,12 @@ def whole_layer(shape: str, rows: int) -> Works:
     def both() -> None:
         with micro_batch:
             visit = LayerPass(runtime, runtime.tables(0, micro_batch.experts(0, DEVICE)))
-            combine(experts(dispatch(x, weights, visit), visit, moe.experts.parts()), weights, visit).backward(dout)
+            out = combine(experts(dispatch(x, weights, visit), visit, moe.experts.parts()), weights, visit)
+            out.backward(dout)  # type: ignore[no-untyped-call]
 
     def first() -> None:
         """Gradients are written, not added, as where there are none yet; but always in the same memory."""
-        with patch.object(ExpertWeights, "has_gradients", False):
+        with patch.object(ExpertWeights, "has_gradients", new=False):
             both()
 
     return {"layer": both, "graph": graphed(both), "first": graphed(first)}
@@ -195,7 +205,7 @@ def whole_layer(shape: str, rows: int) -> Works:
 
 def graphed(work: Callable[[], Any]) -> Callable[[], Any]:
     """The same from a CUDA graph: what the device alone takes."""
-    side = torch.cuda.Stream()
+    side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         for _ in range(3):
@@ -207,17 +217,25 @@ def graphed(work: Callable[[], Any]) -> Callable[[], Any]:
     return graph.replay
 
 
+def _each(change: Callable[[torch.Tensor], torch.Tensor], parts: ExpertParts) -> ExpertParts:
+    gate_up, down, *biases = (None if part is None else change(part) for part in parts)
+    assert gate_up is not None
+    assert down is not None
+    return ExpertParts(gate_up, down, *biases)
+
+
 def check() -> list[dict[str, Any]]:
     """Against float64: as close as bf16 lets it be."""
     found = []
     SHAPES["odd"], SHAPES["large"] = (264, 200, 5), (2056, 2000, 5)
-    for shape, bias, kind in (*itertools.product(("odd",), (False, True), Activation), ("large", False, Activation.SWIGLU)):
+    small = itertools.product(("odd",), (False, True), Activation)
+    for shape, bias, kind in (*small, ("large", False, Activation.SWIGLU)):
         layer = Layer(shape, 700 if shape == "odd" else 2500, bias=bias)
         layer.sizes[1], layer.sizes[2] = 0, layer.sizes[1] + layer.sizes[2]
         layer.groups = Groups.of(tuple(layer.sizes), DEVICE)
-        wide = [ExpertParts(*(None if p is None else p.double() for p in i)) for i in layer.instances]
+        wide = [_each(torch.Tensor.double, parts) for parts in layer.instances]
         y64, h64 = expert_math.forward(kind, layer.x.double(), layer.sizes, wide)
-        g64 = [ExpertParts(*(None if p is None else torch.zeros_like(p) for p in i)) for i in wide]
+        g64 = [_each(torch.zeros_like, parts) for parts in wide]
         dx64 = torch.empty_like(y64)
         weighed64 = RowWeights(layer.weighted.values_N.double(), torch.empty_like(dx64[:, 0]))
         saved = (layer.x.double(), h64, layer.dy.double())
@@ -231,14 +249,15 @@ def check() -> list[dict[str, Any]]:
             (a, b)
             for x, z in zip(layer.gradients, g64, strict=True)
             for a, b in zip(x, z, strict=True)
-            if a is not None
+            if a is not None and b is not None
         ]
+        groups: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {
+            "y": [(y, y64)], "dx": [(layer.dx, dx64)], "weights": pairs,
+            "weights of rows": [(layer.weighted.gradients_N, weighed64.gradients_N)],
+        }  # fmt: skip
         errors = {
             name: max(float((a.double() - b).abs().max() / b.abs().max().clamp(min=1e-9)) for a, b in group)
-            for name, group in {
-                "y": [(y, y64)], "dx": [(layer.dx, dx64)], "weights": pairs,
-                "weights of rows": [(layer.weighted.gradients_N, weighed64.gradients_N)],
-            }.items()
+            for name, group in groups.items()
         }
         found.append({"shape": shape, "bias": bias, "kind": str(kind), **errors})
         assert max(errors.values()) < 0.03, found[-1]
@@ -263,10 +282,11 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
             launches(), groups, (layer.dy, a, h, layer.x), layer.instances, layer.gradients, slice(0, layer.count),
             layer.dx,
         ),
-    }
+    }  # fmt: skip
 
 
 def sweep_one(job: tuple[str, str, tuple[int, ...], int], *, timed: bool = True) -> dict[str, Any]:
+    """The kernels of one tile; a tile that does not fit says so."""
     shape, name, (bn, bk, warps, stages), rows = job
     before = getattr(grouped, name)
     setattr(grouped, name, Tile(bn=bn, bk=bk, warps=warps, stages=stages))
@@ -302,7 +322,7 @@ def passes(layer: Layer) -> Works:
     }
 
 
-def _rounded(value: Any) -> Any:
+def _rounded(value: Any) -> Any:  # noqa: ANN401 - JSON
     if isinstance(value, dict):
         return {k: _rounded(v) for k, v in value.items()}
     return round(value, 3 if value < 10 else None) if isinstance(value, float) else value
@@ -313,11 +333,15 @@ def table(result: dict[str, Any]) -> str:
     lines = [
         "# Kernels of an expert layer on one GPU (measured)",
         "",
-        f"`PYTHONPATH=src python benchmarks/probes/measure_kernels.py --output FILE`, date {result['date']}, commit {result['commit']}, {result['device']}, torch "
-        f"{result['torch']}, triton {result['triton']}; microseconds, medians of 12; everything in turn.",
+        (
+            f"`{result['command']}`, date {result['date']}, commit {result['commit']}, {result['device']}, torch "
+            f"{result['torch']}, triton {result['triton']}; microseconds, medians of 12; everything in turn."
+        ),
         "",
-        "| shape | rows | bare | float32 sums | our experts, forward | backward | layer, both | from a CUDA graph | first "
-        "micro-batch | over bare | first over bare | over bare with sums |",
+        (
+            "| shape | rows | bare | float32 sums | our experts, forward | backward | layer, both | from a CUDA graph "
+            "| first micro-batch | over bare | first over bare | over bare with sums |"
+        ),
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for e in result["layers"]:
@@ -330,17 +354,22 @@ def table(result: dict[str, Any]) -> str:
         lines.append("| " + " | ".join([*shown, *ratios]) + " |")
     lines += [
         "",
-        "Bare: the two products of the forward and the four of the backward pass by torch's grouped_mm on the same rows, results in bf16. float32 sums: adding those "
-        "gradients to float32 ones, which every training does. Our experts: products, activation, gradients summed in float32. Layer: BalancedMoE of one "
-        "rank from tokens to tokens (permutation, experts, weighing), router left out; where it takes longer than from a CUDA graph, the host queues too "
-        "slowly. First micro-batch: of a step, from a graph; gradients are written as those of the bare products are, in others they are added. Ratios are of "
-        "graphs; 1.15 was asked for.",
+        (
+            "Bare: the two products of the forward and the four of the backward pass by torch's grouped_mm on the same "
+            "rows, results in bf16. float32 sums: adding those gradients to float32 ones, which every training does. "
+            "Our experts: products, activation, gradients summed in float32. Layer: BalancedMoE of one rank from "
+            "tokens to tokens (permutation, experts, weighing), router left out; where it takes longer than from "
+            "a CUDA graph, the host queues too slowly. First micro-batch: of a step, from a graph; gradients are "
+            "written as those of the bare products are, in others they are added. Ratios are of graphs; 1.15 was "
+            "asked for."
+        ),
         "",
     ]
     return "\n".join(lines)
 
 
 def main() -> None:
+    """Check, measure every shape, sweep tiles if asked to; written after each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sweep", action="store_true")
@@ -356,8 +385,8 @@ def main() -> None:
     result["check"] = check()
     print("checked", max(c["y"] for c in result["check"]), flush=True)
     result["layers"] = []
-    for shape, rows in itertools.product(parsed.shapes, parsed.rows):
-        layer = Layer(shape, rows)
+    for shape, num_rows in itertools.product(parsed.shapes, parsed.rows):
+        layer = Layer(shape, num_rows)
         works: Works = {
             f"{kind} {name}": work
             for kind, group in (
@@ -366,11 +395,10 @@ def main() -> None:
                 ("pass", passes(layer)),
             )
             for name, work in group.items()
-        } | whole_layer(shape, rows)
-        six = list(bare(layer).values())
-        works["bare"] = lambda six=six: [product() for product in six]
-        entry: dict[str, Any] = {"shape": shape, "rows": rows, **in_turn(works)}
-        del layer, works, six
+        } | whole_layer(shape, num_rows)
+        works["bare"] = partial(_all, list(bare(layer).values()))
+        entry: dict[str, Any] = {"shape": shape, "rows": num_rows, **in_turn(works)}
+        del layer, works
         entry["over_bare"] = entry["graph"] / entry["bare"]
         entry["first_over_bare"] = entry["first"] / entry["bare"]
         entry["over_bare_with_sums"] = entry["graph"] / (entry["bare"] + entry["pass add_float32"])
@@ -380,8 +408,8 @@ def main() -> None:
         parsed.output.with_suffix(".md").write_text(table(result))
     if parsed.sweep:
         jobs = [
-            (shape, name, tile, rows)
-            for shape in parsed.shapes for name, tiles in SWEEP.items() for tile in tiles for rows in parsed.rows
+            (shape, name, tile, num_rows)
+            for shape in parsed.shapes for name, tiles in SWEEP.items() for tile in tiles for num_rows in parsed.rows
         ]  # fmt: skip
         with multiprocessing.get_context("spawn").Pool(14) as pool:
             pool.map(_warm, [job for job in jobs if job[3] == parsed.rows[0]], chunksize=1)

@@ -1,6 +1,6 @@
-"""What a flash copy costs a rank on a GPU besides its rows: measured, for `equilibra.bench.gpu.contenders`.
+"""What a flash copy costs a rank on a GPU besides its rows: measured, for `benchmarks.gpu.contenders`.
 
-    PYTHONPATH=src python benchmarks/probes/measure_prices.py --output FILE
+    python -m benchmarks.probes.measure_prices --output FILE
 
 A rank with a copy more, or with copies that move beside it, is compared with the same rows on homes alone, in turn;
 microseconds, medians of 10 differences, forward and backward.
@@ -16,9 +16,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from equilibra.bench.gpu.replay import Replay, Sizes
-from equilibra.bench.gpu.work import STILL, Moves, RankWork
-from equilibra.bench.suite import environment
+from benchmarks.gpu.replay import Replay, Sizes
+from benchmarks.gpu.work import STILL, Moves, RankWork
+from benchmarks.suite import environment
 from equilibra.core.model import MoEModel
 from equilibra.cost.files import load_model
 
@@ -75,7 +75,7 @@ def main() -> None:
     parser.add_argument("--output", type=Path, required=True)
     parsed = parser.parse_args()
     known = environment()
-    command = "PYTHONPATH=src python benchmarks/probes/measure_prices.py --output FILE"
+    command = "python -m benchmarks.probes.measure_prices --output FILE"
     about = {"command": command, "date": known["date"], "commit": known["commit"]}
     found: dict[str, Any] = {**about, "device": torch.cuda.get_device_name(), "torch": torch.__version__, "shapes": []}
     for name, homes in HOMES.items():

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+
 from benchmarks.chaos.cases import Case, draw
 from benchmarks.chaos.program import Ended
 from benchmarks.chaos.verdict import Numbers, verdict

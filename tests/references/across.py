@@ -22,7 +22,9 @@ from equilibra.plan.micro_batch import (
     ORIGIN,
     QUOTA,
     TARGET,
-    balance_micro_batch,
+    TRIES,
+    CopyCosts,
+    balance_micro_batches,
     scratch_for,
 )
 
@@ -102,22 +104,20 @@ def split_of(case: Case) -> Split:
     cluster, num_standing = case.cluster, len(case.standing_expert)
     num_ranks = cluster.num_ranks
     standing_expert, standing_rank = np.array(case.standing_expert, np.int64), np.array(case.standing_rank, np.int64)
-    bench = scratch_for(cluster, case.home, case.slots, standing_expert, standing_rank)
-    copies = np.zeros((5, num_ranks * case.slots + 1), np.int64)
-    standing = np.zeros((num_standing, num_ranks), np.int32)
-    out = np.zeros((num_ranks * case.slots + 1, num_ranks), np.int32)
-    n = balance_micro_batch(
-        case.tokens_ER, bench, cluster.num_nodes, cluster.ranks_per_node, case.slots, case.tolerance,
-        case.hold, case.serve, case.min_tokens, 6, case.row_slack, copies, standing, out,
-    )  # fmt: skip
+    scratch = scratch_for(cluster, case.home, case.slots, standing_expert, standing_rank)
+    standing = np.zeros((1, num_standing, num_ranks), np.int32)
+    costs = CopyCosts(case.tolerance, case.hold, case.serve, case.min_tokens, TRIES)
+    _, copies, served = balance_micro_batches(
+        case.tokens_ER[None, None], 0, scratch, cluster, case.slots, costs, case.row_slack, standing
+    )
     return Split(
         case=case,
-        expert_C=np.concatenate([standing_expert, copies[EXPERT, :n]]),
-        rank_C=np.concatenate([standing_rank, copies[TARGET, :n]]),
-        origin_C=np.concatenate([standing_rank, copies[ORIGIN, :n]]),
-        quota_C=np.concatenate([standing.sum(axis=1, dtype=np.int64), copies[QUOTA, :n]]),
-        served_CR=np.concatenate([standing, out[:n]]).astype(np.int64),
-        beyond=out[n:],
+        expert_C=np.concatenate([standing_expert, copies[EXPERT]]),
+        rank_C=np.concatenate([standing_rank, copies[TARGET]]),
+        origin_C=np.concatenate([standing_rank, copies[ORIGIN]]),
+        quota_C=np.concatenate([standing[0].sum(axis=1, dtype=np.int64), copies[QUOTA]]),
+        served_CR=np.concatenate([standing[0], served]).astype(np.int64),
+        beyond=served.base[len(served) :],
     )
 
 

@@ -1,267 +1,44 @@
-"""`equilibra bench`: measure, print, and write results files with the command and machine that made them."""
+"""`equilibra bench`: the door to `benchmarks/`, which measures this package and is no part of the wheel.
+
+The benches are found beside `src/`, so they run from any folder, but only where the package is a clone (`make setup`
+installs it in place). Their options are their own (`benchmarks/command.py`): nothing of them is imported before then.
+"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-from importlib.util import find_spec
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from equilibra.cli.arguments import positive
-from equilibra.cli.bench_gpu import add_gpu
-
-if TYPE_CHECKING:
-    from equilibra.bench.suite import Suite
+import equilibra
+from equilibra.core.errors import InputError
 
 __all__ = ["add_parser"]
 
-TRAIN_NUMBERS = {
-    "repeats": "timed rounds of all contenders (5)",
-    "prompts": "problems of a step, on both ranks together (12)",
-    "answers": "answers to each (8)",
-    "answer_tokens": "longest answer (128)",
-    "hidden": "width of a token, a multiple of 64 (256)",
-    "ffn": "inner width of an expert (1024)",
-    "experts": "of a layer (16)",
-    "layers": "MoE layers (4)",
-    "mini_batches": "optimizer steps of a step (2)",
-    "tokens_per_rank": "token budget of a rank's part of a micro-batch (1024)",
-    "spare_slots": "flash copies a rank can hold (2)",
-}
-"""options of `bench train` that are whole numbers"""
+COMMAND = "benchmarks.command"
 
 
 def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
     parser = commands.add_parser(
-        "bench", help="measure the planner, the runtime, whole training steps and a GPU; replay the papers' tables"
-    )
-    benches = parser.add_subparsers(dest="bench", metavar="BENCH", required=True)
-    for name, text, details in (
-        (
-            "planner",
-            "balance, copies and time of the planner, beside what it must reach",
-            "Sections that need routing recordings are left out without --traces (or $EQUILIBRA_TRACES).",
-        ),
-        (
-            "paper",
-            "the papers' tables, simulated, with the papers' figures beside ours",
-            "Routing is synthetic, its skew fitted to a recording: gpt-oss-20b.npz in --traces, or the fit kept here.",
-        ),
-    ):
-        bench = benches.add_parser(name, help=text, description=details)
-        bench.add_argument("--traces", metavar="DIR", help="folder with gpt-oss-20b.npz and the dsv2-lite recordings")
-        bench.add_argument("--only", metavar="SECTION", action="append", help="run this section only (may be repeated)")
-        bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
-        bench.add_argument("--output", metavar="DIR", help=f"write {name}.json, {name}.md and pictures there")
-        bench.add_argument("--json", action="store_true", help="print one JSON object")
-        bench.set_defaults(run=run, suite=name)
-    _add_runtime(benches)
-    _add_train(benches)
-    add_gpu(benches)
-
-
-def _add_runtime(benches: Any) -> None:  # noqa: ANN401
-    """The executed bench has options of its own: what to run is part of what it measures."""
-    bench = benches.add_parser(
-        "runtime",
-        help="plans executed on two ranks of one core each, beside what they must reach",
-        description="Static, EPLB, Equilibra and forced-balanced routing in turn, and a plain layer without a plan. "
-        "Routing: --trace, or dsv2-lite-law and gpt-oss-20b in --traces (or $EQUILIBRA_TRACES), or synthetic.",
-    )
-    bench.add_argument("--trace", metavar="FILE", help="a recording: NAME.npz or NAME.eqtrace")
-    bench.add_argument(
-        "--select", choices=("even", "skewed"), default="even",
-        help="of --trace: layers and micro-batches evenly spread (even), or the layers and sequences with most "
-        "imbalance (skewed)",
+        "bench",
+        help="measure the planner, the runtime, whole training steps and a GPU; replay the papers' tables (in a clone)",
+        add_help=False, prefix_chars="\0",  # all words are the benches', --help too
     )  # fmt: skip
-    bench.add_argument("--traces", metavar="DIR", help="folder with gpt-oss-20b.npz and dsv2-lite-law.npz")
-    bench.add_argument("--layers", type=positive, metavar="N", help="MoE layers (2; 1 of skewed routing)")
-    bench.add_argument("--micro-batches", type=positive, default=2, metavar="N", help="of a step (2)")
-    bench.add_argument("--tokens", type=positive, metavar="N", help="of a micro-batch, on both ranks together (4096)")
-    bench.add_argument("--hidden", type=positive, metavar="N", help="width of a token (512)")
-    bench.add_argument("--ffn", type=positive, metavar="N", help="inner width of an expert (512)")
-    bench.add_argument("--repeats", type=positive, metavar="N", help="timed rounds of all contenders (7)")
-    bench.add_argument("--spare-slots", type=positive, default=2, metavar="N", help="flash copies a rank can hold (2)")
-    bench.add_argument(
-        "--path", choices=("collective", "host"), help="how flash copies travel (host, if shared memory allows)"
-    )
-    bench.add_argument(
-        "--patience", type=positive, metavar="S",
-        help="seconds per case to wait until other programs are quiet and to run disturbed steps again (60)",
-    )  # fmt: skip
-    bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
-    bench.add_argument("--output", metavar="DIR", help="write runtime.json and runtime.md there")
-    bench.add_argument("--json", action="store_true", help="print one JSON object")
-    bench.set_defaults(run=run_runtime)
-
-
-def _add_train(benches: Any) -> None:  # noqa: ANN401
-    """Whole training steps."""
-    bench = benches.add_parser(
-        "train",
-        help="whole RL steps on two ranks of one core each: what balancing gains, and where the time goes",
-        description="Static, Equilibra and forced-balanced routing train in turn on the same rollouts of a small "
-        "Qwen3-MoE whose routers are skewed.",
-    )
-    for name, text in TRAIN_NUMBERS.items():
-        bench.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=text)
-    bench.add_argument(
-        "--skew", type=not_negative, metavar="X",
-        help="how much routers favour the experts of one rank (0.35: about 1.45 times the mean rank); 0: not at all",
-    )  # fmt: skip
-    bench.add_argument("--path", choices=("collective", "host"), help="how flash copies travel (collective)")
-    bench.add_argument(
-        "--patience", type=positive, metavar="S",
-        help="seconds to wait until other programs are quiet and to run disturbed steps again (60)",
-    )  # fmt: skip
-    bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
-    bench.add_argument("--output", metavar="DIR", help="write train.json and train.md there")
-    bench.add_argument("--json", action="store_true", help="print one JSON object")
-    bench.set_defaults(run=run_train)
+    parser.add_argument("words", nargs=argparse.REMAINDER)
+    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Run the sections of a suite."""
-    from equilibra.bench.problems import traces_folder
-    from equilibra.bench.render import earlier_results, markdown, plain, write_results
-    from equilibra.bench.setting import Setting
-    from equilibra.bench.suite import environment, run_sections
-    from equilibra.core.errors import InputError
-
-    suite = _suite(arguments.suite)
-    names = arguments.only or list(suite.sections)
-    unknown = [name for name in names if name not in suite.sections]
-    if unknown:
-        raise InputError(f"no section is named {unknown[0]!r}; use some of {', '.join(suite.sections)}")
-    traces = traces_folder(arguments.traces)
-    left_out = [name for name in names if name in suite.need_traces and traces is None]
-    if left_out:
-        print(f"left out, no --traces: {', '.join(left_out)}", file=sys.stderr)
-    for name, module in suite.need_modules.items():
-        if name in names and find_spec(module) is None:
-            print(f"left out, no {module} (pip install 'equilibra[bench]'): {name}", file=sys.stderr)
-            left_out.append(name)
-    if arguments.output and not Path(arguments.output).is_dir():
-        raise InputError(f"there is no folder {arguments.output}; create it first")
-    if arguments.output:
-        earlier_results(suite, Path(arguments.output))
-    setting = Setting(traces=traces, quick=arguments.quick)
-    result: dict[str, Any] = {"left_out": left_out, "sections": {}}
-    about = {"command": f"equilibra bench {suite.name}" + " --quick" * arguments.quick, "measured_on": environment()}
-    if traces is not None:
-        about["command"] += " --traces DIR"
-    chosen = [name for name in names if name not in left_out]
-    for name, rows in run_sections(suite, setting, chosen, lambda line: print(line, file=sys.stderr, flush=True)):
-        result["sections"][name] = {**about, "rows": plain(rows)}
-    if arguments.output:
-        write_results(suite, result, Path(arguments.output))
-    print(json.dumps(result) if arguments.json else markdown(suite, result))
-    return 0
-
-
-def run_runtime(arguments: argparse.Namespace) -> int:
-    """Run the cases of the runtime bench."""
-    from equilibra.bench.problems import traces_folder
-    from equilibra.bench.render import earlier_results, markdown, plain, write_results
-    from equilibra.bench.runtime.case import Select
-    from equilibra.bench.runtime.figures import RUNTIME, measured
-    from equilibra.bench.runtime.setting import RuntimeSetting, cases_for
-    from equilibra.core.errors import InputError
-
-    asked = {
-        name: getattr(arguments, name)
-        for name in ("tokens", "micro_batches", "layers", "hidden", "ffn", "repeats", "spare_slots", "path", "patience")
-        if getattr(arguments, name) is not None
-    }
-    setting = RuntimeSetting(quick=arguments.quick, **{"repeats": 2, **asked} if arguments.quick else asked)
-    folder = Path(arguments.output) if arguments.output else None
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; create it first")
-    if folder is not None:
-        earlier_results(RUNTIME, folder)
-    if arguments.trace and arguments.traces:
-        raise InputError("give either --trace FILE or --traces DIR")
-    cases, left_out = cases_for(
-        setting,
-        trace=Path(arguments.trace) if arguments.trace else None,
-        select=Select(arguments.select),
-        traces=None if arguments.trace else traces_folder(arguments.traces),
-    )
-    if left_out and not arguments.trace:
-        print(f"left out, not in --traces: {', '.join(left_out)}", file=sys.stderr)
-    result = measured(
-        setting, cases, command=_runtime_command(arguments, asked), left_out=left_out,
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
-    for section in result["sections"].values():
-        section["rows"] = plain(section["rows"])
-    if folder is not None:
-        write_results(RUNTIME, result, folder)
-    print(json.dumps(result) if arguments.json else markdown(RUNTIME, result))
-    return 0
-
-
-def run_train(arguments: argparse.Namespace) -> int:
-    """Run the training bench."""
-    from equilibra.bench.render import earlier_results, markdown, plain, write_results
-    from equilibra.bench.train.figures import measured
-    from equilibra.bench.train.setting import QUICK, TrainSetting
-    from equilibra.bench.train.tables import TRAIN
-    from equilibra.core.errors import InputError
-
-    names = (*TRAIN_NUMBERS, "skew", "path", "patience")
-    asked = {name: getattr(arguments, name) for name in names if getattr(arguments, name) is not None}
-    setting = TrainSetting(**{**QUICK, **asked} if arguments.quick else asked)
-    folder = Path(arguments.output) if arguments.output else None
-    if folder is not None and not folder.is_dir():
-        raise InputError(f"there is no folder {folder}; create it first")
-    if folder is not None:
-        earlier_results(TRAIN, folder)
-    words = [f"--{name.replace('_', '-')} {value:g}" if name == "skew" else f"--{name.replace('_', '-')} {value}"
-             for name, value in asked.items()]  # fmt: skip
-    result = measured(
-        setting, command=" ".join(["equilibra bench train", *words, *["--quick"] * arguments.quick]),
-        tell=lambda line: print(line, file=sys.stderr, flush=True),
-    )  # fmt: skip
-    for section in result["sections"].values():
-        section["rows"] = plain(section["rows"])
-    if folder is not None:
-        write_results(TRAIN, result, folder)
-    print(json.dumps(result) if arguments.json else markdown(TRAIN, result))
-    return 0
-
-
-def _runtime_command(arguments: argparse.Namespace, asked: dict[str, Any]) -> str:
-    """As it was asked for, without names of folders."""
-    words = ["equilibra bench runtime"]
-    if arguments.trace:
-        words.append(f"--trace {Path(arguments.trace).name} --select {arguments.select}")
-    elif arguments.traces:
-        words.append("--traces DIR")
-    defaults = {"micro_batches": 2, "spare_slots": 2}
-    words += [f"--{key.replace('_', '-')} {value}" for key, value in asked.items() if defaults.get(key) != value]
-    return " ".join(words + ["--quick"] * arguments.quick)
-
-
-def not_negative(text: str) -> float:
-    """A number from 0 on."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = -1.0
-    if not 0 <= value < float("inf"):
-        raise argparse.ArgumentTypeError(f"must be a number from 0 on, not {text!r}")
-    return value
-
-
-def _suite(name: str) -> Suite:
-    if name == "planner":
-        from equilibra.bench.planner import PLANNER
-
-        return PLANNER
-    from equilibra.bench.paper import PAPER
-
-    return PAPER
+    """Hand the words over to the benches of this clone."""
+    root = Path(equilibra.__file__).resolve().parents[2]
+    if not (root / COMMAND.replace(".", "/")).with_suffix(".py").is_file():
+        raise InputError(
+            "benches run from a clone of the repository, this is an installed package: git clone it, run `make setup` "
+            "there, then .venv/bin/equilibra bench"
+        )
+    if sys.path[0] != str(root):  # first, as the current folder may have a benchmarks too; a bench's processes get it
+        sys.path.insert(0, str(root))
+    return int(import_module(COMMAND).main(arguments.words))

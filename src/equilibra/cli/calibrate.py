@@ -1,4 +1,4 @@
-"""`equilibra calibrate`: measurements of a machine, or a measured run, in; a hardware file for `simulate` out."""
+"""`equilibra calibrate`: a machine, measurements of one, or measured runs in; a hardware file for `simulate` out."""
 
 from __future__ import annotations
 
@@ -6,9 +6,12 @@ import argparse
 import json
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equilibra.cost.hardware import Hardware
 
 __all__ = ["add_parser"]
 
@@ -18,11 +21,16 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "calibrate",
         help="fit the cost model to measurements of your machine",
-        description="Takes measurement files (benchmarks/probes/measure_device.py makes them) and folders of measured "
-        "runs. Constants that nothing was measured for stay as in --base.",
+        description="Takes measurement files and folders of measured runs. Constants that nothing was measured for "
+        "stay as in --base, or as measured here with --measure: products, memory and links. Experts and attention are "
+        "measured by benchmarks/probes/measure_device.py in a clone of the repository.",
     )
-    parser.add_argument("source", nargs="+", metavar="FILE|RUN", help="measurements (.json) or measured runs")
-    parser.add_argument("--base", default="h200", metavar="NAME", help="hardware to start from (h200)")
+    parser.add_argument("source", nargs="*", metavar="FILE|RUN", help="measurements (.json) or measured runs")
+    base = parser.add_mutually_exclusive_group()
+    base.add_argument("--base", default="h200", metavar="NAME", help="hardware to start from (h200)")
+    base.add_argument(
+        "--measure", action="store_true", help="start from this machine, as `equilibra doctor` measures it"
+    )
     parser.add_argument("--name", default="mine", help="name of the result (mine)")
     parser.add_argument("--output", metavar="FILE.toml", help="write the hardware there")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
@@ -33,13 +41,18 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 def run(arguments: argparse.Namespace) -> int:
     """Fit, print how well it fits, and write the file."""
     from equilibra.core.atomic import atomic_file
-    from equilibra.cost.calibrate import calibrate
+    from equilibra.cost.calibrate import Calibration, calibrate
     from equilibra.cost.files import hardware_toml, load_hardware
 
+    if not arguments.source and not arguments.measure:
+        raise InputError("there is nothing to fit: name measurements or runs, or measure this machine with --measure")
     measurements = [one for source in arguments.source for one in _measurements(Path(source))]
-    base = load_hardware(arguments.base)
-    source = f"fitted to {', '.join(Path(name).name for name in arguments.source)}; the rest as {base.name}"
-    fitted = calibrate(measurements, base, name=arguments.name, source=source)
+    base = _this_machine(arguments.name) if arguments.measure else load_hardware(arguments.base)
+    fitted = Calibration(hardware=base, errors={})
+    if arguments.source:
+        files = ", ".join(Path(name).name for name in arguments.source)
+        rest = f"from {base.source}" if arguments.measure else f"as {base.name}"
+        fitted = calibrate(measurements, base, name=arguments.name, source=f"fitted to {files}; the rest {rest}")
     text = hardware_toml(fitted.hardware)
     if arguments.output:
         with atomic_file(Path(arguments.output), overwrite=arguments.overwrite) as part:
@@ -52,12 +65,25 @@ def run(arguments: argparse.Namespace) -> int:
         }
         print(json.dumps({"name": arguments.name, "measurements": len(measurements), "errors": errors}))
         return 0
-    print(f"{'fitted':28}{'cases':>7}{'mean error':>13}{'largest':>10}")
+    if fitted.errors:
+        print(f"{'fitted':28}{'cases':>7}{'mean error':>13}{'largest':>10}")
     for name, (cases, mean, most) in fitted.errors.items():
         print(f"{name:28}{cases:>7}{mean:>13.1%}{most:>10.1%}")
     if not arguments.output:
-        print(f"\n{text}", end="")
+        print("\n" * bool(fitted.errors) + text, end="")
     return 0
+
+
+def _this_machine(name: str) -> Hardware:
+    """What `equilibra doctor --write` would write."""
+    from equilibra.doctor.finding import Ask
+    from equilibra.doctor.node import examine
+    from equilibra.doctor.preset import preset_of
+
+    found = examine(Ask())
+    preset = preset_of(found.findings, found.measured, name=name)
+    print(f"measured here: {', '.join(preset.measured)}; the rest from {preset.base}", file=sys.stderr)
+    return preset.hardware
 
 
 def _measurements(path: Path) -> list[dict[str, Any]]:

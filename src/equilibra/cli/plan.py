@@ -65,8 +65,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan_loads(arguments: argparse.Namespace) -> int:
     import numpy as np
 
-    from equilibra.bench.solve import over_sources, solve_problems
     from equilibra.core.cluster import Cluster
+    from equilibra.plan.solve import over_sources, solve_problems
 
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
     loads = _read_loads(arguments.loads, cluster.num_ranks)

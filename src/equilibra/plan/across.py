@@ -21,14 +21,13 @@ though every rank computes the same number of rows. Quotas say how many rows an 
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from equilibra.core.kernel import inlined, kernel
 
 __all__ = ["fill_levels", "serve_across"]
-
-OWN, OTHERS = True, False
-"""rows of the own node, and of other nodes"""
 
 # Rows of the instances by rank: where the homes of each begin, these homes, its first copy and its last; the next copy.
 _FIRST, _HOMES, _COPY, _LAST, _NEXT = 0, 1, 2, 3, 4
@@ -70,7 +69,8 @@ def fill_levels(level, cap, count, total, out):  # type: ignore[no-untyped-def]
 @kernel
 def _lists(expert, count, head, after):  # type: ignore[no-untyped-def]
     """Lists of copies by expert: head [E] is the first, after [U] the next, -1 none."""
-    head[:] = -1
+    for e in range(head.size):
+        head[e] = -1
     for c in range(count - 1, -1, -1):
         after[c] = head[expert[c]]
         head[expert[c]] = c
@@ -129,11 +129,19 @@ def _share(tokens_ER, load, home, at_home, group, head, after, rank, quota, remo
             own += tokens_ER[e, r]
         remote_home[e] = load[e] - own
         got[home[e]] += remote_home[e]
-    level, cap, filled, here, nodes = np.empty((5, rank.size + 1), np.int64)
+    work = np.empty((5, rank.size + 1), np.int64)
+    level, cap, filled, here, nodes = work[0], work[1], work[2], work[3], work[4]
     seen = np.full(num_ranks // group, -1, np.int64)
-    order = with_copies[:n_with]
-    for e in order[np.argsort(-load[order], kind="mergesort")]:
-        for node in nodes[: _nodes(e, home, head, after, rank, group, seen, nodes)]:
+    for i in range(1, n_with):  # by falling load
+        e, k = with_copies[i], i
+        while k > 0 and load[with_copies[k - 1]] < load[e]:
+            with_copies[k] = with_copies[k - 1]
+            k -= 1
+        with_copies[k] = e
+    for at in range(n_with):
+        e = with_copies[at]
+        for i_node in range(_nodes(e, home, head, after, rank, group, seen, nodes)):
+            node = nodes[i_node]
             n, room = _instances(e, home, at_home, head, after, rank, quota, group, node, here)
             own = np.int64(0)
             for r in range(node * group, (node + 1) * group):
@@ -251,8 +259,10 @@ def _exchange(  # type: ignore[no-untyped-def]
     first = node * group
     cap = goal + np.int64(tolerance * goal)
     tried = np.zeros(group, np.bool_)
+    none, own, others = np.int64(0), tried.size > 0, tried.size == 0  # typed: numba compiles once more for literals
     for _ in range(4 * group * (slots + 1)):
-        a, b = first, -1
+        a = first
+        b: Any = np.int64(-1)
         for r in range(first, first + group):
             if got[r] > got[a]:
                 a = r
@@ -262,9 +272,9 @@ def _exchange(  # type: ignore[no-untyped-def]
         if got[a] <= cap or b < 0 or count + 2 > expert.size:
             break
         e, e_from, e_to, rows = _best(
-            a, b, OTHERS, used[b] < slots, home, at_home, expert, quota, remote, remote_home, on
+            a, b, others, used[b] < slots, home, at_home, expert, quota, remote, remote_home, on
         )
-        f, f_from, f_to, back = _best(b, a, OWN, used[a] < slots, home, at_home, expert, quota, remote, remote_home, on)
+        f, f_from, f_to, back = _best(b, a, own, used[a] < slots, home, at_home, expert, quota, remote, remote_home, on)
         room, room_a = max(most_rows - rows_of_rank[b], 0), max(most_rows - rows_of_rank[a], 0)
         a_pays, b_pays, b_back, a_back = np.int64(0), np.int64(0), np.int64(0), np.int64(0)
         fits = True
@@ -293,7 +303,8 @@ def _exchange(  # type: ignore[no-untyped-def]
         if moved < least:
             tried[b - first] = True  # nothing to gain with this one
             continue
-        tried[:] = False
+        for r in range(group):
+            tried[r] = False
         if e_to == -2:
             e_to = _new_copy(e, b, home, group, num_standing, count, expert, rank, quota, origin, remote, used, on)
             rows_of_rank[b] += hold
@@ -310,8 +321,8 @@ def _exchange(  # type: ignore[no-untyped-def]
                 rows_of_rank[a] += hold
                 rows_of_rank[origin[count]] += serve
                 count += 1
-            _hand_over(f, f_from, -back, 0, at_home, quota, remote, remote_home)
-            _hand_over(f, f_to, back, 0, at_home, quota, remote, remote_home)
+            _hand_over(f, f_from, -back, none, at_home, quota, remote, remote_home)
+            _hand_over(f, f_to, back, none, at_home, quota, remote, remote_home)
         rows_of_rank[a] += back - moved
         rows_of_rank[b] += moved - back
     return count
@@ -363,9 +374,12 @@ def serve_across(  # type: ignore[no-untyped-def]
     the fullest rank; below 0: no exchange.
     """
     num_experts, num_ranks = tokens_ER.shape
-    head, at_home, remote_home = np.zeros((3, num_experts), np.int64)
-    after, remote = np.zeros((2, expert.size), np.int64)
-    sent, got, used, rows_of_rank = np.zeros((4, num_ranks), np.int64)
+    of_expert = np.zeros((3, num_experts), np.int64)
+    head, at_home, remote_home = of_expert[0], of_expert[1], of_expert[2]
+    of_copy = np.zeros((2, expert.size), np.int64)
+    after, remote = of_copy[0], of_copy[1]
+    of_rank = np.zeros((4, num_ranks), np.int64)
+    sent, got, used, rows_of_rank = of_rank[0], of_rank[1], of_rank[2], of_rank[3]
     for e in range(num_experts):
         at_home[e] = load[e]
     for c in range(count):
@@ -380,17 +394,24 @@ def serve_across(  # type: ignore[no-untyped-def]
             rows_of_rank[rank[c]] += hold
         if c >= num_standing:
             rows_of_rank[origin[c]] += serve
-    fullest = rows_of_rank.max()
-    slack = np.int64(max(row_slack, 0.0) * rows_of_rank.mean())
+    fullest = np.int64(0)
+    all_rows = np.int64(0)
+    for r in range(num_ranks):
+        fullest = max(fullest, rows_of_rank[r])
+        all_rows += rows_of_rank[r]
+    slack = np.int64(max(row_slack, 0.0) * (all_rows / num_ranks))
     _lists(expert, count, head, after)
     _share(tokens_ER, load, home, at_home, group, head, after, rank[:count], quota, remote, remote_home, got)
     if row_slack >= 0:
         on = _by_rank(home, num_ranks, count, rank)
         goal = np.int64(1)  # everybody waits for the node that receives most: its mean is good enough for all
         for first in range(0, num_ranks, group):
-            goal = max(goal, got[first : first + group].sum() // group + 1)
+            received = np.int64(0)
+            for r in range(first, first + group):
+                received += got[r]
+            goal = max(goal, received // group + 1)
         if row_slack > 0:  # traffic is dear: copies that even it out are worth what they cost
-            hold, serve = 0, 0
+            hold, serve = np.int64(0), np.int64(0)
         for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
             node, most_rows = node_and_slack // 2, fullest + max(hold + serve, node_and_slack % 2 * slack)
             count = _exchange(
@@ -424,10 +445,11 @@ def _serve(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Whom the instances of one expert serve: their own nodes first, then the others."""
     num_ranks = tokens_ER.shape[1]
-    left, level, cap, filled, here, room, nodes = work
+    left, level, cap, filled, here, room, nodes = work[0], work[1], work[2], work[3], work[4], work[5], work[6]
     for r in range(num_ranks):
         left[r] = tokens_ER[e, r]
-    for node in nodes[: _nodes(e, home, head, after, rank, group, seen, nodes)]:
+    for i_node in range(_nodes(e, home, head, after, rank, group, seen, nodes)):
+        node = nodes[i_node]
         n, quotas = _instances(e, home, at_home, head, after, rank, quota, group, node, here)
         first = node * group
         own = np.int64(0)

@@ -10,10 +10,18 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.kernel import kernel
 from equilibra.core.plan import Stage
 from equilibra.plan.layer import Choice, LayerProblem
-from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, ORIGIN, TARGET, TRIES, balance_micro_batch, scratch_for
+from equilibra.plan.micro_batch import (
+    EXPERT,
+    NO_EXCHANGE,
+    ORIGIN,
+    TARGET,
+    TRIES,
+    CopyCosts,
+    balance_micro_batches,
+    scratch_for,
+)
 
 __all__ = ["LayerCopies", "fill", "no_copies", "real_cost_us"]
 
@@ -62,45 +70,20 @@ def fill(
     hold_rows, serve_rows: what a copy costs, see `replicate`. row_slack: see `across`.
     """
     load, cluster, means = problem.load, problem.cluster, problem.means
-    num_micro_batches, num_ranks, slots = load.num_micro_batches, cluster.num_ranks, means.spare_slots
-    num_standing = choice.standing_expert.size
-    scratch = scratch_for(cluster, choice.home_of_expert, slots, choice.standing_expert, standing_rank)
-    most = num_micro_batches * num_ranks * slots
-    copies = np.empty((5, most), np.int64)
-    num = np.zeros(num_micro_batches, np.int64)
-    standing_MCR = np.zeros((num_micro_batches, num_standing, num_ranks), np.int32)
-    pool = np.zeros((most + num_standing + 1, num_ranks), np.int32)
-    n = _fill(
-        load.tokens_MLER, problem.layer, scratch, cluster.num_nodes, cluster.ranks_per_node, slots, means.tolerance,
-        hold_rows, serve_rows, min_tokens, TRIES, row_slack, num, copies, standing_MCR, pool,
+    scratch = scratch_for(cluster, choice.home_of_expert, means.spare_slots, choice.standing_expert, standing_rank)
+    standing_MCR = np.zeros((load.num_micro_batches, choice.standing_expert.size, cluster.num_ranks), np.int32)
+    flash = balance_micro_batches(
+        load.tokens_MLER, problem.layer, scratch, cluster, means.spare_slots,
+        CopyCosts(means.tolerance, hold_rows, serve_rows, min_tokens, TRIES), row_slack, standing_MCR,
     )  # fmt: skip
     return LayerCopies(
-        num_of_micro_batch=num,
-        expert=copies[EXPERT, :n].astype(np.int32),
-        rank=copies[TARGET, :n].astype(np.int32),
-        origin=copies[ORIGIN, :n].astype(np.int32),
-        tokens_FR=pool[:n].copy(),
+        num_of_micro_batch=np.diff(flash.first_of_micro_batch),
+        expert=flash.copies[EXPERT].astype(np.int32),
+        rank=flash.copies[TARGET].astype(np.int32),
+        origin=flash.copies[ORIGIN].astype(np.int32),
+        tokens_FR=flash.tokens_FR.copy(),
         standing_tokens_CMR=np.ascontiguousarray(standing_MCR.transpose(1, 0, 2)),
     )
-
-
-@kernel
-def _fill(  # type: ignore[no-untyped-def]
-    tokens_MLER, layer, scratch, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
-    num, copies, standing_MCR, pool,
-):  # fmt: skip
-    """Balance every micro-batch of a layer; returns the number of flash copies."""
-    total = 0
-    one = np.empty((5, group * num_nodes * slots + 1), np.int64)
-    for m in range(tokens_MLER.shape[0]):
-        n = balance_micro_batch(
-            tokens_MLER[m, layer], scratch, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries,
-            row_slack, one, standing_MCR[m], pool[total:],
-        )  # fmt: skip
-        copies[:, total : total + n] = one[:, :n]
-        num[m] = n
-        total += n
-    return total
 
 
 def real_cost_us(

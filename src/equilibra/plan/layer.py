@@ -140,10 +140,12 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
     expert, node = np.zeros((2, num_bins * slots + 1), np.int64)
     mean = -(-load_EM.sum(axis=0) // num_bins)
     held_us = load_EM.shape[1] * sum(rates.hold_us.values()) / cluster.num_ranks  # once levelled over all ranks
-    n, slowest = choose_standing_copies(
-        load_EM, bins, num_bins, slots, int((copy_us + held_us) * group / rates.step_row_us),
-        int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
-    )  # fmt: skip
+    n, slowest = 0, _slowest_bins(load_EM, bins, num_bins)
+    if slots and num_bins > 1:
+        n, slowest = choose_standing_copies(
+            load_EM, bins, num_bins, slots, int((copy_us + held_us) * group / rates.step_row_us),
+            int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
+        )  # fmt: skip
     if slots and problem.near_NEM is not None:
         n = _add_for_traffic(problem, bins, slots, n, expert, node)
     across = np.count_nonzero(home // group != problem.home // group)
@@ -158,6 +160,13 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
         moving_us=n * copy_us + moves_us,
     )
     return choice if problem.near_NEM is None else replace(choice, traffic_us=_traffic_us(problem, choice))
+
+
+def _slowest_bins(load_EM: NDArray[np.int64], bins: NDArray[np.int64], num_bins: int) -> int:
+    """sum_m max_b of the loads of nodes, or of ranks, without copies."""
+    load_BM = np.zeros((num_bins, load_EM.shape[1]), np.int64)
+    np.add.at(load_BM, bins, load_EM)
+    return int(load_BM.max(axis=0).sum())
 
 
 def _add_for_traffic(

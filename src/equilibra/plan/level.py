@@ -28,7 +28,10 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
     if num_copies == 0:
         return
     nodes = np.empty(x.size, np.int64)
-    still = x.sum() // (4096 * x.size)  # tokens moved in a sweep below which it is level
+    still = np.int64(0)
+    for n in range(x.size):
+        still += x[n]
+    still //= 4096 * x.size  # tokens moved in a sweep below which it is level
     for _ in range(_SWEEPS + 8 * x.size):  # long chains of nodes need more
         moved = np.int64(0)
         c = 0
@@ -80,8 +83,11 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
 @kernel
 def level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, num_copies, x_NM, share_CM):  # type: ignore[no-untyped-def]
     """Level every micro-batch from all at home; returns sum_m max_n."""
-    x_NM[:] = base_NM
-    share_CM[:num_copies] = 0
+    for m in range(x_NM.shape[1]):
+        for n in range(x_NM.shape[0]):
+            x_NM[n, m] = base_NM[n, m]
+        for c in range(num_copies):
+            share_CM[c, m] = 0
     return level_on(load_EM, home_node, copy_expert, copy_node, num_copies, x_NM, share_CM)
 
 
@@ -117,14 +123,15 @@ def level_micro_batches(load_EM, home_node, num_nodes, copy_expert, copy_node, n
     near_NEM [N, E, M]: tokens of each expert whose source is on the node, or an empty array. With them, copies start
     with the tokens of their own node, and levelling moves no more than it needs: fewer tokens cross.
     """
-    base_NM = np.zeros((num_nodes, load_EM.shape[1]), np.int64)
-    for e in range(home_node.size):
-        base_NM[home_node[e]] += load_EM[e]
-    share_CM = np.zeros((copy_expert.size, load_EM.shape[1]), np.int64)
-    if near_NEM.size > 0:
-        for c in range(copy_expert.size):
-            share_CM[c] = near_NEM[copy_node[c], copy_expert[c]]
-            base_NM[copy_node[c]] += share_CM[c]
-            base_NM[home_node[copy_expert[c]]] -= share_CM[c]
+    num_micro_batches = load_EM.shape[1]
+    base_NM = np.zeros((num_nodes, num_micro_batches), np.int64)
+    share_CM = np.zeros((copy_expert.size, num_micro_batches), np.int64)
+    for m in range(num_micro_batches):
+        for e in range(home_node.size):
+            base_NM[home_node[e], m] += load_EM[e, m]
+        for c in range(copy_expert.size if near_NEM.size > 0 else 0):
+            share_CM[c, m] = near_NEM[copy_node[c], copy_expert[c], m]
+            base_NM[copy_node[c], m] += share_CM[c, m]
+            base_NM[home_node[copy_expert[c]], m] -= share_CM[c, m]
     level_on(load_EM, home_node, copy_expert, copy_node, copy_expert.size, base_NM, share_CM)
     return share_CM

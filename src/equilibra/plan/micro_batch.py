@@ -4,25 +4,28 @@ Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the
 
 `scratch_for` lays out what does not change between the micro-batches of a layer (the instances in the order of their
 ranks) and scratch memory, in one array, because every array handed to a compiled function costs a call about a tenth
-of a microsecond. `balance_micro_batch` is the kernel; `balance` is the same for one problem, for other runtimes.
+of a microsecond. `balance_micro_batches` balances all micro-batches of a layer; `balance` is the same for one problem,
+for other runtimes. Two kernels do it, for one node and for several: numba compiles all that a kernel may call, so
+whoever has one node does not wait for what several need. Nodes whose slots do not suffice are left to Python.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.kernel import kernel
+from equilibra.core.kernel import inlined, kernel
 from equilibra.core.placement import contiguous
 from equilibra.cost.rates import MOST_ROWS
 from equilibra.plan import replicate
 from equilibra.plan.across import serve_across
 from equilibra.plan.level import level_nodes
-from equilibra.plan.replicate import BASE, ITEM, RANK, TOKENS, level_node
+from equilibra.plan.replicate import BASE, ITEM, RANK, SCARCE, TOKENS, level_node, level_scarce_node
 from equilibra.plan.split import split_expert
 
 __all__ = [
@@ -34,8 +37,12 @@ __all__ = [
     "TARGET",
     "TRIES",
     "Balanced",
+    "CopyCosts",
+    "FlashCopies",
     "balance",
-    "balance_micro_batch",
+    "balance_micro_batches",
+    "balance_on_node",
+    "balance_on_nodes",
     "scratch_for",
 ]
 
@@ -47,6 +54,7 @@ NO_EXCHANGE = -1.0
 """no copies to even out traffic across nodes"""
 SMALL_GROUP = 16
 """ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
+_FIRST_NODE, _NO_COPIES = np.int64(0), np.int64(0)  # numba compiles once more for literals
 
 # Rows of the scratch.
 _EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
@@ -96,19 +104,46 @@ def scratch_for(
     return scratch
 
 
-@kernel
-def _loads(tokens_ER, b, num_nodes, group, hold, num_standing, near_first):  # type: ignore[no-untyped-def]
-    """Load of each expert, then of each instance once standing copies have levelled the nodes.
-
-    hold: what every standing copy with rows adds to its node. near_first: standing copies start with the tokens of
-    their own node, so that fewer cross nodes.
-    """
+@inlined
+def _sum_sources(tokens_ER, b):  # type: ignore[no-untyped-def]
+    """Load of each expert."""
     num_experts, num_ranks = tokens_ER.shape
     for e in range(num_experts):
         load = np.int64(0)
         for r in range(num_ranks):
             load += tokens_ER[e, r]
         b[_LOAD, e] = load
+
+
+@inlined
+def _target_and_cap(load_of_fullest, group, tolerance):  # type: ignore[no-untyped-def]
+    """The mean rank of the fullest node, and the load that ranks are brought to."""
+    target = (load_of_fullest + group - 1) // group
+    return target, target + np.int64((tolerance if group > SMALL_GROUP else 0.5 * tolerance) * target)
+
+
+@kernel
+def _begin_node(tokens_ER, b, group, tolerance):  # type: ignore[no-untyped-def]
+    """Loads of experts and instances on one node; returns the target and the cap."""
+    _sum_sources(tokens_ER, b)
+    total = np.int64(0)
+    for i in range(tokens_ER.shape[0]):
+        b[_INSTANCE_LOAD, i] = b[_LOAD, b[_EXPERT_OF, i]]
+        total += b[_INSTANCE_LOAD, i]
+    for r in range(group):
+        b[BASE, r] = 0
+    return _target_and_cap(total, group, tolerance)
+
+
+@kernel
+def _begin_nodes(tokens_ER, b, num_nodes, group, tolerance, hold, num_standing, near_first):  # type: ignore[no-untyped-def]
+    """Loads of experts, then of instances once standing copies have levelled the nodes; returns the target and the cap.
+
+    hold: what every standing copy with rows adds to its node. near_first: standing copies start with the tokens of
+    their own node, so that fewer cross nodes.
+    """
+    num_experts = tokens_ER.shape[0]
+    _sum_sources(tokens_ER, b)
     for n in range(num_nodes):
         b[_NODE_LOAD, n] = 0
     for e in range(num_experts):
@@ -125,13 +160,7 @@ def _loads(tokens_ER, b, num_nodes, group, hold, num_standing, near_first):  # t
                 b[_NODE_LOAD, node] += b[_SHARE, c]
                 b[_NODE_LOAD, b[_HOME_NODE, e]] -= b[_SHARE, c]
         level_nodes(
-            b[_NODE_LOAD, :num_nodes],
-            b[_SHARE],
-            b[_LOAD],
-            b[_ST_EXPERT],
-            b[_ST_NODE],
-            b[_HOME_NODE],
-            num_standing,
+            b[_NODE_LOAD, :num_nodes], b[_SHARE], b[_LOAD], b[_ST_EXPERT], b[_ST_NODE], b[_HOME_NODE], num_standing
         )
         for c in range(num_standing):
             b[_HEAD, b[_ST_EXPERT, c]] -= b[_SHARE, c]
@@ -140,20 +169,52 @@ def _loads(tokens_ER, b, num_nodes, group, hold, num_standing, near_first):  # t
     for i in range(num_experts + num_standing):
         copy = b[_COPY_OF, i]
         b[_INSTANCE_LOAD, i] = b[_SHARE, copy] if copy >= 0 else b[_HEAD, b[_EXPERT_OF, i]]
+    fullest = np.int64(0)
+    for n in range(num_nodes):
+        fullest = max(fullest, b[_NODE_LOAD, n])
+    return _target_and_cap(fullest, group, tolerance)
 
 
 @kernel
-def _split(tokens_ER, b, group, n, copies, out):  # type: ignore[no-untyped-def]
-    """Split every expert that has a flash copy over its sources, on one node."""
+def _hold_standing(b, node, group, hold, num_standing):  # type: ignore[no-untyped-def]
+    """What standing copies with rows cost the ranks of a node."""
+    for r in range(group):
+        b[BASE, r] = 0
+    for c in range(num_standing):
+        if b[_ST_NODE, c] == node and b[_SHARE, c] > 0:
+            b[BASE, b[_ST_RANK, c] - node * group] += hold
+
+
+@kernel
+def _collect(b, node, group, found, copies, n):  # type: ignore[no-untyped-def]
+    """Write the copies that were found on a node from entry n on; returns the entry after them."""
+    for c in range(found):
+        i = b[_FIRST_OF_NODE, node] + b[ITEM, c]
+        e = b[_EXPERT_OF, i]
+        copy = b[_COPY_OF, i]
+        copies[EXPERT, n] = e
+        copies[TARGET, n] = node * group + b[RANK, c]
+        copies[ORIGIN, n] = b[_HOME, e] if copy < 0 else b[_ST_RANK, copy]
+        copies[QUOTA, n] = b[TOKENS, c]
+        copies[NODE, n] = node
+        if copy >= 0:
+            b[_SHARE, copy] -= b[TOKENS, c]
+        n += 1
+    return n
+
+
+@kernel
+def _split(tokens_ER, b, group, copies, start, end, out):  # type: ignore[no-untyped-def]
+    """Split every expert that has a flash copy over its sources, on one node; copies are the entries start to end."""
     num_ranks = tokens_ER.shape[1]
-    for c in range(n):
+    for c in range(start, end):
         b[_HEAD, copies[EXPERT, c]] = -1
-    for c in range(n - 1, -1, -1):  # lists of copies by expert
+    for c in range(end - 1, start - 1, -1):  # lists of copies by expert
         e = copies[EXPERT, c]
-        b[_AFTER, c] = b[_HEAD, e]
+        b[_AFTER, c - start] = b[_HEAD, e]
         b[_HEAD, e] = c
     left, rank, node, quota, row = b[_LEFT, :num_ranks], b[_Q_RANK], b[_Q_NODE], b[_Q_LEFT], b[_Q_ROW]
-    for entry in range(n):
+    for entry in range(start, end):
         e = copies[EXPERT, entry]
         c = b[_HEAD, e]
         if c < 0:
@@ -170,7 +231,7 @@ def _split(tokens_ER, b, group, n, copies, out):  # type: ignore[no-untyped-def]
             quota[q] = copies[QUOTA, c]
             at_home -= quota[q]
             q += 1
-            c = b[_AFTER, c]
+            c = b[_AFTER, c - start]
         rank[q] = b[_HOME, e]
         node[q] = b[_HOME_NODE, e]
         quota[q] = at_home
@@ -179,83 +240,169 @@ def _split(tokens_ER, b, group, n, copies, out):  # type: ignore[no-untyped-def]
 
 @kernel
 def _split_across(  # type: ignore[no-untyped-def]
-    tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, n, num_standing, copies, standing_CR, out
+    tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, copies, start, end, standing_CR, out
 ):
-    """Split every expert that has a copy on several nodes; returns the number of flash copies, which may grow."""
-    num_experts = tokens_ER.shape[0]
-    expert, rank, quota, origin = np.zeros((4, num_standing + copies.shape[1]), np.int64)
+    """Split every expert that has a copy on several nodes; returns the end of the flash copies, which may grow."""
+    num_experts, num_ranks = tokens_ER.shape
+    num_standing = standing_CR.shape[0]
+    listed = np.zeros((4, num_standing + num_ranks * slots + 1), np.int64)
+    expert, rank, quota, origin = listed[0], listed[1], listed[2], listed[3]
     for c in range(num_standing):
         expert[c] = b[_ST_EXPERT, c]
         rank[c] = b[_ST_RANK, c]
         quota[c] = b[_SHARE, c]
-    for c in range(n):
-        expert[num_standing + c] = copies[EXPERT, c]
-        rank[num_standing + c] = copies[TARGET, c]
-        quota[num_standing + c] = copies[QUOTA, c]
-        origin[num_standing + c] = copies[ORIGIN, c]
-    standing_CR[:] = 0
+    for c in range(end - start):
+        expert[num_standing + c] = copies[EXPERT, start + c]
+        rank[num_standing + c] = copies[TARGET, start + c]
+        quota[num_standing + c] = copies[QUOTA, start + c]
+        origin[num_standing + c] = copies[ORIGIN, start + c]
     total = serve_across(
         tokens_ER, b[_LOAD, :num_experts], b[_HOME, :num_experts], group, slots, tolerance, hold, serve, min_tokens,
-        row_slack, num_standing, num_standing + n, expert, rank, quota, origin, standing_CR, out,
+        row_slack, num_standing, num_standing + end - start, expert, rank, quota, origin, standing_CR, out[start:],
     )  # fmt: skip
     for c in range(num_standing, total):
-        to = c - num_standing
+        to = start + c - num_standing
         copies[EXPERT, to] = expert[c]
         copies[TARGET, to] = rank[c]
         copies[QUOTA, to] = quota[c]
         copies[ORIGIN, to] = origin[c]
         copies[NODE, to] = rank[c] // group
-    return total - num_standing
+    return start + total - num_standing
 
 
 @kernel
-def balance_micro_batch(  # type: ignore[no-untyped-def]
-    tokens_ER, b, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
-    copies, standing_CR, out,
-):  # fmt: skip
-    """Flash copies into `copies` [5, ...], tokens by source into out [copies, R] and standing_CR; returns their number.
+def balance_on_node(  # type: ignore[no-untyped-def]
+    tokens_MLER, layer, m, n, b, group, slots, tolerance, hold, serve, min_tokens, tries, first_of, copies, out
+):
+    """Micro-batches from m on, on one node; returns the first whose slots do not suffice, and the end of all copies."""
+    num_experts = tokens_MLER.shape[2]
+    while m < tokens_MLER.shape[0]:
+        tokens_ER = tokens_MLER[m, layer]
+        target, cap = _begin_node(tokens_ER, b, group, tolerance)
+        found = level_node(
+            b[_INSTANCE_LOAD, :num_experts], b[_FIRST, : group + 1], slots, cap, cap - target, hold, serve, min_tokens,
+            tries, b,
+        )  # fmt: skip
+        if found == SCARCE:
+            break
+        if found > 0:
+            end = _collect(b, _FIRST_NODE, group, found, copies, n)
+            _split(tokens_ER, b, group, copies, n, end, out)
+            n = end
+        m += 1
+        first_of[m] = n
+    return m, n
 
-    tokens_ER: int32. b: from `scratch_for`. out: int32 [R * slots + 1, R], zero before; copies: int64
-    [5, R * slots + 1]. hold, serve: what a copy costs, see `replicate`. row_slack: see `across`; copies are made also
-    to even out traffic across nodes, unless it is below 0.
-    """
-    num_standing = standing_CR.shape[0]
-    _loads(tokens_ER, b, num_nodes, group, hold, num_standing, row_slack >= 0)
-    target = np.int64(0)
-    for n in range(num_nodes):
-        target = max(target, (b[_NODE_LOAD, n] + group - 1) // group)
-    cap = target + np.int64((tolerance if group > SMALL_GROUP else 0.5 * tolerance) * target)
-    n = 0
-    if slots > 0:
+
+@kernel
+def balance_on_nodes(  # type: ignore[no-untyped-def]
+    tokens_MLER, layer, m, n, b, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
+    first_of, copies, standing_MCR, out,
+):  # fmt: skip
+    """The same on several nodes, with standing copies."""
+    num_standing = standing_MCR.shape[1]
+    while m < tokens_MLER.shape[0]:
+        tokens_ER = tokens_MLER[m, layer]
+        target, cap = _begin_nodes(tokens_ER, b, num_nodes, group, tolerance, hold, num_standing, row_slack >= 0)
+        end = n
         for node in range(num_nodes):
-            start = b[_FIRST_OF_NODE, node]
-            load = b[_INSTANCE_LOAD, start : b[_FIRST_OF_NODE, node + 1]]
+            load = b[_INSTANCE_LOAD, b[_FIRST_OF_NODE, node] : b[_FIRST_OF_NODE, node + 1]]
             first = b[_FIRST, node * (group + 1) : (node + 1) * (group + 1)]
-            for r in range(group):
-                b[BASE, r] = 0
-            for c in range(num_standing):
-                if b[_ST_NODE, c] == node and b[_SHARE, c] > 0:
-                    b[BASE, b[_ST_RANK, c] - node * group] += hold
+            _hold_standing(b, node, group, hold, num_standing)
             found = level_node(load, first, slots, cap, cap - target, hold, serve, min_tokens, tries, b)
-            for c in range(found):
-                i = start + b[ITEM, c]
-                e = b[_EXPERT_OF, i]
-                copy = b[_COPY_OF, i]
-                copies[EXPERT, n] = e
-                copies[TARGET, n] = node * group + b[RANK, c]
-                copies[ORIGIN, n] = b[_HOME, e] if copy < 0 else b[_ST_RANK, copy]
-                copies[QUOTA, n] = b[TOKENS, c]
-                copies[NODE, n] = node
-                if copy >= 0:
-                    b[_SHARE, copy] -= b[TOKENS, c]
-                n += 1
+            if found == SCARCE:
+                return m, n
+            end = _collect(b, node, group, found, copies, end)
+        n = _split_across(
+            tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, copies, n, end,
+            standing_MCR[m], out,
+        )  # fmt: skip
+        m += 1
+        first_of[m] = n
+    return m, n
+
+
+class FlashCopies(NamedTuple):
+    """Flash copies of the micro-batches of one layer."""
+
+    first_of_micro_batch: NDArray[np.int64]
+    """[M + 1] those of micro-batch m are first_of_micro_batch[m] to first_of_micro_batch[m + 1] - 1"""
+    copies: NDArray[np.int64]
+    """[5, F] rows EXPERT, TARGET, ORIGIN, QUOTA and NODE"""
+    tokens_FR: NDArray[np.int32]
+    """[F, R] tokens of each source that each serves"""
+
+
+class CopyCosts(NamedTuple):
+    """When a flash copy is made."""
+
+    tolerance: float
+    """imbalance accepted for fewer copies"""
+    hold: int = 0
+    """rows that a copy costs the rank that holds it"""
+    serve: int = 0
+    """rows that it costs the rank it comes from"""
+    min_tokens: int = 0
+    """rows by which it must lower the rank it comes from"""
+    tries: int = QUICK_TRIES
+    """orders in which exporters are served"""
+
+
+def balance_micro_batches(
+    tokens_MLER: NDArray[np.int32], layer: int, b: NDArray[np.int64], cluster: Cluster, slots: int, costs: CopyCosts,
+    row_slack: float, standing_MCR: NDArray[np.int32],
+) -> FlashCopies:  # fmt: skip
+    """Flash copies of every micro-batch of a layer; tokens that standing copies serve into standing_MCR, zero before.
+
+    b: from `scratch_for`. row_slack: see `across`; copies are made also to even out traffic across nodes, unless it is
+    below 0. One node has no standing copies.
+    """
+    num_micro_batches, num_ranks = len(tokens_MLER), cluster.num_ranks
+    most = num_micro_batches * num_ranks * slots + 1
+    first_of = np.zeros(num_micro_batches + 1, np.int64)
+    copies = np.empty((5, most), np.int64)
+    out = np.zeros((most, num_ranks), np.int32)
+    m = n = 0
+    while True:
+        if cluster.num_nodes == 1:
+            m, n = balance_on_node(tokens_MLER, layer, m, n, b, num_ranks, slots, *costs, first_of, copies, out)
+        else:
+            m, n = balance_on_nodes(
+                tokens_MLER, layer, m, n, b, cluster.num_nodes, cluster.ranks_per_node, slots, *costs, row_slack,
+                first_of, copies, standing_MCR, out,
+            )  # fmt: skip
+        if m == num_micro_batches:
+            return FlashCopies(first_of_micro_batch=first_of, copies=copies[:, :n], tokens_FR=out[:n])
+        n = _balance_scarce(tokens_MLER[m, layer], n, b, cluster, slots, costs, row_slack, copies, standing_MCR[m], out)
+        m += 1
+        first_of[m] = n
+
+
+def _balance_scarce(
+    tokens_ER: NDArray[np.int32], n: int, b: NDArray[np.int64], cluster: Cluster, slots: int, costs: CopyCosts,
+    row_slack: float, copies: NDArray[np.int64], standing_CR: NDArray[np.int32], out: NDArray[np.int32],
+) -> int:  # fmt: skip
+    """One micro-batch where the slots of a node do not suffice; returns the end of all copies."""
+    group, num_nodes, num_standing = cluster.ranks_per_node, cluster.num_nodes, len(standing_CR)
+    tolerance, hold, serve, min_tokens, tries = costs
     if num_nodes == 1:
-        _split(tokens_ER, b, group, n, copies, out)
-        return n
-    return _split_across(
-        tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, n, num_standing,
-        copies, standing_CR, out,
-    )  # fmt: skip
+        target, cap = _begin_node(tokens_ER, b, group, tolerance)
+    else:
+        target, cap = _begin_nodes(tokens_ER, b, num_nodes, group, tolerance, hold, num_standing, row_slack >= 0)
+    end = n
+    for node in range(num_nodes):
+        load = b[_INSTANCE_LOAD, b[_FIRST_OF_NODE, node] : b[_FIRST_OF_NODE, node + 1]]
+        first = b[_FIRST, node * (group + 1) : (node + 1) * (group + 1)]
+        _hold_standing(b, node, group, hold, num_standing)
+        found = level_scarce_node(load, first, slots, cap, cap - target, hold, serve, min_tokens, tries, b)
+        end = _collect(b, node, group, found, copies, end)
+    if num_nodes == 1:
+        _split(tokens_ER, b, group, copies, n, end, out)
+        return end
+    after: int = _split_across(
+        tokens_ER, b, group, slots, tolerance, hold, serve, min_tokens, row_slack, copies, n, end, standing_CR, out
+    )
+    return after
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -330,21 +477,18 @@ def balance(
         raise InputError(
             f"homes must be ranks 0 to {cluster.num_ranks - 1}, not {home_of_expert.min()} to {home_of_expert.max()}"
         )
-    scratch = scratch_for(cluster, home_of_expert, spare_slots)
     num_ranks = cluster.num_ranks
-    copies = np.zeros((5, num_ranks * spare_slots + 1), np.int64)
-    out = np.zeros((num_ranks * spare_slots + 1, num_ranks), np.int32)
-    n = balance_micro_batch(
-        tokens, scratch, cluster.num_nodes, cluster.ranks_per_node, spare_slots, tolerance, hold_rows, serve_rows,
-        min_tokens_per_copy, QUICK_TRIES, NO_EXCHANGE, copies, np.zeros((0, num_ranks), np.int32), out,
+    found = balance_micro_batches(
+        tokens[None, None], 0, scratch_for(cluster, home_of_expert, spare_slots), cluster, spare_slots,
+        CopyCosts(tolerance, hold_rows, serve_rows, min_tokens_per_copy), NO_EXCHANGE,
+        np.zeros((1, 0, num_ranks), np.int32),
     )  # fmt: skip
+    copies = found.copies
     rank_load = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
     rank_load = rank_load.astype(np.int64)
-    np.subtract.at(rank_load, copies[ORIGIN, :n], copies[QUOTA, :n])
-    np.add.at(rank_load, copies[TARGET, :n], copies[QUOTA, :n])
+    np.subtract.at(rank_load, copies[ORIGIN], copies[QUOTA])
+    np.add.at(rank_load, copies[TARGET], copies[QUOTA])
     return Balanced(
-        expert_of_copy=copies[EXPERT, :n].copy(),
-        rank_of_copy=copies[TARGET, :n].copy(),
-        tokens_FR=out[:n].copy(),
+        expert_of_copy=copies[EXPERT].copy(), rank_of_copy=copies[TARGET].copy(), tokens_FR=found.tokens_FR.copy(),
         rank_load=rank_load,
-    )
+    )  # fmt: skip

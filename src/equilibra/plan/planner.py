@@ -97,7 +97,7 @@ class StepProblem:
             raise InputError(
                 f"sequence {s} is of mini-batch {mini_batch_of_sequence[s]}, the given schedule has it in mini-batch "
                 f"{self.schedule.mini_batch_of_sequence[s]}: make the schedule of each mini-batch by itself, and join "
-                "them (equilibra.plan.mini_batches.joined)"
+                "them (equilibra.plan.pack.joined)"
             )
 
     @cached_property

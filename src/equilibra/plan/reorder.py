@@ -16,6 +16,8 @@ its vector width; the same seed gives the same homes.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -33,22 +35,13 @@ def quantized(time_BEM: NDArray[np.float64]) -> tuple[NDArray[np.int32], float]:
 
 
 @kernel
-def _random_below(state, n):  # type: ignore[no-untyped-def]
-    x = state[0]
-    x ^= x << np.uint64(13)
-    x ^= x >> np.uint64(7)
-    x ^= x << np.uint64(17)
-    state[0] = x
-    return np.int64((x >> np.uint64(33)) % np.uint64(n))
-
-
-@kernel
 def _swap(members, position, x_BM, time_BEM, p, i, q, j):  # type: ignore[no-untyped-def]
     """Exchange member i of bin p and member j of bin q."""
     a = members[p, i]
     b = members[q, j]
-    x_BM[p] += time_BEM[p, b] - time_BEM[p, a]
-    x_BM[q] += time_BEM[q, a] - time_BEM[q, b]
+    for m in range(x_BM.shape[1]):
+        x_BM[p, m] += time_BEM[p, b, m] - time_BEM[p, a, m]
+        x_BM[q, m] += time_BEM[q, a, m] - time_BEM[q, b, m]
     members[p, i] = b
     members[q, j] = a
     position[a] = q
@@ -68,10 +61,11 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
     for e in range(position.size):
         moves += position[e] != home0[e]
     quiet = 0  # pairs in a row without a swap that helps
-    p = 0
-    q = 1
+    p = np.int64(0)
+    q = np.int64(1)
     while quiet < num_pairs and budget > 0:
-        others[:] = 0
+        for m in range(num_micro_batches):
+            others[m] = 0
         for b in range(num_bins):
             if b != p and b != q:
                 for m in range(num_micro_batches):
@@ -86,8 +80,8 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                 without_p[i, m] = x_BM[p, m] - time_BEM[p, a, m]
                 without_q[i, m] = x_BM[q, m] - time_BEM[q, b, m]
         best = np.int64(0)
-        best_i = -1
-        best_j = -1
+        best_i = np.int64(-1)
+        best_j = np.int64(-1)
         best_away = np.int64(0)
         for i in range(size):
             a = members[p, i]
@@ -105,8 +99,8 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                     continue
                 if gain > best:
                     best = gain
-                    best_i = i
-                    best_j = j
+                    best_i = np.int64(i)
+                    best_j = np.int64(j)
                     best_away = away
         budget -= size * size
         if best_i >= 0:
@@ -120,8 +114,8 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                 p += 1
                 q = p + 1
                 if q >= num_bins:
-                    p = 0
-                    q = 1
+                    p = np.int64(0)
+                    q = np.int64(1)
     return budget
 
 
@@ -140,66 +134,59 @@ def _cost(x_BM, position, home0, price):  # type: ignore[no-untyped-def]
     return cost
 
 
-@kernel
-def reorder_bins(home0, base_BM, time_BEM, price, budget, seed, max_moves):  # type: ignore[no-untyped-def]
+def reorder_bins(
+    home0: NDArray[np.int64], base_BM: NDArray[np.int32], time_BEM: NDArray[np.int32], price: int, budget: int,
+    seed: int, max_moves: int,
+) -> tuple[NDArray[np.int64], int]:  # fmt: skip
     """Homes [E] (bins) and their cost; home0 must have equally many experts in every bin.
 
     base_BM: time of each bin that does not depend on homes. price: of an expert away from home0, in the same units.
     budget: swaps to weigh. max_moves: at most so many experts may leave (a migration budget), -1 for any number.
     """
-    num_bins = base_BM.shape[0]
+    num_bins = len(base_BM)
     size = home0.size // num_bins
-    members = np.empty((num_bins, size), np.int64)
-    filled = np.zeros(num_bins, np.int64)
+    members = np.argsort(home0, kind="stable").reshape(num_bins, size)
     x_BM = base_BM.copy()
-    for e in range(home0.size):
-        b = home0[e]
-        members[b, filled[b]] = e
-        filled[b] += 1
-        x_BM[b] += time_BEM[b, e]
+    np.add.at(x_BM, home0, time_BEM[home0, np.arange(home0.size)])
     position = home0.copy()
-    best = position.copy()
-    best_cost = _cost(x_BM, position, home0, price)
+    best, best_cost = position.copy(), int(_cost(x_BM, position, home0, price))
     if num_bins == 1:
         return best, best_cost
-    state = np.empty(1, np.uint64)
-    state[0] = np.uint64(seed) * np.uint64(2) + np.uint64(0x9E3779B97F4A7C15)
-    now_members = members.copy()
-    now_x = x_BM.copy()
-    now_position = position.copy()
-    now_cost = best_cost
+    below = _random_numbers(seed)
+    state: list[NDArray[np.integer]] = [members, x_BM, position]
+    kept, kept_cost = [array.copy() for array in state], best_cost
     first = True
     while budget > 0:
-        if not first:
-            for _ in range(2 + _random_below(state, 3)):
-                p = _random_below(state, num_bins)
-                q = (p + 1 + _random_below(state, num_bins - 1)) % num_bins
-                _swap(
-                    members,
-                    position,
-                    x_BM,
-                    time_BEM,
-                    p,
-                    _random_below(state, size),
-                    q,
-                    _random_below(state, size),
-                )
-        budget = _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
-        cost = _cost(x_BM, position, home0, price)
-        moves = 0
-        for e in range(home0.size):
-            moves += position[e] != home0[e]
-        if (max_moves < 0 or moves <= max_moves) and cost <= now_cost:
-            now_cost = cost
-            now_members[:] = members
-            now_x[:] = x_BM
-            now_position[:] = position
-            if cost < best_cost:
-                best_cost = cost
-                best[:] = position
-        else:
-            members[:] = now_members
-            x_BM[:] = now_x
-            position[:] = now_position
+        for _ in range(0 if first else 2 + below(3)):
+            p = below(num_bins)
+            q = (p + 1 + below(num_bins - 1)) % num_bins
+            _swap(members, position, x_BM, time_BEM, p, below(size), q, below(size))
         first = False
+        budget = _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
+        cost = int(_cost(x_BM, position, home0, price))
+        moves = np.count_nonzero(position != home0)
+        found = (max_moves < 0 or moves <= max_moves) and cost <= kept_cost
+        for now, before in zip(state, kept, strict=True):
+            if found:
+                before[:] = now
+            else:
+                now[:] = before
+        if found:
+            kept_cost = cost
+            if cost < best_cost:
+                best, best_cost = position.copy(), cost
     return best, best_cost
+
+
+def _random_numbers(seed: int) -> Callable[[int], int]:
+    """below(n): the next whole number below n of a xorshift generator."""
+    state = (2 * seed + 0x9E3779B97F4A7C15) % 2**64
+
+    def below(n: int) -> int:
+        nonlocal state
+        state ^= (state << 13) % 2**64
+        state ^= state >> 7
+        state ^= (state << 17) % 2**64
+        return (state >> 33) % n
+
+    return below

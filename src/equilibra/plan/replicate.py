@@ -27,13 +27,18 @@ min_tokens and a 500th or a copy's price over G; the same input gives the same c
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 from equilibra.plan.level import level_nodes
 from equilibra.plan.stand import choose_standing_copies
 
-__all__ = ["BASE", "ITEM", "NUM_ROWS", "RANK", "TOKENS", "level_node"]
+__all__ = ["BASE", "ITEM", "NUM_ROWS", "RANK", "SCARCE", "TOKENS", "level_node", "level_scarce_node"]
+
+Ints = NDArray[np.int64]
 
 # Rows of the int64 workspace, each at least max(I, G * (S + 1)) + 2 long: one array keeps the calls cheap.
 ITEM, RANK, TOKENS = 0, 1, 2  # the result
@@ -43,13 +48,17 @@ _ORDER, _EXCESS0, _EXCESS = 8, 9, 10  # exporters
 _ROOM0, _ROOM = 11, 12  # receivers, in falling order of room
 _USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the exporter at hand
 BASE = 15  # what each rank has to do besides its rows, before any flash copy, in rows
-NUM_ROWS = 16
+_KEPT_ITEM, _KEPT_RANK, _KEPT_TOKENS = 16, 17, 18  # a result put aside
+NUM_ROWS = 19
+SCARCE = -1  # instead of a number of copies: slots do not suffice for the cap
 _SEARCHED = 32  # ranks up to which a search takes about a millisecond
 _RANK_BITS = 16
 _RANKS = 1 << _RANK_BITS
 _SEED = 0x2545F4914F6CDD1D
 _FINE = 500  # part of the cap to which one that prices raise is found
 _NEVER = 1 << 40  # copies where no number is enough
+# Numbers of this type: numba compiles a function once more for every literal that it is called with.
+_NOTHING, _NO_CHAIN = np.int64(0), np.int64(0)
 
 
 @inlined
@@ -278,93 +287,20 @@ def _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most, c
 
 
 @kernel
-def _best_effort(load, first, w, slots, cap, highest, hold, serve, min_tokens, state):  # type: ignore[no-untyped-def]
-    """Slots are scarce: chains at the cap, then the smallest cap that works, to a two-thousandth of the load."""
-    most = (first.size - 1) * slots
-    best = 0
-    low = cap
-    high = highest
-    price = hold + serve
-    probe = min(cap + ((price + 1) >> 1), highest)
-    while True:
-        found = -1
-        for chain in (0, 20, 50, 85):
-            found = _attempt(load, first, w, slots, probe, hold, serve, min_tokens, 24, most, chain, state)
-            if found >= 0:
-                break
-        if found >= 0:
-            best = found
-            high = probe
-        else:
-            low = probe
-        if high - low <= 1 or (high - low) * (_FINE if price > 0 else 2000) <= cap:
-            break
-        probe = (low + high) >> 1
-    if high > cap + price and first.size - 1 <= _SEARCHED:
-        best = _search(load, first, w, slots, cap, high, hold, serve, min_tokens, best)
-    return best
-
-
-@kernel
-def _search(load, first, w, slots, cap, reached, hold, serve, min_tokens, best):  # type: ignore[no-untyped-def]
-    """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`.
-
-    It chooses by rows, a copy must gain what it costs; the split over its copies counts prices.
-    """
-    num_ranks = first.size - 1
-    rank_of_item = np.empty(load.size, np.int64)
-    rank_load = np.zeros(num_ranks, np.int64)
-    for r in range(num_ranks):
-        rank_of_item[first[r] : first[r + 1]] = r
-        rank_load[r] = w[_LOAD, r]
-    item = np.zeros(num_ranks * slots + 1, np.int64)
-    rank = np.zeros(num_ranks * slots + 1, np.int64)
-    share = np.zeros(num_ranks * slots + 1, np.int64)
-    price = hold + serve
-    enough = cap if price == 0 else rank_load.sum() // num_ranks
-    n, _ = choose_standing_copies(
-        load.reshape(-1, 1), rank_of_item, num_ranks, slots, 1 + price // num_ranks, enough, 4, item, rank
-    )
-    for c in range(n):
-        rank_load[rank_of_item[item[c]]] += serve
-        rank_load[rank[c]] += hold
-    level_nodes(rank_load, share, load, item, rank, rank_of_item, n)
-    for c in range(n):
-        if share[c] < min_tokens + serve:  # not worth a copy: back home
-            rank_load[rank_of_item[item[c]]] += share[c] - serve
-            rank_load[rank[c]] -= share[c] + hold
-            share[c] = 0
-    if rank_load.max() >= reached:
-        return best
-    best = 0
-    for c in range(n):
-        if share[c] > 0:
-            w[ITEM, best] = item[c]
-            w[RANK, best] = rank[c]
-            w[TOKENS, best] = share[c]
-            best += 1
-    return best
-
-
-@inlined
-def _risen(cap, level, n, price, num_ranks):  # type: ignore[no-untyped-def]
-    """The cap for n copies: what they cost is on some rank too."""
-    return max(cap, level + (n * price + num_ranks - 1) // num_ranks)
-
-
-@kernel
-def _fewest(w, num_ranks, slots, cap, level, hold, serve, min_tokens):  # type: ignore[no-untyped-def]
-    """The fewest copies whose number may be enough at the cap that as many copies raise, by halving."""
+def _risen_cap(w, num_ranks, slots, cap, level, hold, serve, min_tokens):  # type: ignore[no-untyped-def]
+    """The cap that the fewest copies raise whose number may be enough there, by halving; what they cost counts too."""
     low = np.int64(0)
     high = np.int64(num_ranks * slots)
+    price = hold + serve
     while low < high:
         n = (low + high) >> 1
-        _, _, fewest = _sides(w, num_ranks, _risen(cap, level, n, hold + serve, num_ranks), hold, serve, min_tokens)
+        risen = max(cap, level + (n * price + num_ranks - 1) // num_ranks)
+        _, _, fewest = _sides(w, num_ranks, risen, hold, serve, min_tokens)
         if fewest <= n:
             high = n
         else:
             low = n + 1
-    return high
+    return max(cap, level + (high * price + num_ranks - 1) // num_ranks)
 
 
 @inlined
@@ -380,28 +316,28 @@ def _slowest(first, w, n, hold, serve):  # type: ignore[no-untyped-def]
     for r in range(num_ranks):
         w[_EXCESS, r] = w[_LOAD, r]
     for c in range(n):
-        origin = np.searchsorted(first, w[ITEM, c], side="right") - 1
+        origin = 0
+        while first[origin + 1] <= w[ITEM, c]:
+            origin += 1
         w[_EXCESS, origin] += serve - w[TOKENS, c]
         w[_EXCESS, w[RANK, c]] += hold + w[TOKENS, c]
-    return w[_EXCESS, :num_ranks].max()
+    slowest = np.int64(0)
+    for r in range(num_ranks):
+        slowest = max(slowest, w[_EXCESS, r])
+    return slowest
 
 
 @kernel
-def _free(load, first, w, slots, cap, highest, min_tokens, tries, state):  # type: ignore[no-untyped-def]
-    """Copies that cost nothing; returns their number."""
-    n = _attempt(load, first, w, slots, cap, 0, 0, min_tokens, tries, (first.size - 1) * slots, 0, state)
-    if n < 0:
-        n = _best_effort(load, first, w, slots, cap, highest, 0, 0, min_tokens, state)
-    return n
-
-
-@kernel
-def _rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  # type: ignore[no-untyped-def]
-    """Rooms do not fit excesses at the cap: a small one above it that works, or -1.
+def _attempt_or_rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  # type: ignore[no-untyped-def]
+    """Copies at the cap; where rooms do not fit excesses, at a small one above it that works, or -1.
 
     It is raised by the price of one copy more, two, four and so on up to one for every second rank, then halved.
     """
     num_ranks = first.size - 1
+    most_copies = num_ranks * slots
+    found = _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most_copies, _NO_CHAIN, state)
+    if found >= 0:
+        return found
     low = cap
     high = cap
     price = hold + serve
@@ -410,7 +346,9 @@ def _rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  #
     best = -1
     probe = min(cap + price // num_ranks + 1, most)
     while True:
-        found = _attempt(load, first, w, slots, probe, hold, serve, min_tokens, tries, num_ranks * slots, 0, state)
+        found = _attempt(
+            load, first, w, slots, probe, hold, serve, min_tokens, tries, num_ranks * slots, _NO_CHAIN, state
+        )
         if found >= 0:
             best = found
             high = probe
@@ -422,14 +360,8 @@ def _rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  #
 
 
 @kernel
-def level_node(load, first, slots, cap, slack, hold, serve, min_tokens, tries, w):  # type: ignore[no-untyped-def]
-    """Copies that bring every rank of one node to the cap; returns their number.
-
-    load [I] of the instances in the order of their ranks: rank r has instances first[r] to first[r + 1] - 1.
-    hold, serve: what a copy costs the rank that holds it and the one it comes from, in rows. slack: how far above the
-    level that copies of this price leave the cap may be. min_tokens: rows by which a copy must lower its exporter.
-    Row BASE of the workspace w is read. The copies are in its rows ITEM, RANK and TOKENS.
-    """
+def _begin(load, first, w):  # type: ignore[no-untyped-def]
+    """Load and largest instance of every rank; returns (mean load, highest load)."""
     num_ranks = first.size - 1
     total = np.int64(0)
     highest = np.int64(0)
@@ -444,29 +376,165 @@ def level_node(load, first, slots, cap, slack, hold, serve, min_tokens, tries, w
         w[_TOP, r] = top
         total += rank_load
         highest = max(highest, rank_load)
-    mean = (total + num_ranks - 1) // num_ranks
+    return (total + num_ranks - 1) // num_ranks, highest
+
+
+@inlined
+def _new_state():  # type: ignore[no-untyped-def]
+    """Of the random generator: the same for every node, layer and micro-batch."""
+    state = np.empty(1, np.uint64)
+    state[0] = np.uint64(_SEED)
+    return state
+
+
+@kernel
+def level_node(load, first, slots, cap, slack, hold, serve, min_tokens, tries, w):  # type: ignore[no-untyped-def]
+    """Copies that bring every rank of one node to the cap; returns their number, or SCARCE if slots do not suffice.
+
+    load [I] of the instances in the order of their ranks: rank r has instances first[r] to first[r + 1] - 1.
+    hold, serve: what a copy costs the rank that holds it and the one it comes from, in rows. slack: how far above the
+    level that copies of this price leave the cap may be. min_tokens: rows by which a copy must lower its exporter.
+    Row BASE of the workspace w is read. The copies are in its rows ITEM, RANK and TOKENS.
+    """
+    num_ranks = first.size - 1
+    mean, highest = _begin(load, first, w)
     cap = max(cap, mean)
     min_tokens = max(min_tokens, 1)
     if highest < cap + min_tokens or slots == 0 or num_ranks == 1:
-        return 0
-    state = np.empty(1, np.uint64)
-    state[0] = np.uint64(_SEED)
+        return np.int64(0)
+    state = _new_state()
+    most = num_ranks * slots
     if hold + serve == 0:
-        return _free(load, first, w, slots, cap, highest, min_tokens, tries, state)
-    level = mean + slack
-    copies = _fewest(w, num_ranks, slots, cap, level, hold, serve, min_tokens)
-    risen = _risen(cap, level, copies, hold + serve, num_ranks)
-    n = _attempt(load, first, w, slots, risen, hold, serve, min_tokens, tries, num_ranks * slots, 0, state)
-    if n >= 0:
-        return n
-    n = _rise(load, first, w, slots, risen, hold, serve, min_tokens, tries, state)
+        return _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most, _NO_CHAIN, state)
+    risen = _risen_cap(w, num_ranks, slots, cap, mean + slack, hold, serve, min_tokens)
+    n = _attempt_or_rise(load, first, w, slots, risen, hold, serve, min_tokens, tries, state)
     if n < 0:
-        n = _best_effort(load, first, w, slots, risen, highest, hold, serve, min_tokens, state)
+        return n
     reached = _slowest(first, w, n, hold, serve)
-    if reached >= risen + min_tokens + _fine(risen, hold + serve, num_ranks):
+    if reached < risen + min_tokens + _fine(risen, hold + serve, num_ranks):
+        return n
+    _keep(w, n)
+    free = _attempt(load, first, w, slots, cap, _NOTHING, _NOTHING, min_tokens, tries, most, _NO_CHAIN, state)
+    if free < 0 or _slowest(first, w, free, hold, serve) < reached:
+        return free
+    _bring_back(w, n)
+    return n
+
+
+@kernel
+def _keep(w, n):  # type: ignore[no-untyped-def]
+    """Put the n copies of the result aside."""
+    for c in range(n):
+        w[_KEPT_ITEM, c], w[_KEPT_RANK, c], w[_KEPT_TOKENS, c] = w[ITEM, c], w[RANK, c], w[TOKENS, c]
+
+
+@kernel
+def _bring_back(w, n):  # type: ignore[no-untyped-def]
+    """The n copies that were put aside are the result."""
+    for c in range(n):
+        w[ITEM, c], w[RANK, c], w[TOKENS, c] = w[_KEPT_ITEM, c], w[_KEPT_RANK, c], w[_KEPT_TOKENS, c]
+
+
+# --- where slots do not suffice: Python over the kernels, as it takes a millisecond and would take long to compile ---
+
+
+def level_scarce_node(
+    load: Ints, first: Ints, slots: int, cap: int, slack: int, hold: int, serve: int, min_tokens: int, tries: int,
+    w: Ints,
+) -> int:  # fmt: skip
+    """`level_node` where slots do not suffice: the slowest rank comes down as far as a plan is found."""
+    num_ranks, min_tokens = first.size - 1, max(min_tokens, 1)
+    mean, highest = _begin(load, first, w)
+    cap = max(cap, mean)
+    if highest < cap + min_tokens or slots == 0 or num_ranks == 1:
+        return 0
+    node = _ScarceNode(
+        load=load, first=first, slots=slots, highest=highest, min_tokens=min_tokens, tries=tries, w=w,
+        state=np.array([_SEED], np.uint64),
+    )  # fmt: skip
+    if hold + serve == 0:
+        return node.free(cap)
+    risen = _risen_cap(w, num_ranks, slots, cap, mean + slack, hold, serve, min_tokens)
+    n: int = _attempt_or_rise(load, first, w, slots, risen, hold, serve, min_tokens, tries, node.state)
+    if n < 0:
+        n = node.best_effort(risen, hold, serve)
+    reached = _slowest(first, w, n, hold, serve)
+    if reached >= risen + min_tokens + max((hold + serve) // num_ranks + 1, risen // _FINE):
         kept = w[: TOKENS + 1, :n].copy()
-        free = _free(load, first, w, slots, cap, highest, min_tokens, tries, state)
+        free = node.free(cap)
         if _slowest(first, w, free, hold, serve) < reached:
             return free
         w[: TOKENS + 1, :n] = kept
     return n
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _ScarceNode:
+    """One node; its methods leave copies in rows ITEM, RANK and TOKENS of w and return their number."""
+
+    load: Ints
+    first: Ints
+    slots: int
+    highest: int
+    """load of the fullest rank without copies"""
+    min_tokens: int
+    tries: int
+    w: Ints
+    state: NDArray[np.uint64]
+
+    def free(self, cap: int) -> int:
+        """Copies that cost nothing."""
+        n = self._attempt(cap, 0, 0, self.tries, 0)
+        return n if n >= 0 else self.best_effort(cap, 0, 0)
+
+    def best_effort(self, cap: int, hold: int, serve: int) -> int:
+        """Chains at the cap, then the smallest cap that works, to a two-thousandth of the load."""
+        best, low, high, price = 0, cap, self.highest, hold + serve
+        probe = min(cap + (price + 1) // 2, high)
+        while True:
+            tried = (self._attempt(probe, hold, serve, 24, chain) for chain in (0, 20, 50, 85))
+            found = next((n for n in tried if n >= 0), -1)
+            if found >= 0:
+                best, high = found, probe
+            else:
+                low = probe
+            if high - low <= 1 or (high - low) * (_FINE if price > 0 else 2000) <= cap:
+                break
+            probe = (low + high) // 2
+        if high > cap + price and self.first.size - 1 <= _SEARCHED:
+            best = self._search(cap, high, hold, serve, best)
+        return best
+
+    def _attempt(self, cap: int, hold: int, serve: int, tries: int, chain: int) -> int:
+        most = (self.first.size - 1) * self.slots
+        n: int = _attempt(
+            self.load, self.first, self.w, self.slots, cap, hold, serve, self.min_tokens, tries, most, chain, self.state
+        )
+        return n
+
+    def _search(self, cap: int, reached: int, hold: int, serve: int, best: int) -> int:
+        """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`.
+
+        It chooses by rows, a copy must gain what it costs; the split over its copies counts prices.
+        """
+        num_ranks, price, load = self.first.size - 1, hold + serve, self.load
+        rank_of_item = np.repeat(np.arange(num_ranks), np.diff(self.first))
+        rank_load = self.w[_LOAD, :num_ranks].copy()
+        item, rank, share = (np.zeros(num_ranks * self.slots + 1, np.int64) for _ in range(3))
+        enough = cap if price == 0 else int(rank_load.sum()) // num_ranks
+        n, _ = choose_standing_copies(
+            load.reshape(-1, 1), rank_of_item, num_ranks, self.slots, 1 + price // num_ranks, enough, 4, item, rank
+        )
+        np.add.at(rank_load, rank_of_item[item[:n]], serve)
+        np.add.at(rank_load, rank[:n], hold)
+        level_nodes(rank_load, share, load, item, rank, rank_of_item, n)
+        for c in np.flatnonzero(share[:n] < self.min_tokens + serve):  # not worth a copy: back home
+            rank_load[rank_of_item[item[c]]] += share[c] - serve
+            rank_load[rank[c]] -= share[c] + hold
+            share[c] = 0
+        if rank_load.max() >= reached:
+            return best
+        used = np.flatnonzero(share[:n])
+        for row, values in ((ITEM, item), (RANK, rank), (TOKENS, share)):
+            self.w[row, : used.size] = values[used]
+        return int(used.size)

@@ -75,7 +75,8 @@ def _swap_alike(skew_SD, lengths, cost, order, cell_of_sequence, num_micro_batch
         c = cell_of_sequence[s]
         used[c] += lengths[s]
         spent[c] += cost[s]
-        skew_MD[c // num_ranks] += skew_SD[s]
+        for d in range(width):
+            skew_MD[c // num_ranks, d] += skew_SD[s, d]
     for c in range(spent.size):
         slowest[c // num_ranks] = max(slowest[c // num_ranks], spent[c])
     for _ in range(_SWEEPS):
@@ -113,9 +114,9 @@ def _swap_alike(skew_SD, lengths, cost, order, cell_of_sequence, num_micro_batch
                 spent[cj] -= cost[j] - cost[i]
                 cell_of_sequence[i] = cj
                 cell_of_sequence[j] = ci
-                moved_D = skew_SD[j] - skew_SD[i]
-                skew_MD[a] += moved_D
-                skew_MD[b] -= moved_D
+                for d in range(width):
+                    skew_MD[a, d] += skew_SD[j, d] - skew_SD[i, d]
+                    skew_MD[b, d] -= skew_SD[j, d] - skew_SD[i, d]
                 swaps += 1
         if swaps == 0:
             break

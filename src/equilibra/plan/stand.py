@@ -25,6 +25,7 @@ __all__ = ["choose_standing_copies"]
 
 _LARGEST = 1 << 27
 _WIDE = 10_000  # experts times nodes times micro-batches up to which more candidates are tried
+_ONE = np.int64(1)
 _EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges take milliseconds
 
 
@@ -47,8 +48,12 @@ def _best_candidates(  # type: ignore[no-untyped-def]
     num_nodes = x_NM.shape[0]
     at_home = np.empty(num_micro_batches, np.int64)
     taken = np.zeros(num_nodes, np.bool_)
+    highest = np.int64(0)
+    for n in range(num_nodes):
+        for m in range(num_micro_batches):
+            highest = max(highest, x_NM[n, m])
     shift = 0  # keeps the squares of huge loads within 64 bits
-    while x_NM.max() >> shift >= _LARGEST:
+    while highest >> shift >= _LARGEST:
         shift += 1
     most_NN = np.zeros((num_nodes, num_nodes), np.int64)  # what a copy could gain at most, were its expert large enough
     for h in range(num_nodes):
@@ -59,12 +64,15 @@ def _best_candidates(  # type: ignore[no-untyped-def]
     found = 0
     for e in range(num_experts):
         home = home_node[e]
-        taken[:] = False
-        at_home[:] = load_EM[e]
+        for n in range(num_nodes):
+            taken[n] = False
+        for m in range(num_micro_batches):
+            at_home[m] = load_EM[e, m]
         for c in range(num_copies):
             if copy_expert[c] == e:
                 taken[copy_node[c]] = True
-                at_home -= share_CM[c]
+                for m in range(num_micro_batches):
+                    at_home[m] -= share_CM[c, m]
         for n in range(num_nodes):
             if n == home or free[n] <= 0 or taken[n]:
                 continue
@@ -112,6 +120,38 @@ def _remove(copy_expert, copy_node, num_copies, k):  # type: ignore[no-untyped-d
 
 
 @kernel
+def _add(to, i, rows, k, times):  # type: ignore[no-untyped-def]
+    """to[i] += times * rows[k]; loops compile in a fraction of the time that array expressions take."""
+    for m in range(to.shape[1]):
+        to[i, m] += times * rows[k, m]
+
+
+@kernel
+def _copy(rows, to):  # type: ignore[no-untyped-def]
+    """to[:] = rows."""
+    for i in range(rows.shape[0]):
+        for m in range(rows.shape[1]):
+            to[i, m] = rows[i, m]
+
+
+@kernel
+def _by_use(share_CM, n, copy_expert, copy_node):  # type: ignore[no-untyped-def]
+    """[n, 3] (tokens, expert, node) of every copy, the least used first."""
+    table = np.empty((n, 3), np.int64)
+    for c in range(n):
+        used = np.int64(0)
+        for m in range(share_CM.shape[1]):
+            used += share_CM[c, m]
+        k = c
+        while k > 0 and table[k - 1, 0] > used:
+            for i in range(3):
+                table[k, i] = table[k - 1, i]
+            k -= 1
+        table[k, 0], table[k, 1], table[k, 2] = used, copy_expert[c], copy_node[c]
+    return table
+
+
+@kernel
 def choose_standing_copies(  # type: ignore[no-untyped-def]
     load_EM, home_node, num_nodes, slots, price, good_enough, rounds, copy_expert, copy_node
 ):
@@ -123,8 +163,8 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     num_experts, num_micro_batches = load_EM.shape
     base_NM = np.zeros((num_nodes, num_micro_batches), np.int64)
     for e in range(num_experts):
-        base_NM[home_node[e]] += load_EM[e]
-    x_NM = base_NM.copy()
+        _add(base_NM, home_node[e], load_EM, e, _ONE)
+    x_NM = np.empty((num_nodes, num_micro_batches), np.int64)
     most = num_nodes * slots
     share_CM = np.zeros((most + 1, num_micro_batches), np.int64)
     free = np.full(num_nodes, slots, np.int64)
@@ -132,7 +172,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     best_expert = np.zeros(width, np.int64)
     best_node = np.zeros(width, np.int64)
     best_gain = np.zeros(width, np.int64)
-    n = 0
+    n = np.int64(0)
     cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
     cost_without = cost
     while n < most and cost > good_enough:
@@ -152,9 +192,10 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         if found == 0:
             break
         at = _insert(copy_expert, copy_node, n, best_expert[0], best_node[0])
-        for c in range(n, at, -1):
-            share_CM[c] = share_CM[c - 1]
-        share_CM[at] = 0
+        for m in range(num_micro_batches):
+            for c in range(n, at, -1):
+                share_CM[c, m] = share_CM[c - 1, m]
+            share_CM[at, m] = 0
         free[best_node[0]] -= 1
         n += 1
         cost = level_on(load_EM, home_node, copy_expert, copy_node, n, x_NM, share_CM)
@@ -191,30 +232,30 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         if before - cost <= max(price, before >> 12):
             break
     # Drop what does not pay, the least used first: each copy is tried once.
-    used_C = np.zeros(n, np.int64)
     cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
-    for c in range(n):
-        used_C[c] = share_CM[c].sum()
-    tried_expert = copy_expert[:n].copy()
-    tried_node = copy_node[:n].copy()
-    for c in np.argsort(used_C):
-        k = 0
-        while copy_expert[k] != tried_expert[c] or copy_node[k] != tried_node[c]:
-            k += 1
-        x_before = x_NM.copy()
-        share_before = share_CM.copy()
-        x_NM[home_node[tried_expert[c]]] += share_CM[k]
-        x_NM[tried_node[c]] -= share_CM[k]
-        share_CM[k : n - 1] = share_before[k + 1 : n]
-        _remove(copy_expert, copy_node, n, k)
+    tried = _by_use(share_CM, n, copy_expert, copy_node)
+    x_before, share_before = np.empty_like(x_NM), np.empty_like(share_CM)
+    for c in range(len(tried)):
+        expert, node = tried[c, 1], tried[c, 2]
+        at = np.int64(0)
+        while copy_expert[at] != expert or copy_node[at] != node:
+            at += 1
+        _copy(x_NM, x_before)
+        _copy(share_CM, share_before)
+        _add(x_NM, home_node[expert], share_CM, at, _ONE)
+        _add(x_NM, node, share_CM, at, -_ONE)
+        for m in range(num_micro_batches):
+            for i in range(at, n - 1):
+                share_CM[i, m] = share_before[i + 1, m]
+        _remove(copy_expert, copy_node, n, at)
         without = level_on(load_EM, home_node, copy_expert, copy_node, n - 1, x_NM, share_CM)
         if without - cost < max(price, 1) or without <= good_enough:
             n -= 1
             cost = without
         else:
-            _insert(copy_expert, copy_node, n - 1, tried_expert[c], tried_node[c])
-            x_NM[:] = x_before
-            share_CM[:] = share_before
+            _insert(copy_expert, copy_node, n - 1, expert, node)
+            _copy(x_before, x_NM)
+            _copy(share_before, share_CM)
     cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
     if cost + n * price > cost_without:  # two copies that only help together may cost more than they gain
         return 0, cost_without

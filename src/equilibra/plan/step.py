@@ -26,8 +26,7 @@ from equilibra.plan import bounds
 from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
 from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
 from equilibra.plan.micro_batch import NO_EXCHANGE
-from equilibra.plan.mini_batches import joined
-from equilibra.plan.pack import check_budget, pack
+from equilibra.plan.pack import check_budget, joined, pack
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.relevel import relevel
 

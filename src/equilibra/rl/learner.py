@@ -13,9 +13,11 @@ A sample stays with the rank that rolled it out; the plan says which rank runs i
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from math import isfinite
 from typing import Protocol
 
 import numpy as np
@@ -23,21 +25,116 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from equilibra.core.errors import NonFiniteError
 from equilibra.core.plan import Stage
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer
-from equilibra.execute.steps.gradients import clip_gradients
+from equilibra.execute.steps.gradients import clip_gradients, nonfinite_gradients
 from equilibra.execute.steps.step import Step
-from equilibra.rl.padded import Padded, padded
 from equilibra.rl.sample import Sample
-from equilibra.rl.skipped import Skipped
 from equilibra.rl.vocabulary import chunk_of, token_logprobs
 from equilibra.trace.routing import RoutingTrace, narrow_ids
 
-__all__ = ["Batch", "Language", "Learner", "Loss", "LossSums", "Predictions", "routing_of", "total_over"]
+__all__ = [
+    "Batch",
+    "Language",
+    "Learner",
+    "Loss",
+    "LossSums",
+    "Padded",
+    "Predictions",
+    "Skipped",
+    "padded",
+    "routing_of",
+    "total_over",
+]
+
+# Sequences of a micro-batch as a rectangle of tokens, and where in it the answers are predicted.
+#
+# Symbols: B sequences, T tokens of the longest, N answer tokens.
+#
+# The last token of a sequence is no input: only a target. So all inputs have recorded routing.
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """Inputs and targets; padding is behind the tokens. Without sequences it is one padding token."""
+
+    tokens_BT: Tensor
+    """inputs"""
+    mask_BT: Tensor
+    """1 for tokens, 0 for padding"""
+    rows: Tensor
+    """places of all inputs in the flattened rectangle, sequence by sequence"""
+    predicting: Tensor
+    """[N] places whose next token is one of an answer"""
+    targets: Tensor
+    """[N] those next tokens"""
+    sequence: Tensor
+    """[N] which sequence they belong to"""
+
+
+def padded(sequences: Sequence[tuple[Tensor, int]], pad: int, device: torch.device) -> Padded:
+    """Of (tokens, how many of them are the prompt) of each sequence."""
+    longest = max((len(tokens) - 1 for tokens, _ in sequences), default=1)
+    tokens_BT = torch.full((max(len(sequences), 1), longest), pad)
+    mask_BT = torch.zeros_like(tokens_BT)
+    if not sequences:
+        mask_BT[:] = 1  # attention needs something to look at; no row of it goes to experts or into the loss
+    rows, predicting, targets, sequence = [], [], [], []
+    for number, (tokens, prompt) in enumerate(sequences):
+        first, size = number * longest, len(tokens) - 1
+        tokens_BT[number, :size] = tokens[:-1]
+        mask_BT[number, :size] = 1
+        rows.append(torch.arange(first, first + size))
+        predicting.append(torch.arange(first + prompt - 1, first + size))
+        targets.append(tokens[prompt:])
+        sequence.append(torch.full((size - prompt + 1,), number))
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.long), *parts]).to(device)
+
+    return Padded(
+        tokens_BT=tokens_BT.to(device), mask_BT=mask_BT.to(device), rows=joined(rows), predicting=joined(predicting),
+        targets=joined(targets), sequence=joined(sequence),
+    )  # fmt: skip
+
+
+# Optimizer steps that are skipped because a gradient is NaN or infinite, and when that ends the run.
+#
+# One bad batch should not end a run, and must not reach the weights: the step is skipped on all ranks and counted.
+# Several in a row are no accident: the run ends with an error that names the parameters, and its checkpoints stay.
+
+
+LOG = logging.getLogger(__name__)
+
+
+class Skipped:
+    """Counts skipped steps of one learner; every rank counts the same."""
+
+    def __init__(self, limit: int = 3) -> None:
+        """limit: steps in a row that may be skipped."""
+        self.limit, self.in_a_row = limit, 0
+
+    def skips(self, norm: float, module: nn.Module, runtime: Runtime) -> bool:
+        """Collective: whether the step with a gradient of this norm, the same on all ranks, must be skipped."""
+        if isfinite(norm):
+            self.in_a_row = 0
+            return False
+        self.in_a_row += 1
+        found = f"the norm of the gradient is {norm}, not finite in {'; '.join(nonfinite_gradients(module, runtime))}"
+        if self.in_a_row > self.limit:
+            raise NonFiniteError(
+                f"{found}: {self.in_a_row} optimizer steps in a row, optimizer.max_skipped_steps is {self.limit}. No "
+                "weight was changed by them; look at rewards and loss, lower the learning rate, and resume from the "
+                "last checkpoint"
+            )
+        LOG.warning("an optimizer step was skipped: %s", found)
+        return True
+
 
 NOTHING = -1
 """in place of a sequence: the numbers of no token"""

@@ -9,8 +9,8 @@ from pathlib import Path
 from torch import Tensor
 
 from equilibra.execute.group import ExpertGroup
-from equilibra.rl.clock import Clock
 from equilibra.rl.learner import total_over
+from equilibra.rl.observe import Clock
 from equilibra.rl.recording import ModelShape, load_rollout, save_rollout
 from equilibra.rl.rollout import Rollout
 from equilibra.rl.sample import Sample

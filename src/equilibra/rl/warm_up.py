@@ -15,9 +15,8 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
-from equilibra.rl.learner import Language, total_over
+from equilibra.rl.learner import Language, padded, total_over
 from equilibra.rl.observe import Observer
-from equilibra.rl.padded import padded
 from equilibra.rl.rollout import Words, share_of_rank
 from equilibra.rl.tasks.task import Task
 

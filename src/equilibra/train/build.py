@@ -21,9 +21,8 @@ from equilibra.execute.steps.masters import float32_masters, masters_or_paramete
 from equilibra.integrations.hf import ModelFolder, ShardedModel, Text, build_model, open_model_folder, text_of
 from equilibra.integrations.reasoning_gym import reasoning_gym_task
 from equilibra.rl.algorithms.algorithm import Algorithm, algorithm_named
-from equilibra.rl.learner import Learner
+from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.rollout import Rollout, RolloutSetting
-from equilibra.rl.skipped import Skipped
 from equilibra.rl.tasks.jsonl import jsonl_task
 from equilibra.rl.tasks.reward import UserScorer, reward_function
 from equilibra.rl.tasks.task import Task

@@ -9,10 +9,10 @@ import pytest
 pytest.importorskip("torch")
 import torch
 
-from equilibra.bench import suite
-from equilibra.bench.gpu import laws, measure, replay
-from equilibra.bench.gpu.case import case_of, cases_for, routing_of
-from equilibra.bench.gpu.contenders import (
+from benchmarks import suite
+from benchmarks.gpu import laws, measure, replay
+from benchmarks.gpu.case import GpuSetting, case_of, cases_for, routing_of
+from benchmarks.gpu.contenders import (
     BALANCED,
     EPLB,
     EQUILIBRA,
@@ -25,9 +25,9 @@ from equilibra.bench.gpu.contenders import (
     contenders,
     seconds_to_plan,
 )
-from equilibra.bench.gpu.figures import case_result, device_named
-from equilibra.bench.gpu.measure import Measured
-from equilibra.bench.gpu.records import (
+from benchmarks.gpu.figures import case_result, device_named
+from benchmarks.gpu.measure import Measured
+from benchmarks.gpu.records import (
     FIELDS,
     NEIGHBOURS,
     Records,
@@ -38,10 +38,9 @@ from equilibra.bench.gpu.records import (
     settled_ratio,
     spread,
 )
-from equilibra.bench.gpu.replay import RankTimes, Replay, Sizes
-from equilibra.bench.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
-from equilibra.bench.gpu.setting import GpuSetting
-from equilibra.bench.gpu.work import STILL, Moves, RankWork, balanced_works, moves_of, works_of
+from benchmarks.gpu.replay import RankTimes, Replay, Sizes
+from benchmarks.gpu.roofline import measured_ceilings, pass_bytes, pass_flop, roofline
+from benchmarks.gpu.work import STILL, Moves, RankWork, balanced_works, moves_of, works_of
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage
@@ -169,7 +168,7 @@ def test_cases_share_time_by_ranks_and_rows(case):
 @pytest.fixture
 def free_copies(monkeypatch):
     for name in ("HOLD_US_PER_MB", "MOVE_US_PER_MB", "ADD_US_PER_MB"):
-        monkeypatch.setattr(f"equilibra.bench.gpu.contenders.{name}", 0.0)
+        monkeypatch.setattr(f"benchmarks.gpu.contenders.{name}", 0.0)
 
 
 def test_plans_count_the_tiles_of_the_kernels():

@@ -7,8 +7,8 @@ import pytest
 
 pytest.importorskip("torch")
 
-from equilibra.bench.gpu.contenders import NAMES
-from equilibra.bench.gpu.records import load_records
+from benchmarks.gpu.contenders import NAMES
+from benchmarks.gpu.records import load_records
 from equilibra.cli.main import main
 from equilibra.trace.open import save_trace
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize

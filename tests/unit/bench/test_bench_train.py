@@ -5,12 +5,11 @@ import re
 import numpy as np
 import pytest
 
-from equilibra.bench.render import markdown
-from equilibra.bench.runtime import clock as runtime_clock
-from equilibra.bench.train.figures import figures_of
-from equilibra.bench.train.names import NAMES, STAGES
-from equilibra.bench.train.setting import QUICK, TrainSetting
-from equilibra.bench.train.tables import TRAIN, section_rows
+from benchmarks.runtime import clock as runtime_clock
+from benchmarks.suite import markdown
+from benchmarks.train.figures import figures_of
+from benchmarks.train.setting import NAMES, QUICK, STAGES, TrainSetting
+from benchmarks.train.tables import TRAIN, section_rows
 from equilibra.core.errors import InputError
 
 # --- figures ---
@@ -140,7 +139,7 @@ def routed(skew: float, tmp_path) -> np.ndarray:
     """[L, E] how often the model's routers choose each expert."""
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
-    from equilibra.bench.train.model import skew_routers, write_model_folder
+    from benchmarks.train.model import skew_routers, write_model_folder
     from equilibra.core.cluster import Cluster
     from equilibra.execute.copies.copies import CopySetting
     from equilibra.execute.group import join_expert_group
@@ -184,26 +183,22 @@ def test_skew_favours_one_rank_in_every_layer_and_another_in_the_next(tmp_path):
 
 
 def test_the_least_disturbed_try_counts(monkeypatch):
-    torch = pytest.importorskip("torch")
-    assert torch
-    from equilibra.bench.train import clock as train_clock
-
     busy = iter([0.0, 0.5, 0.0, 0.0, 0.0, 0.01])  # a disturbed try, a quiet wait, a quiet try
     monkeypatch.setattr(runtime_clock, "perf_counter", iter(np.arange(0.0, 100.0)).__next__)
     monkeypatch.setattr(runtime_clock, "process_time", lambda: 0.0)
     monkeypatch.setattr(runtime_clock, "sleep", lambda _seconds: None)
     monkeypatch.setattr(runtime_clock, "busy_seconds", busy.__next__)
-    clock = train_clock.PatientClock(prepare=lambda: None, largest=lambda value: value, patience_s=9)
+    clock = runtime_clock.Clock(prepare=lambda: None, largest=lambda value: value, patience_s=9)
     prepared, tries = [], iter(["first", "second"])
-    found = clock.measure(lambda: prepared.append(1), tries.__next__)
-    assert found == ("second", 0.01)
+    found = clock.time(tries.__next__, prepare=lambda: prepared.append(1))
+    assert found == (1.0, 0.01, "second")
     assert len(prepared) == 2
     assert clock.run_again == 1
 
 
 def test_stages_add_up():
     pytest.importorskip("torch")
-    from equilibra.bench.train.clock import Stages
+    from benchmarks.runtime.clock import Stages
     from equilibra.core.cluster import Cluster
     from equilibra.execute.group import join_expert_group
 

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from equilibra.bench.train import figures
+from benchmarks.train import figures
 from equilibra.cli.main import main
 
 pytest.importorskip("torch")
@@ -93,5 +93,5 @@ def test_what_is_missing_is_named(monkeypatch, capsys):
 
 
 def test_the_command_itself_needs_no_torch():
-    code = "import sys; import equilibra.bench.train.figures; sys.exit('torch' in sys.modules)"
+    code = "import sys; import benchmarks.train.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

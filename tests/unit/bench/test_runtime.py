@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equilibra.bench.runtime import clock as runtime_clock
-from equilibra.bench.runtime import figures
-from equilibra.bench.runtime import processes as runtime_processes
-from equilibra.bench.runtime.case import CLUSTER, Select, Shape, case_of
-from equilibra.bench.runtime.clock import Clock, busy_seconds
-from equilibra.bench.runtime.contenders import (
+from benchmarks.runtime import clock as runtime_clock
+from benchmarks.runtime import figures
+from benchmarks.runtime import processes as runtime_processes
+from benchmarks.runtime.case import CLUSTER, Select, Shape, case_of
+from benchmarks.runtime.clock import Clock, busy_seconds
+from benchmarks.runtime.contenders import (
     BALANCED,
     EPLB,
     NAMES,
@@ -21,7 +21,7 @@ from equilibra.bench.runtime.contenders import (
     counted,
     on_even_homes,
 )
-from equilibra.bench.runtime.setting import RuntimeSetting, cases_for
+from benchmarks.runtime.setting import RuntimeSetting, cases_for
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
@@ -237,14 +237,14 @@ def clock_where_others_have(shares, monkeypatch, *, patience_s):
 )
 def test_a_disturbed_step_is_run_again_while_patience_lasts(shares, patience_s, chosen, again, monkeypatch):
     clock = clock_where_others_have(shares, monkeypatch, patience_s=patience_s)
-    assert clock.time(lambda: None) == (1.0, chosen)
+    assert clock.time(lambda: None) == (1.0, chosen, None)
     assert clock.run_again == again
 
 
 def test_short_steps_are_never_disturbed(monkeypatch):
     clock = clock_where_others_have([0.5], monkeypatch, patience_s=9)
     monkeypatch.setattr(runtime_clock, "SHORT_S", 1.5)
-    assert clock.time(lambda: None) == (1.0, 0.0)
+    assert clock.time(lambda: None) == (1.0, 0.0, None)
 
 
 def test_what_a_core_was_busy_with(tmp_path, monkeypatch):
@@ -341,7 +341,7 @@ def events_of(contender, rank, *, lost=0):
 
 def test_executed_rows_are_compared_with_simulated_ones():
     pytest.importorskip("torch")
-    from equilibra.bench.runtime.checks import check_rows
+    from benchmarks.runtime.rank import check_rows
 
     for contender in contenders(case(skew=2.0), rates=Rates.free(), spare_slots=2):
         for rank in range(2):
@@ -354,8 +354,8 @@ def _differences(changed: bool) -> list[float]:
     """On a rank: differences of all contenders from the plain layer, whose weights may be others than the runtime's."""
     import torch
 
-    from equilibra.bench.runtime.checks import check_results
-    from equilibra.bench.runtime.layers import RankLayers
+    from benchmarks.runtime.layers import RankLayers
+    from benchmarks.runtime.rank import check_results
     from equilibra.execute.group import join_expert_group
 
     made = case(skew=2.0)

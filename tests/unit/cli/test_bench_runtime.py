@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equilibra.bench.runtime import figures as runtime
+from benchmarks.runtime import figures as runtime
 from equilibra.cli.main import main
 from equilibra.trace.open import save_trace
 from equilibra.trace.routing import RoutingTrace
@@ -134,9 +134,7 @@ def test_without_torch_it_says_what_to_install(trace, monkeypatch, capsys):
 
 
 def test_other_benches_do_without_torch():
-    code = (
-        "import sys; import equilibra.bench.planner, equilibra.bench.runtime.figures; sys.exit('torch' in sys.modules)"
-    )
+    code = "import sys; import benchmarks.planner, benchmarks.runtime.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

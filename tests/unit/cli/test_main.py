@@ -8,7 +8,8 @@ import time
 import numpy as np
 import pytest
 
-from equilibra.bench.problems import zipf_loads
+import equilibra
+from benchmarks.problems import zipf_loads
 from equilibra.cli import bench
 from equilibra.cli.main import main
 
@@ -199,6 +200,31 @@ def test_bench_runs_quickly_and_writes_results(tmp_path, capsys, monkeypatch):
     (tmp_path / "planner.json").write_text("[]")
     assert run("bench", "planner", "--only", "counting", "--output", tmp_path) == 2
     assert "not a result of this bench" in capsys.readouterr().err
+
+
+def test_bench_is_found_from_any_folder(tmp_path):
+    def command(*words: str) -> subprocess.CompletedProcess[str]:
+        line = [sys.executable, "-m", "equilibra", "bench", *words]
+        return subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, check=False)
+
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks" / "__init__.py").write_text("raise AssertionError('not ours')")
+    asked = command("planner", "--help")
+    assert (asked.returncode, asked.stderr) == (0, "")
+    assert asked.stdout.startswith("usage: equilibra bench planner [-h] [--traces DIR]")
+    assert command("--help").stdout.startswith("usage: equilibra bench [-h] BENCH ...")
+    assert command().returncode == 2
+
+
+def test_bench_of_an_installed_package_says_where_benches_run(tmp_path, monkeypatch, capsys):
+    package = tmp_path / "lib" / "site-packages" / "equilibra"
+    monkeypatch.setattr(equilibra, "__file__", str(package / "__init__.py"))
+    for words in (["planner"], ["--help"], []):
+        assert run("bench", *words) == 2
+        printed = capsys.readouterr()
+        assert printed.out == ""
+        assert printed.err.startswith("equilibra: benches run from a clone of the repository")
+        assert printed.err.count("\n") == 1
 
 
 def test_an_interrupt_while_arguments_are_read_is_a_line(monkeypatch, capsys):

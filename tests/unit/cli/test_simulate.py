@@ -17,7 +17,11 @@ from tests.references.runs import TINY, make_run
 from equilibra.cli import progress
 from equilibra.cli.main import main
 from equilibra.core.model import model_named
+from equilibra.cost.files import load_hardware
 from equilibra.cost.presets import measured_h200
+from equilibra.doctor import node
+from equilibra.doctor.measure import measured_of
+from equilibra.doctor.node import Examination
 from equilibra.events.run import Run, load_run, save_run
 from equilibra.trace.open import load_trace
 
@@ -351,6 +355,27 @@ def test_calibrate_fits_and_simulate_uses_it(folder, tmp_path, capsys):
     assert results[0] == pytest.approx(results[1], rel=0.01)
     assert run("calibrate", file) == 0
     assert "[experts_forward]" in capsys.readouterr().out
+
+
+def test_calibrate_measures_this_machine(tmp_path, capsys, monkeypatch):
+    product = {"kind": "dense", "us_low": 1.0, "us_high": 1.0, "repeats": 5}
+    cases = [{**product, "flop": flop, "us": flop / 2e6} for flop in (10**9, 10**10)]
+    found = Examination(findings=[], measured=[measured_of("products", cases, amount="flop")], verdicts=[])
+    monkeypatch.setattr(node, "examine", lambda _ask: found)
+    out = tmp_path / "here.toml"
+    assert run("calibrate", "--measure", "--name", "here", "--output", out) == 0
+    printed = capsys.readouterr()
+    assert "measured here: dense_tflops" in printed.err
+    assert "fitted" not in printed.out
+    assert load_hardware(str(out)).dense_tflops == pytest.approx(2.0)
+    links = [{"kind": "nic", "bytes": size, "us": 7 + size / 5e4} for size in (10**6, 10**8)]
+    file = measurements(tmp_path / "links.json", links)
+    assert run("calibrate", file, "--measure", "--output", out, "--overwrite") == 0
+    both = load_hardware(str(out))
+    assert (both.dense_tflops, both.nic_gb_per_s) == (pytest.approx(2.0), pytest.approx(50.0))
+    assert both.source.startswith("fitted to links.json; the rest from equilibra doctor on ")
+    assert run("calibrate") == 2
+    assert "--measure" in capsys.readouterr().err
 
 
 def test_calibrate_refuses(tmp_path, capsys):

@@ -16,7 +16,7 @@ PROGRAM = """
 import json, sys
 import numpy as np
 import torch
-from equilibra.bench.gpu.copying import copy_beside, read_beside
+from benchmarks.gpu.copying import copy_beside, read_beside
 from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.moe import laden as laden_module
 from equilibra.execute.moe.laden import Laden

@@ -10,8 +10,7 @@ from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
-from equilibra.plan.mini_batches import joined, turn_in_mini_batch
-from equilibra.plan.pack import in_order
+from equilibra.plan.pack import in_order, joined, turn_in_mini_batch
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 from equilibra.plan.store import load_plan, save_plan

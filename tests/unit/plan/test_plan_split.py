@@ -5,7 +5,15 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
-from equilibra.plan.micro_batch import EXPERT, NO_EXCHANGE, TARGET, balance, balance_micro_batch, scratch_for
+from equilibra.plan.micro_batch import (
+    EXPERT,
+    NO_EXCHANGE,
+    TARGET,
+    CopyCosts,
+    balance,
+    balance_micro_batches,
+    scratch_for,
+)
 from references.splits import most_kept
 
 CLUSTERS = [Cluster(num_nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2))]
@@ -70,21 +78,19 @@ def test_standing_and_flash_copies_of_one_expert_are_split_together(cluster):
         tokens[0] *= 3  # the expert that stands on every other node is hot
         home = contiguous(cluster, num_layers=1, num_experts=num_experts).home_of_expert[0]
         ranks = np.arange(1, cluster.num_nodes) * group + seed % group
-        bench = scratch_for(cluster, home, 2, np.zeros(ranks.size, np.int64), ranks)
-        copies = np.zeros((5, 2 * cluster.num_ranks + 1), np.int64)
-        standing = np.zeros((ranks.size, cluster.num_ranks), np.int32)
-        out = np.zeros((2 * cluster.num_ranks + ranks.size + 1, cluster.num_ranks), np.int32)
-        n = balance_micro_batch(
-            tokens, bench, cluster.num_nodes, group, 2, 0.0, 0, 0, 0, 2, NO_EXCHANGE, copies, standing, out
+        scratch = scratch_for(cluster, home, 2, np.zeros(ranks.size, np.int64), ranks)
+        standing = np.zeros((1, ranks.size, cluster.num_ranks), np.int32)
+        _, copies, out = balance_micro_batches(
+            tokens[None, None], 0, scratch, cluster, 2, CopyCosts(0.0, tries=2), NO_EXCHANGE, standing
         )
-        assert not out[n:].any(), "rows that the next micro-batch will use must be left at zero"
-        of_expert = np.flatnonzero(copies[EXPERT, :n] == 0)
+        assert not out.base[len(out) :].any(), "rows that the next micro-batch will use must be left at zero"
+        of_expert = np.flatnonzero(copies[EXPERT] == 0)
         both += of_expert.size > 0
         check_expert(
             tokens[0].astype(np.int64),
             0,
             [*copies[TARGET, of_expert], *ranks],
-            np.vstack([out[of_expert], standing]),
+            np.vstack([out[of_expert], standing[0]]),
             group,
         )
     assert both >= 5, "the hot expert should have had flash copies beside its standing copies"

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from equilibra.core.errors import InputError
-from equilibra.rl import gae
+from equilibra.rl.algorithms.ppo import gae_advantages, gae_returns
 
 VALUES = np.array([0.5, 0.6, 0.7])
 
@@ -14,27 +14,27 @@ VALUES = np.array([0.5, 0.6, 0.7])
 def test_finished_by_hand():
     # δ2 = 1 - 0.7 = 0.3, δ1 = 0.9·0.7 - 0.6 = 0.03, δ0 = 0.9·0.6 - 0.5 = 0.04; γλ = 0.45
     # A2 = 0.3, A1 = 0.03 + 0.45·0.3 = 0.165, A0 = 0.04 + 0.45·0.165 = 0.11425
-    found = gae.advantages(np.array([0.0, 0, 1]), VALUES, discount=0.9, decay=0.5, finished=True)
+    found = gae_advantages(np.array([0.0, 0, 1]), VALUES, discount=0.9, decay=0.5, finished=True)
     assert found == pytest.approx([0.11425, 0.165, 0.3], abs=1e-15)
-    assert gae.returns(found, VALUES) == pytest.approx([0.61425, 0.765, 1.0], abs=1e-15)
+    assert gae_returns(found, VALUES) == pytest.approx([0.61425, 0.765, 1.0], abs=1e-15)
 
 
 def test_unfinished_takes_the_last_value_again():
     # δ2 = 0.9·0.7 - 0.7 = -0.07, so A2 = -0.07, A1 = 0.03 - 0.45·0.07 = -0.0015, A0 = 0.04 - 0.45·0.0015 = 0.039325
-    found = gae.advantages(np.zeros(3), VALUES, discount=0.9, decay=0.5, finished=False)
+    found = gae_advantages(np.zeros(3), VALUES, discount=0.9, decay=0.5, finished=False)
     assert found == pytest.approx([0.039325, -0.0015, -0.07], abs=1e-15)
-    ended = gae.advantages(np.zeros(3), VALUES, discount=0.9, decay=0.5, finished=True)
+    ended = gae_advantages(np.zeros(3), VALUES, discount=0.9, decay=0.5, finished=True)
     assert abs(ended - found).min() > 0.05  # an end that is not there would blame every token
 
 
 def test_unfinished_without_discount_leaves_the_last_token_alone():
-    assert gae.advantages(np.zeros(3), VALUES, discount=1.0, decay=0.95, finished=False)[-1] == 0
+    assert gae_advantages(np.zeros(3), VALUES, discount=1.0, decay=0.95, finished=False)[-1] == 0
 
 
 def test_full_decay_is_reward_minus_value():
-    found = gae.advantages(np.array([0.0, 0, 2]), VALUES, discount=1.0, decay=1.0, finished=True)
+    found = gae_advantages(np.array([0.0, 0, 2]), VALUES, discount=1.0, decay=1.0, finished=True)
     assert found == pytest.approx(2 - VALUES)
-    assert gae.returns(found, VALUES) == pytest.approx([2, 2, 2])
+    assert gae_returns(found, VALUES) == pytest.approx([2, 2, 2])
 
 
 @given(st.data(), st.integers(0, 12), st.floats(0, 1), st.floats(0, 1), st.booleans())
@@ -44,16 +44,16 @@ def test_definition(data, length, discount, decay, finished):
     after = [*values[1:], 0.0 if finished or not values else values[-1]]
     deltas = [rewards[t] + discount * after[t] - values[t] for t in range(length)]
     wanted = [sum((discount * decay) ** (i - t) * deltas[i] for i in range(t, length)) for t in range(length)]
-    found = gae.advantages(np.array(rewards), np.array(values), discount=discount, decay=decay, finished=finished)
+    found = gae_advantages(np.array(rewards), np.array(values), discount=discount, decay=decay, finished=finished)
     assert found.dtype == np.float64
     assert found == pytest.approx(wanted, abs=1e-12)
 
 
 def test_values_of_another_type_are_computed_in_float64():
     narrow = VALUES.astype(np.float32)
-    found = gae.advantages(np.zeros(3), narrow, discount=1.0, decay=0.95, finished=True)
+    found = gae_advantages(np.zeros(3), narrow, discount=1.0, decay=0.95, finished=True)
     assert found == pytest.approx(
-        gae.advantages(np.zeros(3), narrow.astype(np.float64), discount=1.0, decay=0.95, finished=True), abs=0
+        gae_advantages(np.zeros(3), narrow.astype(np.float64), discount=1.0, decay=0.95, finished=True), abs=0
     )
 
 
@@ -67,4 +67,4 @@ def test_values_of_another_type_are_computed_in_float64():
 )
 def test_errors(rewards, options, words):
     with pytest.raises(InputError, match=words):
-        gae.advantages(rewards, VALUES, **{"discount": 1.0, "decay": 0.9, "finished": True} | options)
+        gae_advantages(rewards, VALUES, **{"discount": 1.0, "decay": 0.9, "finished": True} | options)

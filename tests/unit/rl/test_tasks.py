@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.final_answer import final_answer, same_final_answer
-from equilibra.rl.tasks.jsonl import jsonl_task
+from equilibra.rl.tasks.jsonl import final_answer, jsonl_task, same_final_answer
 from equilibra.rl.tasks.reward import RewardFunction, judged, reward_function
 from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
 

@@ -21,7 +21,7 @@ from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.counts import StepCounts
-from equilibra.plan.mini_batches import turn_in_mini_batch
+from equilibra.plan.pack import turn_in_mini_batch
 from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 
@@ -132,7 +132,7 @@ def _check_mini_batches(planner: str, schedule: Schedule, mini_batch_of_sequence
     if not np.array_equal(schedule.mini_batch_of_sequence, mini_batch_of_sequence):
         raise PlanError(
             f"planner {planner} moved sequences to other mini-batches: it must pack each mini-batch by itself "
-            "(equilibra.plan.mini_batches.joined), or keep the given schedule"
+            "(equilibra.plan.pack.joined), or keep the given schedule"
         )
 
 

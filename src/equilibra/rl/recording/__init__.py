@@ -1,9 +1,15 @@
 """Rollouts on disk: recorded by one run, trained on by another, which may have another number of ranks."""
 
-from equilibra.rl.recording.as_trace import convert_rollout, to_trace
-from equilibra.rl.recording.model_shape import ModelShape
-from equilibra.rl.recording.rollouts import RolloutAbout, load_rollout, read_about, recorded_steps, save_rollout
-from equilibra.rl.recording.sample_file import read_samples, write_samples
+from equilibra.rl.recording.rollouts import (
+    RolloutAbout,
+    convert_rollout,
+    load_rollout,
+    read_about,
+    recorded_steps,
+    save_rollout,
+    to_trace,
+)
+from equilibra.rl.recording.sample_file import ModelShape, read_samples, write_samples
 
 __all__ = [
     "ModelShape",

@@ -1,1 +1,0 @@
-"""Measurements of this package itself: problems, timed solves, and the results files."""

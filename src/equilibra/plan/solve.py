@@ -1,0 +1,102 @@
+"""Solve many problems of one layer and micro-batch, and time each.
+
+Symbols: P problems, E experts, R source ranks.
+
+The time of a problem is that of the compiled call a runtime makes: sums of loads, copies and the split over sources,
+with memory prepared. All problems are solved once first, so that nothing is compiled while the clock runs; then the
+timed passes go over all problems in turn, so that no problem finds its own data still in the nearest cache.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from time import perf_counter_ns
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
+from equilibra.core.placement import contiguous
+from equilibra.events.imbalance import imbalance
+from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUOTA, TARGET, CopyCosts, balance_micro_batches, scratch_for
+
+__all__ = ["Solved", "over_sources", "solve_problems"]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Solved:
+    """Results of P problems."""
+
+    imbalance_before: NDArray[np.float64]
+    """[P] contiguous homes, no copies"""
+    imbalance_after: NDArray[np.float64]
+    """[P]"""
+    lower_bound: NDArray[np.float64]
+    """[P] imbalance that no copies inside the nodes get below"""
+    copies: NDArray[np.int64]
+    """[P] flash copies"""
+    largest_fan_out: NDArray[np.int64]
+    """[P] most copies that leave one rank"""
+    solve_us: NDArray[np.float64]
+    """[passes, P]"""
+
+
+def over_sources(load_PE: NDArray[np.integer], num_ranks: int) -> NDArray[np.int32]:
+    """[P, E, R] tokens as if every source rank had an equal share of every expert's, in whole numbers."""
+    share, rest = np.divmod(load_PE.astype(np.int64), num_ranks)
+    turn = np.arange(load_PE.shape[1])[:, None]  # the odd tokens of different experts go to different ranks
+    extra = (np.arange(num_ranks) - turn) % num_ranks < rest[:, :, None]
+    return (share[:, :, None] + extra).astype(np.int32)
+
+
+def solve_problems(
+    tokens_PER: NDArray[np.int32] | Sequence[NDArray[np.int32]],
+    *,
+    cluster: Cluster,
+    spare_slots: int,
+    tolerance: float,
+    passes: int = 3,
+) -> Solved:
+    """Solve problems with contiguous homes and time them."""
+    if spare_slots < 0 or not 0 <= tolerance < 1000:
+        raise InputError(f"spare slots and tolerance must not be negative, not {spare_slots} and {tolerance}")
+    num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
+    home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
+    spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied
+    scratch, costs = scratch_for(cluster, home, spare_slots), CopyCosts(tolerance)
+    standing = np.zeros((1, 0, num_ranks), np.int32)
+
+    def solve(tokens_ER: NDArray[np.int32]) -> NDArray[np.int64]:
+        tokens_MLER = tokens_ER[None, None]
+        return balance_micro_batches(tokens_MLER, 0, scratch, cluster, spare_slots, costs, NO_EXCHANGE, standing).copies
+
+    before, after = np.zeros((2, num_problems, num_ranks), np.int64)
+    num_copies, fan_out = np.zeros((2, num_problems), np.int64)
+    for p, tokens_ER in enumerate(tokens_PER):
+        load = tokens_ER.sum(axis=1, dtype=np.int64)
+        before[p] = load.reshape(num_ranks, -1).sum(axis=1)
+        copies = solve(tokens_ER)
+        after[p] = before[p]
+        np.subtract.at(after[p], copies[ORIGIN], copies[QUOTA])
+        np.add.at(after[p], copies[TARGET], copies[QUOTA])
+        num_copies[p] = copies.shape[1]
+        fan_out[p] = np.bincount(copies[ORIGIN], minlength=1).max()
+    solve_us = np.zeros((passes, num_problems))
+    for one_pass in solve_us:
+        for p, tokens_ER in enumerate(tokens_PER):
+            start = perf_counter_ns()
+            solve(tokens_ER)
+            one_pass[p] = (perf_counter_ns() - start) / 1000
+    node_load = before.reshape(num_problems, cluster.num_nodes, group).sum(axis=2)
+    bound = -(-node_load.max(axis=1) // group) if spare_slots else before.max(axis=1)
+    mean = np.maximum(before.sum(axis=1) / num_ranks, 1e-300)
+    return Solved(
+        imbalance_before=imbalance(before),
+        imbalance_after=imbalance(after),
+        lower_bound=np.where(before.sum(axis=1) > 0, bound / mean, 1.0),
+        copies=num_copies,
+        largest_fan_out=fan_out,
+        solve_us=solve_us,
+    )
