@@ -6,6 +6,7 @@ PYTHONS := 3.11 3.12 3.13
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
+DOCS_READY := $(VENV)/.ready-docs
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
 
@@ -42,6 +43,17 @@ $(TESTS_READY): $(READY) frameworks.txt
 	  || echo "Megatron-Core and verl could not be installed: the tests that need them are skipped"
 	@touch $@
 
+$(DOCS_READY): pyproject.toml constraints.txt
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@echo "installing what the documentation needs: no PyTorch, 0.1 GB to download"
+	@$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+.PHONY: docs
+docs: $(DOCS_READY) ## build the documentation into build/site, with every link checked; open build/site/index.html
+	@NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
+	@$(BIN)/python .ci/check_site.py build/site
+
 .PHONY: setup
 setup: $(TESTS_READY) ## create .venv and install the package with everything the tests need
 
@@ -72,7 +84,7 @@ chromium: # tests of the report open it in this browser; where it cannot be inst
 	  || echo "there is no /usr/bin/chromium: the tests that open the report in a browser are skipped"
 
 .PHONY: test
-test: lint resolve chromium ## everything CI does
+test: lint resolve docs chromium ## everything CI does
 	$(BIN)/pytest -n 2 -m 'not slow'
 	@$(MAKE) --no-print-directory test-arithmetic
 
@@ -95,7 +107,7 @@ test-here: $(TESTS_READY)
 	$(BIN)/pytest -n 2 -m 'not slow'
 
 .PHONY: test-all
-test-all: lint resolve chromium ## the same, the slow proofs, and the tests under every supported Python
+test-all: lint resolve docs chromium ## the same, the slow proofs, and the tests under every supported Python
 	$(BIN)/pytest -n 2
 	@$(MAKE) --no-print-directory test-arithmetic
 	@$(MAKE) --no-print-directory test-pythons

@@ -33,7 +33,7 @@ def main(versions: list[str]) -> int:
     asked = [
         (version, *what)
         for version in versions
-        for what in (("pyproject.toml", "--extra", "dev"), ("frameworks.txt", "--no-deps", "--only-binary", ":all:"))
+        for what in (("pyproject.toml", "--extra", "dev", "--extra", "docs"), ("frameworks.txt", "--no-deps", "--only-binary", ":all:"))
     ]
     with ThreadPoolExecutor(len(asked)) as pool, tempfile.NamedTemporaryFile("w", suffix=".txt") as spoiled:
         pin, other, complaint = SPOILED

@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 from tests.conftest import REPOSITORY
@@ -44,23 +45,36 @@ def test_balancing_changes_no_number_of_the_example(tmp_path):
     assert "took" in render(run)
 
 
-def readme_blocks(language: str) -> list[str]:
-    return re.findall(rf"```{language}\n(.*?)```", (REPOSITORY / "README.md").read_text(), re.DOTALL)
+README, TUTORIAL, COMMANDS, GLOSSARY = (
+    REPOSITORY / name for name in ("README.md", "docs/tutorial.md", "docs/reference/commands.md", "docs/glossary.md")
+)
+MOST_WORDS, MOST_LINES = 900, 8
+"""what the README may have: words in all, and lines of Python"""
 
 
-def test_the_readme_has_code():
-    assert readme_blocks("python")
-    assert any("make run" in block and "make test" in block for block in readme_blocks("bash"))
+def blocks(page: Path, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", page.read_text(), re.DOTALL)
 
 
-@pytest.mark.parametrize("number", range(len(readme_blocks("python"))))
-def test_readme_python_runs(number, capsys):
-    exec(compile(readme_blocks("python")[number], "README.md", "exec"), {"__name__": "readme"})
+PYTHON = [(page, block) for page in (README, TUTORIAL, GLOSSARY) for block in blocks(page, "python")]
 
 
-def readme_commands() -> list[str]:
-    lines = "\n".join(readme_blocks("bash")).replace("\\\n", " ").splitlines()
-    return [line.split("#")[0].strip() for line in lines if line.startswith("equilibra ")]
+def test_the_readme_is_short_and_has_code():
+    assert len(README.read_text().split()) <= MOST_WORDS
+    assert [len(block.splitlines()) for block in blocks(README, "python")] == [MOST_LINES]
+    assert any("make run" in block and "make test" in block for block in blocks(README, "bash"))
+
+
+@pytest.mark.parametrize(("page", "block"), PYTHON, ids=[f"{page.stem}-{n}" for n, (page, _) in enumerate(PYTHON)])
+def test_documented_python_runs(page, block, capsys):
+    exec(compile(block, page.name, "exec"), {"__name__": "documentation"})
+
+
+def documented_commands() -> list[str]:
+    """Commands of the reference, then those that only the tutorial has."""
+    lines = "\n".join(blocks(COMMANDS, "bash") + blocks(TUTORIAL, "bash")).replace("\\\n", " ").splitlines()
+    said = [line.split("#")[0].split() for line in lines if line.startswith("equilibra ")]
+    return [*dict.fromkeys(" ".join(words) for words in said)]
 
 
 SHORT = [
@@ -71,7 +85,7 @@ SHORT = [
 
 
 def short_training(words: list[str], number: int) -> list[str]:
-    """A command of the README, about things that are there and with little to do."""
+    """A documented command, about things that are there and with little to do."""
     if "--resume" in words:
         return [*words[:-1], "run0", "--steps", "3"]
     named = [word.replace("FOLDER", "folder").replace("run.dtype=bfloat16", "run.dtype=float32") for word in words]
@@ -97,16 +111,16 @@ def run_commands(commands: list[str], folder) -> None:
 
 
 def training_commands() -> list[str]:
-    return [command for command in readme_commands() if command.split()[1] == "train"]
+    return [command for command in documented_commands() if command.split()[1] == "train"]
 
 
-def test_readme_commands_run_in_order(tmp_path):
-    commands = [command for command in readme_commands() if command.split()[1] != "train"]
+def test_documented_commands_run_in_order(tmp_path):
+    commands = [command for command in documented_commands() if command.split()[1] != "train"]
     assert len(commands) >= 3
     run_commands(commands, tmp_path)
 
 
-def test_readme_trains_on_a_file_and_resumes(tmp_path):
+def test_documented_training_runs_on_a_file_and_resumes(tmp_path):
     first, *_, last = training_commands()
     assert "jsonl" in first
     assert "--resume" in last
@@ -114,13 +128,13 @@ def test_readme_trains_on_a_file_and_resumes(tmp_path):
 
 
 @pytest.mark.slow
-def test_readme_training_commands_run_in_order(tmp_path):
+def test_documented_training_commands_run_in_order(tmp_path):
     assert len(training_commands()) >= 4
     run_commands(training_commands(), tmp_path)
 
 
 def test_make_targets_exist():
     makefile = (REPOSITORY / "Makefile").read_text()
-    text = (REPOSITORY / "README.md").read_text() + (REPOSITORY / "CONTRIBUTING.md").read_text()
-    for target in set(re.findall(r"`?make ([a-z][a-z-]+)", text)):
+    text = "".join(page.read_text() for page in (README, TUTORIAL, COMMANDS, REPOSITORY / "CONTRIBUTING.md"))
+    for target in set(re.findall(r"(?:`|^)make ([a-z][a-z-]+)", text, re.MULTILINE)):
         assert f"\n{target}:" in makefile, target

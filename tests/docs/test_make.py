@@ -29,6 +29,11 @@ def test_running_installs_what_running_needs():
     assert any(".[dev]" in line for line in installs("setup")), "the control: the tests need more"
 
 
+def test_the_documentation_needs_no_torch_and_the_tests_build_it():
+    assert installs("docs") == ["--editable '.[docs]'"]
+    assert "mkdocs build --strict" in made("-n", "test", "VENV=nowhere")
+
+
 def test_torch_for_cpus_comes_from_its_own_index_and_nothing_else_does():
     first, *others = installs("setup", "TORCH=cpu")
     assert first == "--no-deps --index-url https://download.pytorch.org/whl/cpu torch"

@@ -33,7 +33,7 @@ def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
 
 
 def by_micro_batch(lists: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """[M][L] from [L][M]: slime's `top_indices_list` of all its replays, or Megatron's `replay_backward_list`."""
+    """`[M][L]` from `[L][M]`: slime's `top_indices_list` of all its replays, or Megatron's `replay_backward_list`."""
     of_layers = [list(of_layer) for of_layer in lists]
     counts = {len(of_layer) for of_layer in of_layers}
     if len(counts) > 1:
