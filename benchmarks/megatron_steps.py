@@ -57,7 +57,7 @@ def steps(num_steps: int) -> dict[str, object]:
             took = torch.tensor([perf_counter() - start])
             dist.all_reduce(took, op=dist.ReduceOp.MAX)
             seconds[name].append(float(took))
-    planned, places = contenders[AHEAD].steps, contenders[AHEAD].balancer.places
+    planned, places = contenders[AHEAD].steps, contenders[AHEAD].balancer.layers
     return {
         "seconds": seconds,
         "losses": losses,

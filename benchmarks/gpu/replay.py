@@ -22,10 +22,11 @@ from torch import Tensor
 from benchmarks.gpu.work import Moves, RankWork
 from equilibra.core.errors import BudgetError
 from equilibra.core.model import MoEModel
+from equilibra.execute.experts.expert_math import backward, forward
+from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.experts.weights import FlatLayout
 from equilibra.execute.kernels import add_in_order, has_triton, multiprocessors
-from equilibra.execute.moe.expert_math import ExpertParts, RowWeights, backward, forward
-from equilibra.execute.moe.spec import Activation, MoESpec
-from equilibra.execute.moe.weights import FlatLayout
+from equilibra.execute.kernels.parts import ExpertParts, RowWeights
 
 __all__ = ["Clock", "RankTimes", "Replay", "Sizes", "Stamp"]
 

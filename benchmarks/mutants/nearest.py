@@ -14,7 +14,12 @@ LAYER = ("distributed/test_layer.py", "distributed/test_mini_batches.py", "distr
 NEAREST: dict[str, tuple[str, ...]] = {
     "plan/baselines/": ("unit/plan/test_baselines.py", "golden/*.py"),
     "plan/": (),
-    "execute/visits/": ("unit/execute/test_tables.py", *LAYER),
+    "core/visit.py": ("unit/core/test_visit.py", *LAYER),
+    "core/tables.py": ("unit/core/test_visit.py", *LAYER),
+    "execute/experts/": (
+        "unit/execute/test_expert_math.py", "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py",
+        *LAYER,
+    ),
     "execute/moe/": (
         "unit/execute/test_expert_math.py", "unit/execute/test_router.py", "unit/execute/test_laden.py",
         "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py", *LAYER,

@@ -29,8 +29,8 @@ from benchmarks.probes import measure_kernels
 from benchmarks.probes.measure_kernels import DEVICE, about
 from equilibra.execute.kernels import grouped, products
 from equilibra.execute.kernels.grouped import Groups, Shares
+from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.kernels.shares import Part
-from equilibra.execute.moe.expert_math import ExpertParts
 
 SIZES = [
     (8192, 8192), (9856, 6774), (4935, 10171, 218, 896), (2328, 863, 6400, 5068, 1275), (4096,) * 4,

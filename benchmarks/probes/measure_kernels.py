@@ -29,15 +29,15 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.kernels.grouped import Groups, Tile
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
-from equilibra.execute.moe.functions import Pass, combine, dispatch, experts
+from equilibra.execute.kernels.parts import ExpertParts, RowWeights
+from equilibra.execute.moe.functions import LayerPass, combine, dispatch, experts
 from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.spec import Activation, MoESpec
-from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.trace.routing import RoutingTrace
@@ -191,7 +191,7 @@ def whole_layer(shape: str, rows: int) -> Works:
 
     def both() -> None:
         with micro_batch:
-            visit = Pass(runtime, micro_batch.where(0), runtime.tables(0, micro_batch.experts(0, DEVICE)), micro_batch)
+            visit = LayerPass(runtime, runtime.tables(0, micro_batch.experts(0, DEVICE)))
             out = combine(experts(dispatch(x, weights, visit), visit, moe.experts.parts()), weights, visit)
             out.backward(dout)  # type: ignore[no-untyped-call]
 

@@ -29,16 +29,16 @@ from torch.nn.functional import linear
 from benchmarks.runtime.case import CLUSTER, Case, Routing, Shape
 from benchmarks.runtime.contenders import Contender
 from equilibra.core.placement import contiguous
-from equilibra.core.plan import Stage
+from equilibra.core.plan import GroupPlan, Stage
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.experts.expert_math import activate
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe.expert_math import activate
+from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.moe.router import Router
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.runtime import Armed, CopySetting, Runtime
-from equilibra.execute.visits.micro_batch import MicroBatch
+from equilibra.execute.runtime import CopySetting, Runtime
 
 __all__ = ["PlainMoE", "RankLayers"]
 
@@ -143,7 +143,7 @@ class RankLayers:
     def balanced_step(self, contender: Contender, outputs: list[Tensor] | None = None) -> None:
         """One step of the runtime under a contender's plan."""
         runtime, micro_batches = self.runtime, list(range(len(self.hidden_M)))
-        runtime.arm(Armed(plan=contender.plan, load=contender.load, micro_batches=micro_batches))
+        runtime.arm(GroupPlan(plan=contender.plan, load=contender.load, micro_batches=micro_batches))
         for stage in Stage:
             for m in micro_batches:
                 micro_batch = MicroBatch(

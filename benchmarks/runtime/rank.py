@@ -26,10 +26,9 @@ from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.events.schema import Direction, Events, Kind
+from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
-from equilibra.execute.visits.visit import NUMBER
+from equilibra.execute.kernels.parts import ExpertParts, RowWeights
 
 __all__ = ["check_results", "check_rows", "measure"]
 
@@ -211,7 +210,7 @@ def check_rows(contender: Contender, rank: int, events: Events) -> int:
     for stage in Stage:
         simulated_LM = contender.plan.rank_load(contender.load, stage)[:, :, rank]
         for direction in (Direction.FORWARD, Direction.BACKWARD)[: 1 + (stage is Stage.UPDATE)]:
-            rows = events.where(kind=Kind.EXPERTS, stage=NUMBER[stage], direction=direction)
+            rows = events.where(kind=Kind.EXPERTS, stage=stage.number, direction=direction)
             executed_LM = np.zeros_like(simulated_LM)
             np.add.at(executed_LM, (rows["layer"], rows["micro_batch"]), rows["tokens"])
             if not np.array_equal(executed_LM, simulated_LM):

@@ -1,7 +1,7 @@
 """transformers' own expert parallelism, planned, against the same unplanned and against one process; on every rank."""
 
 import os
-from functools import partial, partialmethod
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -14,9 +14,13 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from equilibra.core.errors import EquilibraError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.execute.group import Channel
-from equilibra.integrations.hf.expert_parallel import ParallelSetting, plan_expert_parallel, register_expert_parallel
-from equilibra.integrations.hf.expert_parallel.copies import Exchange
+from equilibra.integrations.executor.copies import Arriving, exchange
+from equilibra.integrations.hf.expert_parallel import (
+    ParallelSetting,
+    copies,
+    plan_expert_parallel,
+    register_expert_parallel,
+)
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.hf.replay import route_recorded
 
@@ -148,10 +152,10 @@ def gaps(found, wanted, *, factor=1.0):
     return worst
 
 
-def without_gradients(exchange, send, channel, parts, *, home):
+def without_gradients(group, lists, parts, *, home):
     """Copies whose gradients do not return."""
-    received = send(exchange, channel, parts, home=home)
-    return [part.zero_() if channel is Channel.GRADIENTS else part for part in received]
+    received = exchange(group, lists, parts, home=home).wait()
+    return Arriving([part.zero_() if home else part for part in received], [])
 
 
 def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
@@ -165,7 +169,6 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
     unplanned = train(plain, rank, lambda number: now.update(micro_batch=number))
     factor = 1.0 if world > ep else 1 / world  # FSDP of torch 2.13 divides twice where experts are on one rank each
     found = {"unplanned": {**gaps(unplanned, one_process, factor=factor)}}
-    send = Exchange.send
     for run in runs:
         model = load(folder, world, ep, planned=True, checkpointing="checkpointing" in run)
         if "remedy" in run:
@@ -176,9 +179,9 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
         before = live_loss(model, rank)
         step = balancer.begin(mine)
         if "dropped" in run:
-            Exchange.send = partialmethod(without_gradients, send)
+            copies.exchange = without_gradients
         result = train(model, rank, again=partial(balancer.arm, step, Stage.LOGPROB))
-        Exchange.send = send
+        copies.exchange = exchange
         found[run] = gaps(result, one_process if "remedy" in run else unplanned)
         found[run]["copies"] = step.plan.stages[Stage.UPDATE].num_copies
         found[run]["imbalance"] = step.planned_imbalance

@@ -19,8 +19,8 @@ from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.events.schema import Kind
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.experts.spec import MoESpec, RouterSpec
 from equilibra.execute.group import ExpertGroup, join_expert_group
-from equilibra.execute.moe.spec import MoESpec, RouterSpec
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients
@@ -300,9 +300,9 @@ def prefetch(group: ExpertGroup) -> dict[str, object]:
         order.append(f"fetch {copies.layer}")
         return fetch(copies, version, slots)
 
-    def noted_instances(visit, direction):
-        found = entered(visit, direction)
-        order.append(f"compute {visit.where.layer} {direction.name.lower()}")
+    def noted_instances(key, direction):
+        found = entered(key, direction)
+        order.append(f"compute {key.layer} {direction.name.lower()}")
         return found
 
     engine.fetch, world.runtime.instances = noted_fetch, noted_instances

@@ -13,7 +13,7 @@ from tests.protocol.recorded import Journal
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
 from equilibra.core.placement import contiguous
-from equilibra.core.plan import Stage
+from equilibra.core.plan import GroupPlan, Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies.copies import Copies
 from equilibra.execute.copies.slots import SpareSlots
@@ -23,7 +23,6 @@ from equilibra.execute.group import join_expert_group
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.step import Step
-from equilibra.execute.visits.armed import Armed
 
 
 def mini_batch_cases(
@@ -178,9 +177,9 @@ def _error_of(call) -> str:
 def _keep_stale_copies() -> None:
     """The negative control: copies outlive the optimizer's step, and are fetched ahead across it."""
 
-    def after(armed: Armed, _stage: Stage, micro_batch: int) -> int | None:
+    def after(armed: GroupPlan, _stage: Stage, micro_batch: int) -> int | None:
         at = armed.micro_batches.index(micro_batch) + 1
         return armed.micro_batches[at] if at < len(armed.micro_batches) else None
 
-    Armed.after = after
+    GroupPlan.after = after
     SpareSlots.forget = StandingStore.forget = lambda _self: None

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError, UnreadableError
-from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.state import checkpoint as module
 from equilibra.execute.state import checkpoint_files, checkpoint_folder
 from equilibra.execute.state.checkpoint import Checkpoints, latest_checkpoint

@@ -28,16 +28,15 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.events.schema import StageNumber
 from equilibra.execute.copies import ipc
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import join_expert_group
+from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients
 from equilibra.execute.steps.measured import executed_rows
 from equilibra.execute.steps.step import Step
-from equilibra.execute.visits.micro_batch import MicroBatch
 
 
 @dataclass
@@ -276,8 +275,8 @@ def _check_counts(step: Step, gaps: Gaps) -> None:
     plan, load, group = step.plan, step.armed.load, step.runtime.group
     rows = np.concatenate(group.gather(step.runtime.recorder.taken(), what="events"))
     shape = (plan.num_layers, plan.num_micro_batches, plan.cluster.num_ranks)
-    for number, stage in ((StageNumber.LOGPROB, Stage.LOGPROB), (StageNumber.UPDATE, Stage.UPDATE)):
-        ran = executed_rows(rows, shape, number)
+    for stage in Stage:
+        ran = executed_rows(rows, shape, stage)
         planned = plan.rank_load(load, stage)
         exact = np.flatnonzero(step.as_planned_M)
         assert np.array_equal(ran[:, exact], planned[:, exact]), "executed and planned token counts differ"

@@ -17,9 +17,9 @@ from equilibra.core.cluster import Cluster
 from equilibra.execute.copies import device, ipc, pinned, standing
 from equilibra.execute.copies.signals import Signals
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup, join_expert_group
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.weights import ExpertWeights
 
 MOST_CYCLES = 3_000_000
 """under two milliseconds"""

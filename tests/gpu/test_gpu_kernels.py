@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from equilibra.execute.kernels import grouped
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.kernels.parts import ExpertParts
 
 DEVICE = torch.device("cuda")
 

@@ -161,7 +161,7 @@ class Training:
                 layer = self.bare.get_submodule(head.removesuffix(".experts."))
                 number = models.expert_of_slot(layer, "experts", int(slot))
                 if self.balancer is not None:
-                    number = layer.place.expert_of_home[int(slot)]
+                    number = layer.visits.expert_of_home[int(slot)]
                 found[f"{head}{number}.{part}"] = parameter.detach().clone()
             else:
                 found[name] = parameter.detach().clone()
@@ -234,7 +234,7 @@ def against_plain(case: Case) -> dict[str, Any]:
         "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
         "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
         "moves": training.moves,
-        "layers": len(training.balancer.places),
+        "layers": len(training.balancer.layers),
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }
@@ -251,14 +251,14 @@ def ahead_against_late(case: Case) -> dict[str, Any]:
     ahead = Training(case.options, num_layers=case.num_layers).balance(case.homes)
     layer_runs.break_something(case.sabotage)
     found = [ahead.step(0, forward_only=True), *(ahead.step(number) for number in range(3))]
-    places, weights = ahead.balancer.places, ahead.weights()
+    layers, weights = ahead.balancer.layers, ahead.weights()
     return {
         "late": wanted,
         "ahead": found,
         "weights": max(float((value - weights[name]).abs().max()) for name, value in late.weights().items()),
-        "visits ahead": sum(place.num_ahead for place in places),
-        "visits late": sum(place.num_late for place in places),
-        "left": sum(place.num_arriving for place in places),
+        "visits ahead": sum(one.num_ahead for one in layers),
+        "visits late": sum(one.num_late for one in layers),
+        "left": sum(one.num_arriving for one in layers),
     }
 
 
@@ -328,7 +328,7 @@ def cut_off() -> dict[str, Any]:
     models.join(2)
     late, ahead = Training({}).balance("stay", prefetch=False), Training({}).balance("stay")
     losses = [[one.step(0)] for one in (late, ahead)]
-    places, left = ahead.balancer.places, []
+    layers, left = ahead.balancer.layers, []
     for fails in (False, True):
         ahead.balancer.begin(ahead.routing(1))
         combine = ahead.layers[1].combine
@@ -337,9 +337,9 @@ def cut_off() -> dict[str, Any]:
         with contextlib.suppress(TypeError):
             ahead._replayed(ahead.model, 1, ahead.routing(1))
         ahead.layers[1].combine, ahead._begun = combine, 0
-        left.append(sum(place.num_arriving for place in places))
+        left.append(sum(one.num_arriving for one in layers))
         ahead.balancer.end()
-        left.append(sum(place.num_arriving for place in places))
+        left.append(sum(one.num_arriving for one in layers))
     for found, one in zip(losses, (late, ahead), strict=True):
         found.append(one.step(1))
     return {"losses": losses, "left": left}

@@ -85,11 +85,11 @@ def against_plain(options: dict[str, Any]) -> dict[str, Any]:
     late.balancer = balance(late.chunks, MegatronSetting(rates=Rates.free(), prefetch=False))
     balanced.balancer = balance(balanced.chunks, MegatronSetting(rates=Rates.free()))
     losses = [[one.step(number) for number in range(3)] for one in (plain, late, balanced)]
-    places = balanced.balancer.places
+    layers = balanced.balancer.layers
     return {
         "losses": losses, "weights": _gap(plain, balanced), "weights of late": _gap(late, balanced),
-        "copies": balanced.copies, "visits ahead": sum(place.num_ahead for place in places),
-        "left": sum(place.num_arriving for place in places),
+        "copies": balanced.copies, "visits ahead": sum(one.num_ahead for one in layers),
+        "left": sum(one.num_arriving for one in layers),
     }  # fmt: skip
 
 

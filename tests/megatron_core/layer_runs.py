@@ -125,7 +125,7 @@ def _live(balancer: Any, layer: Any, plain: Any) -> float:
 
 def break_something(how: str | None) -> None:
     """Negative controls: each breaks one thing that the comparison must notice."""
-    from equilibra.integrations.megatron import copies, homes, place
+    from equilibra.integrations.megatron import copies, homes, visits
 
     if how == "drop gradients of copies":
         copies._give = lambda parameter, total, *, fused: torch.zeros_like(parameter)
@@ -137,14 +137,14 @@ def break_something(how: str | None) -> None:
             whole.view(1 + len(names), -1)[0]
         )
     elif how == "fetch copies of another layer ahead":
-        fetch_next = place.Place.fetch_next
+        fetch_next = visits.MegatronVisits.fetch_next
 
         def of_another(self: Any, direction: Any) -> None:
             own, self.parts = self.parts, self.ahead._layers[self.layer - 1].parts
             fetch_next(self, direction)
             self.parts = own
 
-        place.Place.fetch_next = of_another
+        visits.MegatronVisits.fetch_next = of_another
     elif how is not None:
         raise AssertionError(how)
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from equilibra.core.errors import EquilibraError
 from equilibra.cost.rates import Rates
-from equilibra.integrations.megatron import MegatronSetting, place
+from equilibra.integrations.megatron import MegatronSetting, visits
 from equilibra.integrations.slime import hooks, rollouts
 
 NUM_MICROBATCHES = [3, 2]
 LAYERS = 2
 """of a pipeline stage"""
-RUN = place.Place.run
+RUN = visits.MegatronVisits.run
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,7 +136,7 @@ def _count_rows() -> dict[str, list[int]]:
         found.setdefault(os.environ["ROUTING_REPLAY_STAGE"], []).append(int(count.sum()))
         return RUN(self, homes, rows, count, probs)
 
-    place.Place.run = counted  # type: ignore[method-assign]
+    visits.MegatronVisits.run = counted  # type: ignore[method-assign]
     return found
 
 

@@ -13,11 +13,11 @@ import numpy as np
 from tests.protocol.calls import Armed, Call, Calls, Event, Visit, Where
 
 from equilibra.core.plan import Stage
-from equilibra.events.schema import Direction, StageNumber
+from equilibra.events.schema import Direction
 from equilibra.execute.copies.copies import Copies
 from equilibra.execute.runtime import Runtime
 
-STAGES = {StageNumber.LOGPROB: "log-prob", StageNumber.UPDATE: "update"}
+STAGES = {Stage.LOGPROB: "log-prob", Stage.UPDATE: "update"}
 DIRECTIONS = {Direction.FORWARD: "F", Direction.FORWARD_AGAIN: "A", Direction.BACKWARD: "B"}
 ASKED = {"publish", "fetch", "arrive", "gradient slots", "give back", "add", "finish sums", "finish reads"}
 """calls of an engine; the model also says what is computed in between"""
@@ -34,19 +34,19 @@ class Journal:
 
     def watch(self, runtime: Runtime) -> None:
         """Record from now on; before a plan is armed for the first time."""
-        home, instances = runtime.bring_gradients_home, runtime._instances
+        home, instances = runtime.bring_gradients_home, runtime.instances
 
         def bring_home() -> None:
             if runtime._copies is not None and runtime.armed is not None:
                 self.events.append("home")
             home()
 
-        def visited(visit: Any, direction: Direction) -> Any:
-            if runtime._copies_of(visit) is not None:
-                self.events.append(Visit(named(visit.where), DIRECTIONS[direction]))
-            return instances(visit, direction)
+        def visited(key: Any, direction: Direction) -> Any:
+            if runtime._copies_of(key) is not None:
+                self.events.append(Visit(named(key), DIRECTIONS[direction]))
+            return instances(key, direction)
 
-        runtime.bring_gradients_home, runtime._instances = bring_home, visited
+        runtime.bring_gradients_home, runtime.instances = bring_home, visited
 
     def watch_copies(self, copies: Copies) -> None:
         """The rank's copies, and the engines that they make."""

@@ -3,7 +3,7 @@
 Symbols: M micro-batches, L layers, R ranks, E experts, T tokens of a rank in a micro-batch, K experts per token.
 
 Every token has a random value of 64 bits, every expert a function of it. A visit (one layer of one micro-batch in one
-stage) sends rows, groups them, computes them by instance and sends them back, with `send_table`, `planned_counts` and
+stage) sends rows, groups them, computes them by instance and sends them back, with `send_table`, `counts` and
 `receive_table` of every rank. Sums of 64 bits wrap, so they have no rounding: every token must get exactly the sum over
 its own choices. A pair that is lost, doubled, computed by another expert or returned to another token changes it.
 """
@@ -21,18 +21,10 @@ from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.visit import ReceiveTable, SendTable, Visit
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.execute.visits.tables import (
-    Instances,
-    ReceiveTable,
-    SendTable,
-    instances_of,
-    planned_counts,
-    receive_table,
-    send_table,
-)
-from equilibra.integrations.planned.slots import HomeSlots, visit_of
+from equilibra.integrations.planned.slots import HomeSlots, slot_table
 from equilibra.plan.planner import StepProblem, planner_named, respects_nodes, respects_slots
 
 ROUTINGS = (
@@ -172,7 +164,7 @@ class LostPairError(AssertionError):
 class Routed:
     """The tables of a visit on all ranks."""
 
-    instances: Instances
+    visit: Visit
     sent: list[SendTable]
     received: list[ReceiveTable]
 
@@ -180,14 +172,12 @@ class Routed:
 def tables_of(step: Step, plan: StepPlan, stage: Stage, layer: int, m: int) -> Routed:
     """As the runtime makes them."""
     load, ids = step.problem.load, step.experts[layer * plan.num_micro_batches + m]
-    instances = instances_of(plan, stage, layer, m)
+    visit = plan.visit(stage, m, layer)
     ranks = range(step.cluster.num_ranks)
     return Routed(
-        instances=instances,
-        sent=[send_table(ids[rank], instances, rank) for rank in ranks],
-        received=[
-            receive_table(instances.on_rank(rank), planned_counts(load, instances, layer, m, rank)) for rank in ranks
-        ],
+        visit=visit,
+        sent=[visit.send_table(ids[rank], rank) for rank in ranks],
+        received=[visit.receive_table(rank, visit.counts(load, rank)) for rank in ranks],
     )
 
 
@@ -206,7 +196,7 @@ def execute(ids: list[NDArray[np.int64]], routed: Routed, values: list[NDArray[n
         np.concatenate([table.token_of_row for table in sent]), np.concatenate([table.row_of_pair for table in sent]),
         np.stack([table.counts_RE.sum(axis=1) for table in sent]),
         np.stack([table.size_of_source for table in received]), np.array([0, *num_instances]).cumsum(),
-        np.concatenate([routed.instances.on_rank(rank) for rank in range(len(ids))]),
+        np.concatenate([routed.visit.on_rank(rank) for rank in range(len(ids))]),
         np.concatenate([table.size_of_instance for table in received]),
         np.concatenate([table.received_of_grouped for table in received]),
         np.concatenate([table.grouped_of_received for table in received]),
@@ -284,19 +274,19 @@ def check_slots(step: Step, plan: StepPlan, layer: int, m: int) -> None:
     assert np.array_equal(
         HomeSlots(expert_of_slot=expert_RH[None], cluster=step.cluster).placement.home_of_expert[0], home
     )
-    instances = instances_of(plan, Stage.UPDATE, layer, m)
-    spare = int(np.bincount(instances.flash_rank, minlength=num_ranks).max(initial=0))
+    visit = plan.visit(Stage.UPDATE, m, layer)
+    spare = int(np.bincount(visit.flash_rank, minlength=num_ranks).max(initial=0))
     for rank, ids in enumerate(step.experts[layer * plan.num_micro_batches + m]):
-        visit = visit_of(expert_RH, spare, instances, rank)
+        slots = slot_table(visit, expert_RH, spare, rank)
         expert = ids.ravel()
         order = np.argsort(expert, kind="stable")
         ordinal = np.empty(expert.size, np.int64)
         first = np.searchsorted(expert[order], expert[order])
         ordinal[order] = np.arange(expert.size) - first
         takes = (
-            (visit.expert_of_slot[:, None] == expert)
-            & (visit.first_of_slot[:, None] <= ordinal)
-            & (ordinal < visit.end_of_slot[:, None])
+            (slots.expert_of_slot[:, None] == expert)
+            & (slots.first_of_slot[:, None] <= ordinal)
+            & (ordinal < slots.end_of_slot[:, None])
         )
         if not (takes.sum(axis=0) == 1).all():
             raise LostPairError(f"rank {rank}: a pair has no slot, or two")

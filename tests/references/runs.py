@@ -14,7 +14,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.events.imbalance import imbalance, spread
 from equilibra.events.run import PASSES, PlannerRecord, Run
-from equilibra.events.schema import EVENT, Direction, Events, Kind, Resource, StageNumber, event_table
+from equilibra.events.schema import EVENT, Direction, Events, Kind, Resource, event_table
 from equilibra.plan.entry import step_problem
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
@@ -22,9 +22,9 @@ from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 US_PER_PAIR, ATTENTION_US, DISPATCH_US, COPY_US = 0.05, 400.0, 120.0, 180.0
 EXPERT_BYTES = 3 * 2048 * 768 * 2
 PASS_OF = (
-    (StageNumber.LOGPROB, Direction.FORWARD, 1.0),
-    (StageNumber.UPDATE, Direction.FORWARD, 1.0),
-    (StageNumber.UPDATE, Direction.BACKWARD, 2.0),
+    (Stage.LOGPROB.number, Direction.FORWARD, 1.0),
+    (Stage.UPDATE.number, Direction.FORWARD, 1.0),
+    (Stage.UPDATE.number, Direction.BACKWARD, 2.0),
 )
 ONLINE = ("ultraep", "llep")
 
@@ -210,7 +210,7 @@ def _events(plan: StepPlan, tokens_LR: np.ndarray, micro_batch: int, start_us: f
             span(Kind.COMBINE, Resource.NVLINK, now, now + DISPATCH_US, bytes=tokens_LR[layer].astype(np.int64) * 4096)
             now += DISPATCH_US
         assert number < len(PASSES)
-    once = event_table(num_ranks, kind=Kind.OPTIMIZER, resource=Resource.COMPUTE, stage=StageNumber.UPDATE, rank=ranks,
+    once = event_table(num_ranks, kind=Kind.OPTIMIZER, resource=Resource.COMPUTE, stage=Stage.UPDATE.number, rank=ranks,
                        start_us=now + 5e5, end_us=now + 5e5 + 2000)  # fmt: skip
     return Events.of(np.zeros(0, EVENT), *parts, once)
 

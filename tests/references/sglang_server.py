@@ -23,6 +23,9 @@ from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.rl.engine import Request, seed_of
 from equilibra.train import engines
 
+BUILDING = threading.Lock()
+"""transformers builds a model under a default type that all threads share: servers of one process take turns"""
+
 
 def noise_of(seed: int, size: int) -> np.ndarray:
     return np.random.default_rng(seed).random(size)
@@ -59,7 +62,8 @@ class Served:
         weights = {name: value for file in set(index.values()) for name, value in load_file(folder.path / file).items()}
         assert weights.keys() == index.keys()
         dtype = next(iter(weights.values())).dtype
-        self.replica = Replica(folder, dtype=dtype, device=torch.device("cpu"), end=-1, pad=0)
+        with BUILDING:
+            self.replica = Replica(folder, dtype=dtype, device=torch.device("cpu"), end=-1, pad=0)
         self.replica.load_weights(weights.items())
         self.updates.append(body["model_path"])
         self.version = body.get("weight_version", "default")

@@ -57,6 +57,10 @@ class Placement:
         entry = np.arange(self.num_layers)[:, None] * num_ranks + self.home_of_expert
         return np.bincount(entry.ravel(), minlength=self.num_layers * num_ranks).reshape(-1, num_ranks)
 
+    def homes_on(self, layer: int, rank: int) -> NDArray[np.int32]:
+        """Experts of a layer at home on a rank, by number."""
+        return np.flatnonzero(self.home_of_expert[layer] == rank).astype(np.int32)
+
     def is_even(self) -> bool:
         """Whether every rank is home of the same number of experts, as an unbalanced layout has it."""
         homes = self.num_homes()

@@ -10,7 +10,6 @@ expert) than there are. `StepPlan.check` verifies that and the budgets against a
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import cached_property
 from hashlib import sha256
 
@@ -21,101 +20,11 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Migration, Placement
-from equilibra.core.plan_checks import (
-    check_range,
-    check_same_length,
-    check_slots,
-    check_stage,
-    check_standing_slots,
-    freeze,
-)
 from equilibra.core.schedule import Schedule
+from equilibra.core.stage_plan import STAGE_ARRAYS, StagePlan, StandingCopies, check_range, freeze
+from equilibra.core.visit import Stage, Visit, VisitKey
 
-__all__ = ["STAGE_ARRAYS", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
-
-
-STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
-"""arrays of a StagePlan, in the order of the digest"""
-
-
-class Stage(StrEnum):
-    """The two passes over a rollout."""
-
-    LOGPROB = "logprob"
-    """old log-probabilities: forward only"""
-    UPDATE = "update"
-    """policy update: forward and backward"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StandingCopies:
-    """Second instances that stand for the whole step, sorted by layer, expert and rank."""
-
-    layer: NDArray[np.int32]
-    """[C]"""
-    expert: NDArray[np.int32]
-    """[C]"""
-    rank: NDArray[np.int32]
-    """[C] the rank that holds it"""
-
-    def __post_init__(self) -> None:
-        check_same_length("standing copies", self.layer, self.expert, self.rank)
-        freeze(self.layer, self.expert, self.rank)
-
-    @property
-    def num_copies(self) -> int:
-        """C."""
-        return int(self.layer.size)
-
-    @classmethod
-    def none(cls) -> StandingCopies:
-        """No standing copies."""
-        empty = np.zeros(0, np.int32)
-        return cls(layer=empty, expert=empty, rank=empty)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class StagePlan:
-    """Flash copies of every layer and micro-batch of one stage, and the tokens that all copies serve."""
-
-    first_of_problem: NDArray[np.int64]
-    """[L * M + 1] flash copies of layer l and micro-batch m are those from entry l * M + m on"""
-    expert: NDArray[np.int32]
-    """[F]"""
-    rank: NDArray[np.int32]
-    """[F] the rank whose spare slot holds it"""
-    origin: NDArray[np.int32]
-    """[F] the rank it is copied from: the home, or a standing copy of the same node"""
-    tokens_FR: NDArray[np.int32]
-    """[F, R] tokens of each source that each flash copy serves"""
-    standing_tokens_CMR: NDArray[np.int32]
-    """[C, M, R] tokens of each source that each standing copy serves in each micro-batch"""
-
-    def __post_init__(self) -> None:
-        check_same_length("flash copies", self.expert, self.rank, self.origin)
-        first, tokens, standing = self.first_of_problem, self.tokens_FR, self.standing_tokens_CMR
-        if (
-            first.ndim != 1
-            or first.size < 2
-            or first[0] != 0
-            or first[-1] != self.num_copies
-            or (np.diff(first) < 0).any()
-        ):
-            raise PlanError(f"first_of_problem must rise from 0 to the {self.num_copies} flash copies")
-        if tokens.ndim != 2 or len(tokens) != self.num_copies or standing.ndim != 3:
-            raise PlanError(f"tokens of {self.num_copies} flash copies cannot be {tokens.shape} and {standing.shape}")
-        if tokens.dtype != np.int32 or standing.dtype != np.int32:
-            raise PlanError(f"tokens must be int32, not {tokens.dtype} and {standing.dtype}")
-        freeze(first, self.expert, self.rank, self.origin, tokens, standing)
-
-    @property
-    def num_copies(self) -> int:
-        """F."""
-        return int(self.expert.size)
-
-    def problem_of_copy(self) -> NDArray[np.int64]:
-        """[F] l * M + m of each flash copy."""
-        return np.repeat(np.arange(self.first_of_problem.size - 1), np.diff(self.first_of_problem))
+__all__ = ["GroupPlan", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -203,6 +112,32 @@ class StepPlan:
         """(M, L, E, R) of the loads it was made for."""
         return (self.num_micro_batches, self.num_layers, self.placement.num_experts, self.cluster.num_ranks)
 
+    @cached_property
+    def _visits(self) -> dict[VisitKey, Visit]:
+        return {}
+
+    def visit(self, stage: Stage, micro_batch: int, layer: int) -> Visit:
+        """One layer of one micro-batch in one stage, made once."""
+        key = VisitKey(stage, micro_batch, layer)
+        if key not in self._visits:
+            self._visits[key] = self._visit(key)
+        return self._visits[key]
+
+    def _visit(self, key: VisitKey) -> Visit:
+        part, standing = self.stages[key.stage], self.standing
+        problem = key.layer * self.num_micro_batches + key.micro_batch
+        flash = np.arange(part.first_of_problem[problem], part.first_of_problem[problem + 1])
+        flash = flash[np.lexsort((part.expert[flash], part.origin[flash], part.rank[flash]))]
+        of_layer = np.arange(*np.searchsorted(standing.layer, [key.layer, key.layer + 1]))
+        of_layer = of_layer[np.lexsort((standing.rank[of_layer], standing.expert[of_layer]))]
+        return Visit(
+            key=key, home_of_expert=self.placement.home_of_expert[key.layer],
+            standing_expert=standing.expert[of_layer], standing_rank=standing.rank[of_layer],
+            standing_tokens_CR=part.standing_tokens_CMR[of_layer, key.micro_batch],
+            flash_expert=part.expert[flash], flash_rank=part.rank[flash], flash_origin=part.origin[flash],
+            flash_tokens_FR=part.tokens_FR[flash],
+        )  # fmt: skip
+
     def gap(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> float:
         """How far the slowest ranks, summed over layers and micro-batches, are above the lower bound (0 is optimal)."""
         slowest, bound = self.rank_load(load, stage).max(axis=2).sum(), int(self.bound_LM.sum())
@@ -248,8 +183,104 @@ class StepPlan:
         if load.tokens_MLER.shape != self.shape:
             raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")
         for stage in Stage:
-            check_stage(self, self.stages[stage], load)
+            _check_stage(self, self.stages[stage], load)
             if spare_slots is not None:
-                check_slots(self, self.stages[stage], spare_slots)
+                _check_slots(self, self.stages[stage], spare_slots)
         if standing_slots is not None:
-            check_standing_slots(self, standing_slots)
+            _check_standing_slots(self, standing_slots)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GroupPlan:
+    """A plan with the load it was made for, as one expert-parallel group runs it."""
+
+    plan: StepPlan
+    """the same on every rank"""
+    load: StepLoad
+    """counts of all ranks, which give all sizes"""
+    micro_batches: list[int]
+    """numbers of those that this group runs, in order"""
+    late: frozenset[Stage] = frozenset()
+    """stages whose flash copies would come late over one link"""
+
+    def after(self, stage: Stage, micro_batch: int) -> int | None:
+        """The micro-batch that this group runs next with the same weights; None if there is none."""
+        at = self.micro_batches.index(micro_batch) + 1
+        if at == len(self.micro_batches):
+            return None
+        following, schedule = self.micro_batches[at], self.plan.schedule
+        mini = None if schedule is None else schedule.mini_batch_of_micro_batch
+        if stage is Stage.UPDATE and mini is not None and mini[following] != mini[micro_batch]:
+            return None  # the optimizer comes between
+        return following
+
+
+def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:
+    """Every (token, expert) pair is served exactly once, by an instance that exists."""
+    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
+    if stage.tokens_FR.size and stage.tokens_FR.min() < 0:
+        raise PlanError("a flash copy serves a negative number of tokens")
+    if stage.standing_tokens_CMR.size and stage.standing_tokens_CMR.min() < 0:
+        raise PlanError("a standing copy serves a negative number of tokens")
+    layer, m = np.divmod(stage.problem_of_copy(), num_micro_batches)
+    left = load.tokens_MLER.astype(np.int64)
+    rows = left.reshape(-1, num_ranks)  # (m, layer, expert) by source
+    np.subtract.at(rows, (m * num_layers + layer) * num_experts + stage.expert, stage.tokens_FR)
+    standing = plan.standing
+    row_CM = np.arange(num_micro_batches) * num_layers * num_experts
+    row_CM = row_CM + (standing.layer * num_experts + standing.expert)[:, None]
+    np.subtract.at(rows, row_CM, stage.standing_tokens_CMR)
+    if left.min() < 0:
+        at = np.argwhere(left < 0)[0]
+        raise PlanError(
+            f"copies of layer {at[1]}, expert {at[2]} serve {-left[tuple(at)]} tokens more of source rank {at[3]} "
+            f"than micro-batch {at[0]} has: the plan is for another load"
+        )
+    _check_instances(plan, stage, layer, m)
+
+
+def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64], m: NDArray[np.int64]) -> None:
+    """No expert twice on one rank, and every flash copy comes from where an instance is."""
+    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
+    standing, home = plan.standing, plan.placement.home_of_expert
+    has_LER = np.zeros((num_layers, num_experts, num_ranks), np.bool_)
+    has_LER[np.arange(num_layers)[:, None], np.arange(num_experts), home] = True
+    has_LER[standing.layer, standing.expert, standing.rank] = True
+    if np.count_nonzero(has_LER) != home.size + standing.num_copies:
+        raise PlanError("a standing copy is on a rank that has its expert already")
+    doubled = np.flatnonzero(has_LER[layer, stage.expert, stage.rank])
+    if doubled.size:
+        at = doubled[0]
+        raise PlanError(f"layer {layer[at]}: rank {stage.rank[at]} has expert {stage.expert[at]} and gets a copy of it")
+    orphaned = np.flatnonzero(~has_LER[layer, stage.expert, stage.origin])
+    if orphaned.size:
+        at = orphaned[0]
+        raise PlanError(
+            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, not there"
+        )
+    key = ((layer * num_micro_batches + m) * num_experts + stage.expert) * num_ranks + stage.rank
+    if np.unique(key).size != key.size:
+        raise PlanError("a rank has two flash copies of the same expert in one micro-batch")
+
+
+def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
+    """No rank holds more flash copies at a time than it has spare slots."""
+    num_ranks = plan.cluster.num_ranks
+    used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
+    if used.size and used.max() > spare_slots:
+        raise PlanError(f"a rank needs {used.max()} spare slots, {spare_slots} are allowed")
+    node_of_rank = plan.cluster.node_of_rank()
+    abroad = np.flatnonzero(node_of_rank[stage.rank] != node_of_rank[stage.origin])
+    if abroad.size:
+        at = abroad[0]
+        raise PlanError(
+            f"a flash copy of expert {stage.expert[at]} leaves its node: {stage.origin[at]} to {stage.rank[at]}"
+        )
+
+
+def _check_standing_slots(plan: StepPlan, standing_slots: int) -> None:
+    """No node holds more standing copies of a layer than it has slots for."""
+    node = plan.cluster.node_of_rank()[plan.standing.rank]
+    used = np.bincount(plan.standing.layer * plan.cluster.num_nodes + node)
+    if used.size and used.max() > standing_slots:
+        raise PlanError(f"a node needs {used.max()} standing slots in one layer, {standing_slots} are allowed")

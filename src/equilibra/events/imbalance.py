@@ -16,7 +16,16 @@ from equilibra.core.errors import InputError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = ["ImbalanceSpread", "imbalance", "imbalance_of_batch", "imbalance_of_micro_batches", "spread"]
+    from equilibra.core.load import StepLoad
+
+__all__ = [
+    "ImbalanceSpread",
+    "imbalance",
+    "imbalance_of_batch",
+    "imbalance_of_micro_batches",
+    "spread",
+    "static_imbalance",
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,3 +65,9 @@ def spread(imbalances: NDArray[np.float64]) -> ImbalanceSpread:
     return ImbalanceSpread(
         mean=float(imbalances.mean()), p99=float(np.percentile(imbalances, 99)), worst=float(imbalances.max())
     )
+
+
+def static_imbalance(load: StepLoad) -> float:
+    """Slowest over mean rank, mean over layers and micro-batches, with contiguous homes and without copies."""
+    load_MLE = load.expert_load()
+    return float(imbalance(load_MLE.reshape(*load_MLE.shape[:2], load.num_ranks, -1).sum(axis=3)).mean())

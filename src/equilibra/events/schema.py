@@ -15,8 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
+from equilibra.core.visit import Stage
 
-__all__ = ["EVENT", "Direction", "Events", "Kind", "Resource", "StageNumber", "event_table"]
+__all__ = ["EVENT", "Direction", "Events", "Kind", "Resource", "event_table"]
 
 
 class Kind(IntEnum):
@@ -69,13 +70,6 @@ class Resource(IntEnum):
     """host processor"""
 
 
-class StageNumber(IntEnum):
-    """Stages as numbers, in the order of `core.plan.Stage`."""
-
-    LOGPROB = 0
-    UPDATE = 1
-
-
 class Direction(IntEnum):
     """Which pass through a layer."""
 
@@ -110,9 +104,11 @@ class Events:
             raise InputError("events must not end before they start, nor start before the step")
         if (np.diff(rows["start_us"]) < 0).any():
             raise InputError("events must be sorted by their start")
-        for column, names in (("kind", Kind), ("resource", Resource), ("stage", StageNumber), ("direction", Direction)):
-            if rows[column].max(initial=0) > max(names):
-                raise InputError(f"events have an unknown {column}: {rows[column].max()}, the largest is {max(names)}")
+        for column, names in (("kind", Kind), ("resource", Resource), ("stage", Stage), ("direction", Direction)):
+            if rows[column].max(initial=0) >= len(names):
+                raise InputError(
+                    f"events have an unknown {column}: {rows[column].max()}, the largest is {len(names) - 1}"
+                )
         rows.setflags(write=False)
 
     @classmethod

@@ -11,28 +11,24 @@ from hashlib import sha256
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.placement import Placement
-from equilibra.events.schema import Direction, Kind, Resource, StageNumber
+from equilibra.core.plan import GroupPlan
+from equilibra.core.visit import Visit, VisitKey, only_homes, signed_ids
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.copies import Copies, CopySetting
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.experts.weights import ExpertWeights, refuse_wrappers
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
-from equilibra.execute.moe.functions import Pass, direction_now
-from equilibra.execute.moe.spec import Activation, MoESpec
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.moe.wrapped import refuse_wrappers
-from equilibra.execute.steps.record import Recorder
-from equilibra.execute.visits.armed import Armed
-from equilibra.execute.visits.micro_batch import MicroBatch
-from equilibra.execute.visits.tables import Instances, only_homes, planned_counts, receive_table, send_table
-from equilibra.execute.visits.visit import Tables, Where, on_device
+from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.micro_batch import MicroBatch, Tables, on_device
+from equilibra.execute.record import Recorder, direction_now
 
-__all__ = ["Armed", "CopySetting", "Runtime", "homes_of"]
+__all__ = ["CopySetting", "Runtime"]
 
 MEMORY = ("spare_slots", "standing_copies", "transfers")
 Saved = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +61,7 @@ class Runtime:
         """why the state in memory must not be used"""
         self.most_table_bytes = 0
         """that a micro-batch has held at once, of routing and tables, since the plan was armed"""
-        self._armed: Armed | None = None
+        self._armed: GroupPlan | None = None
         self._copies: Copies | None = None
 
     # --- set up ---
@@ -89,6 +85,12 @@ class Runtime:
         return self.spec.activation
 
     @property
+    def _narrow(self) -> torch.dtype:
+        """Of experts' numbers on their way from the device to tables."""
+        dtype: torch.dtype = getattr(torch, signed_ids(self.placement.num_experts).name)
+        return dtype
+
+    @property
     def gpu(self) -> torch.device | None:
         """The GPU that computes the experts, if one does."""
         device = self.weights[0].device if self.weights else None
@@ -96,7 +98,7 @@ class Runtime:
 
     # --- plans ---
 
-    def arm(self, armed: Armed) -> None:
+    def arm(self, armed: GroupPlan) -> None:
         """Execute this plan from now on. Homes must have moved already."""
         if armed.plan.placement != self.placement:
             raise InputError("a plan was armed before its homes had moved")
@@ -118,7 +120,7 @@ class Runtime:
         return f"settings {sha256(text.encode()).hexdigest()[:16]}: {text}"
 
     @property
-    def armed(self) -> Armed | None:
+    def armed(self) -> GroupPlan | None:
         """The plan that is executed."""
         return self._armed
 
@@ -155,7 +157,7 @@ class Runtime:
 
     # --- visits ---
 
-    def enter_layer(self, where: Where, direction: Direction) -> None:
+    def enter_layer(self, key: VisitKey, direction: Direction) -> None:
         """A layer begins: what ran since the last one was attention and other dense parts."""
         self.check_whole()
         if self.current is None and direction is Direction.FORWARD_AGAIN:
@@ -164,102 +166,94 @@ class Runtime:
             )
         since = self.recorder.dense_since
         if since is not None:
-            self.recorder.add(Kind.ATTENTION, Resource.COMPUTE, where, direction, since, self.recorder.now())
+            self.recorder.add(Kind.ATTENTION, Resource.COMPUTE, key, direction, since, self.recorder.now())
         self.recorder.dense_since = None
 
     def leave_layer(self) -> None:
         """A layer ends."""
         self.recorder.dense_since = self.recorder.now()
 
+    def key(self, layer: int) -> VisitKey:
+        """The visit of a layer that begins now."""
+        return VisitKey.once(layer) if self.current is None else self.current.key(layer)
+
     def tables(self, layer: int, experts_TK: Tensor) -> Tables:
         """Where this layer's rows go: from the plan where there is one, else from counts that ranks exchange."""
-        micro_batch = self.current
-        if micro_batch is None:
-            return self._counted_tables(self.where(layer), only_homes(self.placement, layer), experts_TK)
+        micro_batch, armed = self.current, self._armed
+        if micro_batch is None or armed is None:
+            return self._counted_tables(only_homes(self.placement, self.key(layer)), experts_TK)
+        visit = armed.plan.visit(*micro_batch.key(layer))
         if micro_batch.planned:
-            return micro_batch.tables(layer, lambda: self._planned_tables(micro_batch, layer))
-        return self._counted_tables(micro_batch.where(layer), self._instances_of(micro_batch, layer), experts_TK)
+            return micro_batch.tables(layer, lambda: self._planned_tables(visit, micro_batch, armed))
+        return self._counted_tables(visit, experts_TK)
 
-    def where(self, layer: int) -> Where:
-        """The visit of a layer that begins now."""
-        if self.current is not None:
-            return self.current.where(layer)
-        return Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=layer)
+    def _planned_tables(self, visit: Visit, micro_batch: MicroBatch, armed: GroupPlan) -> Tables:
+        """Both sides know all sizes: nothing is exchanged."""
+        rank, layer = self.group.rank, visit.key.layer
+        sent = visit.send_table(micro_batch.experts_TLK[:, layer], rank)
+        received = visit.receive_table(rank, visit.counts(armed.load, rank))
+        return on_device(visit, sent, received, rank, self.weights[layer].device)
 
-    def _instances_of(self, micro_batch: MicroBatch, layer: int) -> Instances:
-        if self._armed is None:
-            return only_homes(self.placement, layer)
-        return self._armed.instances(micro_batch.stage, micro_batch.number, layer)
-
-    def _planned_tables(self, micro_batch: MicroBatch, layer: int) -> Tables:
-        assert self._armed is not None
-        instances, rank = self._instances_of(micro_batch, layer), self.group.rank
-        experts_TK = micro_batch.experts_TLK[:, layer].astype(np.int64)
-        counts_IR = planned_counts(self._armed.load, instances, layer, micro_batch.number, rank)
-        return on_device(
-            instances, send_table(experts_TK, instances, rank), receive_table(instances.on_rank(rank), counts_IR),
-            rank, self.weights[layer].device,
-        )  # fmt: skip
-
-    def _counted_tables(self, where: Where, instances: Instances, experts_TK: Tensor) -> Tables:
+    def _counted_tables(self, visit: Visit, experts_TK: Tensor) -> Tables:
         """The tolerant way: every source tells every rank how many rows its instances get."""
-        group, rank = self.group, self.group.rank
-        sent = send_table(experts_TK.cpu().numpy().astype(np.int64), instances, rank)
-        experts_of_rank = [instances.on_rank(r) for r in range(group.num_ranks)]
+        group, rank, layer = self.group, self.group.rank, visit.key.layer
+        sent = visit.send_table(experts_TK.to(self._narrow).cpu().numpy(), rank)
+        experts_of_rank = [visit.on_rank(r) for r in range(group.num_ranks)]
         mine = experts_of_rank[rank]
         told = torch.from_numpy(np.concatenate([sent.counts_RE[r, of] for r, of in enumerate(experts_of_rank)]))
         told = told.to(experts_TK.device)  # NCCL knows no other memory
         heard = told.new_empty(mine.size * group.num_ranks)
-        with self.recorder.span(Kind.COUNTS, Resource.NVLINK, where, direction_now()):
+        with self.recorder.span(Kind.COUNTS, Resource.NVLINK, visit.key, direction_now()):
             group.all_to_all(
                 Channel.DISPATCH, told, [of.size for of in experts_of_rank], heard, [mine.size] * group.num_ranks,
-                what=f"exchanging counts of MoE layer {where.layer}",
+                what=f"exchanging counts of MoE layer {layer}",
             ).wait()  # fmt: skip
         on_host = heard.cpu()
-        group.watch.check(f"exchanging counts of MoE layer {where.layer}")  # if a rank was lost they are worthless
+        group.watch.check(f"exchanging counts of MoE layer {layer}")  # if a rank was lost they are worthless
         counts_IR = on_host.view(group.num_ranks, mine.size).numpy().T.astype(np.int64)
-        return on_device(instances, sent, receive_table(mine, counts_IR), rank, self.weights[where.layer].device)
+        return on_device(visit, sent, visit.receive_table(rank, counts_IR), rank, self.weights[layer].device)
 
     # --- instances ---
 
-    def instances(self, visit: Pass, direction: Direction) -> list[ExpertParts]:
+    def instances(self, key: VisitKey, direction: Direction) -> list[ExpertParts]:
         """Homes, standing copies and flash copies of a visit, waited for; what comes next is on its way.
 
         Selective checkpointing counts operations, and a fetch is not one that comes again: it does not see them.
         """
         with _disable_current_modes():
-            return self._instances(visit, direction)
+            weights, copies = self.weights[key.layer], self._copies_of(key)
+            weights.check_version(key.layer)
+            homes = weights.homes(keep=self.current is not None)
+            return homes + (copies.take(key, direction) if copies is not None else [])
 
-    def _instances(self, visit: Pass, direction: Direction) -> list[ExpertParts]:
-        weights, copies = self.weights[visit.where.layer], self._copies_of(visit)
-        weights.check_version(visit.where.layer)
-        homes = weights.homes(keep=self.current is not None)
-        return homes + (copies.take(visit.where, direction) if copies is not None else [])
-
-    def _copies_of(self, visit: Pass) -> Copies | None:
+    def _copies_of(self, key: VisitKey) -> Copies | None:
         """Where copies are, if the visit is of a plan's micro-batch."""
-        return self._copies if self._armed is not None and visit.micro_batch is not None else None
+        return self._copies if self._armed is not None and key.micro_batch >= 0 else None
 
     # --- backward ---
 
-    def backward(self, visit: Pass, saved: Saved, dx_ND: Tensor, weighted: RowWeights) -> None:
+    def backward(self, tables: Tables, saved: Saved, dx_ND: Tensor, weighted: RowWeights) -> None:
         """Gradients of one visit's rows and of all instances that computed them; those of flash copies travel home."""
-        tables, weights, copies = visit.tables, self.weights[visit.where.layer], self._copies_of(visit)
-        instances = self.instances(visit, Direction.BACKWARD)
+        key = tables.visit.key
+        weights, copies, instances = (
+            self.weights[key.layer],
+            self._copies_of(key),
+            self.instances(key, Direction.BACKWARD),
+        )
         num_kept = tables.num_homes + tables.num_standing
         start = self.recorder.now()
         wanted: list[ExpertParts | ExpertGradients | None] = [None] * len(instances)
         if copies is not None and weights.learns:
             self.gradients_under_way = True
-            wanted[num_kept:] = copies.flash_gradients(visit.where)
-            wanted[tables.num_homes : num_kept] = copies.standing.parts(visit.where.layer)[1]
+            wanted[num_kept:] = copies.flash_gradients(key)
+            wanted[tables.num_homes : num_kept] = copies.standing.parts(key.layer)[1]
         num_first = 0 if weights.has_gradients else tables.num_homes
         if weights.learns:
             wanted[: tables.num_homes] = weights.home_gradients(empty=num_first > 0)
 
         def send() -> None:
             if copies is not None and weights.learns:
-                copies.send_gradients(visit.where)
+                copies.send_gradients(key)
 
         try:
             expert_math.backward(
@@ -271,7 +265,7 @@ class Runtime:
                 weights.drop_gradients()
             raise
         self.recorder.add(
-            Kind.EXPERTS, Resource.COMPUTE, visit.where, Direction.BACKWARD, start, self.recorder.now(),
+            Kind.EXPERTS, Resource.COMPUTE, key, Direction.BACKWARD, start, self.recorder.now(),
             tokens=tables.num_rows,
         )  # fmt: skip
 
@@ -282,8 +276,9 @@ class Runtime:
         if self.group.num_groups > 1:
             start = self.recorder.now()
             self._sum_over_replicas()
-            once = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
-            self.recorder.add(Kind.REDUCE, Resource.NIC, once, Direction.BACKWARD, start, self.recorder.now())
+            self.recorder.add(
+                Kind.REDUCE, Resource.NIC, VisitKey.once(), Direction.BACKWARD, start, self.recorder.now()
+            )
 
     def bring_gradients_home(self) -> None:
         """Collective: gradients that copies hold are added to those of their homes."""
@@ -336,8 +331,3 @@ class Runtime:
         if self._copies is not None:
             self._copies.close()
             self._copies = self._armed = None
-
-
-def homes_of(placement: Placement, layer: int, rank: int) -> NDArray[np.int32]:
-    """Experts at home on a rank, by number."""
-    return np.flatnonzero(placement.home_of_expert[layer] == rank).astype(np.int32)

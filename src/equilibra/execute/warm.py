@@ -15,8 +15,7 @@ from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import recorded_experts
-from equilibra.execute.steps.own_schedule import own_schedule
-from equilibra.execute.visits.tables import instances_of, planned_counts, receive_table, send_table
+from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads
@@ -50,9 +49,9 @@ def warm() -> None:
     plan = Equilibra(threads=1).plan(problem)
     assert plan.schedule is not None
     load = step_load(loads, plan.schedule, cluster)
-    instances = instances_of(plan, Stage.UPDATE, 0, 0)
-    send_table(recorded_experts(trace)[:TOKENS, 0].astype(np.int64), instances, 0)
-    receive_table(instances.on_rank(0), planned_counts(load, instances, 0, 0, 0))
+    visit = plan.visit(Stage.UPDATE, 0, 0)
+    visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
+    visit.receive_table(0, visit.counts(load, 0))
     launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
 
 

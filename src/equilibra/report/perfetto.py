@@ -14,8 +14,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
+from equilibra.core.visit import Stage
 from equilibra.events.run import Run
-from equilibra.events.schema import Direction, Kind, Resource, StageNumber
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.report.names import chosen_pair, label_of
 from equilibra.report.timeline import hidden_us, words_of
 
@@ -80,7 +81,7 @@ def _title(row: dict[str, Any]) -> str:
 def _arguments(row: dict[str, Any], hidden: float) -> dict[str, Any]:
     """What applies of the other columns."""
     shown: dict[str, Any] = {
-        "stage": words_of(StageNumber(row["stage"])),
+        "stage": words_of(Stage.numbered(row["stage"])),
         "direction": words_of(Direction(row["direction"])),
     }
     shown |= {name: row[name] for name in ("layer", "micro_batch", "peer", "expert") if row[name] >= 0}

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.visit import Stage
 from equilibra.events.run import Run
-from equilibra.events.schema import Direction, Kind, Resource, StageNumber
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.report.pack import pack
 
 __all__ = ["MAX_RANKS", "hidden_us", "kind_totals", "shown_ranks", "timeline", "words_of"]
@@ -44,7 +45,7 @@ def timeline(run: Run, num_ranks: int) -> dict[str, Any]:
     return {
         "kinds": [words_of(kind) for kind in Kind],
         "resources": [words_of(resource) for resource in Resource],
-        "stages": [words_of(stage) for stage in StageNumber],
+        "stages": [words_of(stage) for stage in Stage],
         "directions": [words_of(direction) for direction in Direction],
         "ranks": ranks.tolist(),
         "planners": {
@@ -121,6 +122,6 @@ def _packed_events(rows: NDArray[np.void], ranks: NDArray[np.int64]) -> dict[str
     return {"tick_us": tick, "totals": totals, "arrays": arrays}
 
 
-def words_of(member: Kind | Resource | StageNumber | Direction) -> str:
+def words_of(member: Kind | Resource | Stage | Direction) -> str:
     """A kind, resource, stage or direction as people read it."""
     return PROPER.get(member.name, member.name.lower().replace("_", " "))

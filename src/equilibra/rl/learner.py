@@ -28,12 +28,12 @@ from torch import Tensor, nn
 from equilibra.core.errors import NonFiniteError
 from equilibra.core.plan import Stage
 from equilibra.execute.group import ExpertGroup
+from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer
 from equilibra.execute.steps.gradients import clip_gradients, nonfinite_gradients
 from equilibra.execute.steps.step import Step
-from equilibra.execute.visits.micro_batch import MicroBatch
 from equilibra.rl.sample import Sample
 from equilibra.rl.vocabulary import chunk_of, token_logprobs
 from equilibra.trace.routing import RoutingTrace, narrow_ids

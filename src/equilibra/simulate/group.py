@@ -12,8 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
+from equilibra.core.visit import Stage
 from equilibra.events.run import PASSES
-from equilibra.events.schema import Direction, StageNumber
+from equilibra.events.schema import Direction
 from equilibra.simulate.order import Pass, Visits, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.timeline import COLUMNS, run_visits
@@ -66,7 +67,7 @@ def run_group(times: Times, setting: RunSetting, *, window: int = -1) -> GroupTi
         _PipelineStage(times, setting, number, range(cuts[number], cuts[number + 1]), window)
         for number in range(setting.pipeline_stages)
     ]
-    finished: dict[tuple[int, StageNumber, Direction, int], float] = {}
+    finished: dict[tuple[int, Stage, Direction, int], float] = {}
     while any(stage.waiting for stage in stages):
         for number, stage in enumerate(stages):
             while stage.waiting and (ready := _ready(finished, stage.waiting[0], number, stages, times)) is not None:
@@ -83,7 +84,7 @@ def run_group(times: Times, setting: RunSetting, *, window: int = -1) -> GroupTi
 
 
 def _ready(
-    finished: dict[tuple[int, StageNumber, Direction, int], float],
+    finished: dict[tuple[int, Stage, Direction, int], float],
     one: Pass,
     number: int,
     stages: list[_PipelineStage],

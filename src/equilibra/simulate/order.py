@@ -15,7 +15,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.events.schema import Direction, StageNumber
+from equilibra.core.visit import Stage
+from equilibra.events.schema import Direction
 from equilibra.simulate.setting import RunSetting
 
 __all__ = ["Pass", "Visits", "chunks", "passes_of_stage", "visits_of"]
@@ -24,7 +25,7 @@ __all__ = ["Pass", "Visits", "chunks", "passes_of_stage", "visits_of"]
 class Pass(NamedTuple):
     """One micro-batch through all layers of a pipeline stage, forward or backward."""
 
-    stage: StageNumber
+    stage: Stage
     direction: Direction
     micro_batch: int
     chunk: int
@@ -52,11 +53,11 @@ def passes_of_stage(number: int, num_micro_batches: int, setting: RunSetting) ->
     """What pipeline stage `number` runs, in order."""
     found: list[Pass] = []
     if setting.logprob_stage:
-        found += [Pass(StageNumber.LOGPROB, Direction.FORWARD, m, -1) for m in range(num_micro_batches)]
+        found += [Pass(Stage.LOGPROB, Direction.FORWARD, m, -1) for m in range(num_micro_batches)]
     for chunk, part in enumerate(chunks(num_micro_batches, setting.optimizer_steps)):
         ahead = min(setting.pipeline_stages - number, len(part))
-        forward = [Pass(StageNumber.UPDATE, Direction.FORWARD, m, chunk) for m in part]
-        backward = [Pass(StageNumber.UPDATE, Direction.BACKWARD, m, chunk) for m in part]
+        forward = [Pass(Stage.UPDATE, Direction.FORWARD, m, chunk) for m in part]
+        backward = [Pass(Stage.UPDATE, Direction.BACKWARD, m, chunk) for m in part]
         found += forward[:ahead]
         for i, one in enumerate(backward):
             found.append(one)
@@ -69,12 +70,12 @@ def visits_of(passes: list[Pass], layers: range, *, activation_recompute: bool) 
     rows: list[tuple[int, int, int, int, int]] = []
     for one in passes:
         if one.direction is Direction.FORWARD:
-            rows += [(one.stage, Direction.FORWARD, layer, one.micro_batch, one.chunk) for layer in layers]
+            rows += [(one.stage.number, Direction.FORWARD, layer, one.micro_batch, one.chunk) for layer in layers]
             continue
         for layer in reversed(layers):
             if activation_recompute:
-                rows.append((one.stage, Direction.FORWARD_AGAIN, layer, one.micro_batch, one.chunk))
-            rows.append((one.stage, Direction.BACKWARD, layer, one.micro_batch, one.chunk))
+                rows.append((one.stage.number, Direction.FORWARD_AGAIN, layer, one.micro_batch, one.chunk))
+            rows.append((one.stage.number, Direction.BACKWARD, layer, one.micro_batch, one.chunk))
     table = np.array(rows, np.int64).reshape(-1, 5)
     chunk = np.maximum(table[:, 4], 0)  # weights are the same in the log-prob stage and in the first optimizer step
     last = np.searchsorted(chunk, chunk, side="right") - 1

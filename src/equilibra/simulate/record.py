@@ -8,9 +8,9 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.plan import Stage, StagePlan
+from equilibra.core.visit import Stage
 from equilibra.events.run import PlannerRecord, columns_of_plan
-from equilibra.events.schema import Direction, Events, Kind, Resource, StageNumber, event_table
+from equilibra.events.schema import Direction, Events, Kind, Resource, event_table
 from equilibra.simulate.group import GroupTimeline, StageRecord
 from equilibra.simulate.step import GroupResult
 from equilibra.simulate.times import Pricing, Times
@@ -18,7 +18,6 @@ from equilibra.simulate.times import Pricing, Times
 __all__ = ["balanced_record", "planner_record"]
 
 Table = NDArray[np.void]
-STAGES = {StageNumber.LOGPROB: Stage.LOGPROB, StageNumber.UPDATE: Stage.UPDATE}
 
 
 def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:
@@ -33,7 +32,7 @@ def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, flo
     return PlannerRecord(
         metrics=metrics,
         memory=result.memory,
-        rank_tokens_LMR=rows_SLMR[StageNumber.UPDATE].astype(np.int32),
+        rank_tokens_LMR=rows_SLMR[Stage.UPDATE.number].astype(np.int32),
         **columns_of_plan(plan, result.load),
         layer_us_PLM=result.timeline.layer_us_PLM.astype(np.float32),
         events=Events.of(*tables),
@@ -137,24 +136,22 @@ def _flash_of_visit(result: GroupResult, pricing: Pricing, record: StageRecord, 
     stage, layer, m = (int(column[visit]) for column in (record.visits.stage, record.visits.layer,
                                                          record.visits.micro_batch))  # fmt: skip
     direction = int(record.visits.direction[visit])
-    part: StagePlan = result.plan.stages[STAGES[StageNumber(stage)]]
-    problem = layer * result.plan.num_micro_batches + m
-    copies = slice(int(part.first_of_problem[problem]), int(part.first_of_problem[problem + 1]))
-    count = copies.stop - copies.start
+    copies = result.plan.visit(Stage.numbered(stage), m, layer)
+    count = copies.flash_rank.size
     if count == 0:
         return []
-    node = part.rank[copies] // pricing.cluster.ranks_per_node
+    node = copies.flash_rank // pricing.cluster.ranks_per_node
     times, setting = result.times, pricing.setting
     common = {
-        "stage": stage, "direction": direction, "layer": layer, "micro_batch": m, "rank": part.rank[copies],
-        "peer": part.origin[copies], "expert": part.expert[copies],
-        "tokens": part.tokens_FR[copies].sum(axis=1, dtype=np.int64),
+        "stage": stage, "direction": direction, "layer": layer, "micro_batch": m, "rank": copies.flash_rank,
+        "peer": copies.flash_origin, "expert": copies.flash_expert,
+        "tokens": copies.flash_tokens_FR.sum(axis=1, dtype=np.int64),
     }  # fmt: skip
     found = []
     if direction != Direction.BACKWARD or not setting.activation_recompute:
         took = times.flash_us[stage, layer, m, node]
         exposed = times.exposed_copies and direction == Direction.FORWARD
-        ready = record.times_us[w, part.rank[copies], 3] if exposed else record.ready_us[node, visit]
+        ready = record.times_us[w, copies.flash_rank, 3] if exposed else record.ready_us[node, visit]
         link = Resource.HOST_LINK if times.host_path[stage] else Resource.COPY_ENGINE
         found.append(event_table(
             count, kind=Kind.FLASH_COPY, resource=link, bytes=pricing.model.expert_bytes,
@@ -203,7 +200,7 @@ def _step_events(result: GroupResult, pricing: Pricing) -> list[Table]:
         ))  # fmt: skip
     finish = result.timeline.step_us
     found.append(event_table(
-        pricing.cluster.num_ranks, kind=Kind.OPTIMIZER, resource=Resource.COMPUTE, stage=StageNumber.UPDATE,
+        pricing.cluster.num_ranks, kind=Kind.OPTIMIZER, resource=Resource.COMPUTE, stage=Stage.UPDATE.number,
         rank=np.arange(pricing.cluster.num_ranks), start_us=max(finish - times.optimizer_us, 0.0), end_us=finish,
     ))  # fmt: skip
     return found

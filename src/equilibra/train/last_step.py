@@ -23,7 +23,7 @@ from equilibra.cost.files import prices_of
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord, Run, save_run
 from equilibra.execute.group import device_name
-from equilibra.execute.steps.own_schedule import own_schedule
+from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.rl.learner import Batch
 from equilibra.simulate.predict import PREDICTED, predict

@@ -7,7 +7,6 @@ import pytest
 
 from equilibra.core.errors import PlanError
 from equilibra.core.plan import Stage
-from equilibra.execute.visits.tables import planned_counts, receive_table
 from references.executed import (
     ROUTINGS,
     LostPairError,
@@ -49,7 +48,7 @@ def case():
         plan = planned(step)
         for m in range(plan.num_micro_batches):
             routed = tables_of(step, plan, Stage.UPDATE, 0, m)
-            if (routed.instances.flash_tokens_FR > 0).sum() > 2 and step.experts[m][0].size > 4:
+            if (routed.visit.flash_tokens_FR > 0).sum() > 2 and step.experts[m][0].size > 4:
                 return step, plan, m, routed
     raise AssertionError("no plan has a copy")
 
@@ -67,18 +66,17 @@ def test_the_checker_passes_the_plan_that_its_controls_break(case):
 @pytest.mark.parametrize("change", [1, -1])
 def test_a_token_that_only_one_side_gives_to_a_copy_is_found(case, change):
     step, _, m, routed = case
-    tokens = routed.instances.flash_tokens_FR.copy()
+    tokens = routed.visit.flash_tokens_FR.copy()
     copy, source = np.argwhere(tokens > 0)[0]
     tokens[copy, source] += change
-    told = replace(routed.instances, flash_tokens_FR=tokens)
+    told = replace(routed.visit, flash_tokens_FR=tokens)
     received = [
-        receive_table(told.on_rank(rank), planned_counts(step.problem.load, told, 0, m, rank))
-        for rank in range(step.cluster.num_ranks)
+        told.receive_table(rank, told.counts(step.problem.load, rank)) for rank in range(step.cluster.num_ranks)
     ]
     with pytest.raises(LostPairError):
         execute(
             step.experts[m],
-            Routed(instances=routed.instances, sent=routed.sent, received=received),
+            Routed(visit=routed.visit, sent=routed.sent, received=received),
             values(step.experts[m]),
         )
 
@@ -86,7 +84,7 @@ def test_a_token_that_only_one_side_gives_to_a_copy_is_found(case, change):
 @pytest.mark.parametrize("what", ["doubled", "swapped", "other token", "other expert"])
 def test_one_wrong_row_is_found(case, what):
     step, _, m, routed = case
-    table, instances = routed.sent[0], routed.instances
+    table, visit = routed.sent[0], routed.visit
     row, token = table.row_of_pair.copy(), table.token_of_row.copy()
     if what == "doubled":
         row.flat[1] = row.flat[0]
@@ -95,14 +93,12 @@ def test_one_wrong_row_is_found(case, what):
     elif what == "other token":
         token[0] = (token[0] + 1) % len(step.experts[m][0])
     else:
-        flash = instances.flash_expert.copy()
-        flash[instances.flash_tokens_FR.sum(axis=1).argmax()] += 1
-        instances = replace(instances, flash_expert=flash % instances.home_of_expert.size)
-    sent = [replace(table, row_of_pair=row, token_of_row=token), *routed.sent[1:]]
+        flash = visit.flash_expert.copy()
+        flash[visit.flash_tokens_FR.sum(axis=1).argmax()] += 1
+        visit = replace(visit, flash_expert=flash % visit.home_of_expert.size)
+    sent = [table._replace(row_of_pair=row, token_of_row=token), *routed.sent[1:]]
     with pytest.raises(LostPairError):
-        execute(
-            step.experts[m], Routed(instances=instances, sent=sent, received=routed.received), values(step.experts[m])
-        )
+        execute(step.experts[m], Routed(visit=visit, sent=sent, received=routed.received), values(step.experts[m]))
 
 
 def test_a_plan_that_gives_a_copy_more_than_there_is_is_refused(case):

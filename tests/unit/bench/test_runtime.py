@@ -321,8 +321,8 @@ def test_a_rank_that_cannot_start_its_work_says_why():
 
 def events_of(contender, rank, *, lost=0):
     """What the runtime records when it executes a plan; `lost` rows of the last event are missing."""
+
     from equilibra.events.schema import Direction, Events, Kind, event_table
-    from equilibra.execute.visits.visit import NUMBER
 
     parts = []
     for stage in Stage:
@@ -330,7 +330,7 @@ def events_of(contender, rank, *, lost=0):
         layer, micro_batch = (index.ravel() for index in np.indices(load_LM.shape))
         parts += [
             event_table(
-                layer.size, kind=Kind.EXPERTS, stage=NUMBER[stage], direction=direction, layer=layer,
+                layer.size, kind=Kind.EXPERTS, stage=stage.number, direction=direction, layer=layer,
                 micro_batch=micro_batch, rank=rank, tokens=load_LM.ravel(),
             )
             for direction in (Direction.FORWARD, Direction.BACKWARD)[: 1 + (stage is Stage.UPDATE)]

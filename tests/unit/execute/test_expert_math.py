@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertParts, RowWeights
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.kernels.parts import ExpertParts, RowWeights
 from equilibra.execute.moe.reference import ReferenceMoE
-from equilibra.execute.moe.spec import Activation, MoESpec
 
 pytestmark = pytest.mark.arithmetic
 

@@ -10,9 +10,9 @@ from torch import nn
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import ExecuteError, InputError, NonFiniteError
 from equilibra.core.placement import contiguous
+from equilibra.execute.experts.spec import MoESpec, RouterSpec
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.spec import MoESpec, RouterSpec
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint import Checkpoints
 from equilibra.execute.state.checkpoint_folder import checkpoint_steps

@@ -17,12 +17,12 @@ import json, sys
 import numpy as np
 import torch
 from benchmarks.gpu.copying import copy_beside, read_beside
-from equilibra.execute.kernels import grouped, rows, sums
+from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.moe import laden as laden_module
 from equilibra.execute.moe.laden import Laden
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
-from equilibra.execute.moe.spec import Activation
+from equilibra.execute.experts import expert_math
+from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.experts.spec import Activation
 
 broken = sys.argv[1] == "broken"
 laden_module.on_gpu = lambda rows: True  # it is for kernels to do, on a GPU or not
@@ -97,7 +97,7 @@ for count in (1, 3, 6):
     wanted = total.clone()
     for row in given:
         wanted += row
-    sums.add_in_order(total, given[::-1] if broken else given)
+    rows.add_in_order(total, given[::-1] if broken else given)
     worst["added to the bit"] = max(worst.get("added to the bit", 0.0), float((total != wanted).sum()))
 copied = torch.zeros(3, 5000)
 copy_beside(copied[1:], values := random(2, 5000))

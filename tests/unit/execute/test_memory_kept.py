@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.trace.routing import RoutingTrace
@@ -91,7 +91,7 @@ def test_tables_do_not_grow_with_micro_batches(alone, again):
         return alone.runtime.memory_bytes()["tables"], sum(one.table_bytes for one in micro_batches)
 
     one, kept = bytes_of(1)
-    assert one == TOKENS * SPEC.top_k * LAYERS * (8 + 4 + 4)  # expert, token of a row, row of a pair: a rank alone
+    assert one == TOKENS * SPEC.top_k * LAYERS * (2 + 4 + 4)  # expert, token of a row, row of a pair: a rank alone
     assert kept == 0
     assert bytes_of(8) == (one, 0)
 

@@ -8,22 +8,22 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
+
 from equilibra.core.cluster import Cluster  # noqa: E402
 from equilibra.core.errors import InputError  # noqa: E402
 from equilibra.core.placement import contiguous  # noqa: E402
 from equilibra.core.plan import Stage  # noqa: E402
+from equilibra.core.visit import VisitKey  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
-from equilibra.events.schema import StageNumber  # noqa: E402
 from equilibra.execute.copies.copies import Copies  # noqa: E402
 from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
 from equilibra.execute.copies.ipc import share_a_gpu  # noqa: E402
 from equilibra.execute.copies.transfer import Path  # noqa: E402
+from equilibra.execute.experts.spec import MoESpec  # noqa: E402
 from equilibra.execute.group import Ready, join_expert_group  # noqa: E402
 from equilibra.execute.moe.layer import BalancedMoE  # noqa: E402
-from equilibra.execute.moe.spec import MoESpec  # noqa: E402
 from equilibra.execute.runtime import CopySetting, Runtime  # noqa: E402
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
-from equilibra.execute.visits.visit import Where  # noqa: E402
 from equilibra.trace.routing import RoutingTrace  # noqa: E402
 
 ALONE = Cluster(num_nodes=1, ranks_per_node=1)
@@ -97,7 +97,7 @@ def test_nothing_is_added_to_a_layer_while_its_copies_are():
     )
     for micro_batch in range(2):
         for layer in (2, 1, 0):  # only the last layer has copies
-            where = Where(stage=StageNumber.UPDATE, micro_batch=micro_batch, layer=layer)
+            where = VisitKey(Stage.UPDATE, micro_batch, layer)
             copies.flash_gradients(where)
             engine.told.append(f"compute {layer}")
             copies.send_gradients(where)

@@ -9,16 +9,14 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import contiguous
-from equilibra.core.plan import Stage
+from equilibra.core.plan import GroupPlan, Stage
 from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing
-from equilibra.execute.steps.own_schedule import own_schedule
-from equilibra.execute.steps.planning import plan_of_counts
-from equilibra.execute.visits.armed import Armed
+from equilibra.execute.steps.planning import own_schedule, plan_of_counts
 from equilibra.plan.baselines.static import Static
 
 RANKS, GROUPS, EXPERTS, LAYERS = 2, 2, 8, 2
@@ -105,7 +103,7 @@ def test_planners_that_forget_mini_batches_are_refused():
 def test_nothing_is_fetched_ahead_across_an_optimizer_step():
     step = planned(counts_of(np.arange(16) % 2, np.arange(16) % 4))
     load = step_load(counts_of(np.arange(16) % 2, np.arange(16) % 4).sequences, step.plan.schedule, GROUP.cluster)
-    armed = Armed(plan=step.plan, load=load, micro_batches=list(range(step.plan.num_micro_batches)))
+    armed = GroupPlan(plan=step.plan, load=load, micro_batches=list(range(step.plan.num_micro_batches)))
     mini = step.plan.schedule.mini_batch_of_micro_batch
     for m in armed.micro_batches[:-1]:
         assert armed.after(Stage.LOGPROB, m) == m + 1

@@ -1,6 +1,7 @@
 """transformers' own expert parallelism under plans: losses and gradients are those without one."""
 
 import importlib.util
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -15,10 +16,13 @@ from tests.distributed.hf_parallel import check, reference
 from transformers import AutoModelForCausalLM
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Placement
+from equilibra.core.visit import VisitKey, only_homes
 from equilibra.integrations.hf.expert_parallel import register_expert_parallel
-from equilibra.integrations.hf.expert_parallel.place import known_or_live, to_slots
-from equilibra.integrations.planned.slots import ALL, Visit
+from equilibra.integrations.hf.expert_parallel.visits import known_or_live, to_slots
+from equilibra.integrations.planned.slots import slot_table
 
 CLOSE = 2e-5
 """float32, sums in another order"""
@@ -90,16 +94,20 @@ def test_another_transformers_is_refused(monkeypatch):
 
 def test_pairs_go_to_the_slots_of_their_experts():
     # two ranks of two homes and one copy slot: a copy of expert 0 on rank 1 takes 2 pairs, the other slot is empty
-    visit = Visit(
-        expert_of_slot=np.array([0, 1, 2, 2, 3, 0]), first_of_slot=np.array([2, 0, 0, 0, 0, 0]),
-        end_of_slot=np.array([ALL, ALL, 0, ALL, ALL, 2]), num_copies=1, served=[0], served_sizes=[0, 1],
-        held_sizes=[0, 1],
+    homes = np.array([[0, 0, 1, 1]], np.int32)
+    plain = only_homes(Placement(home_of_expert=homes, cluster=Cluster(ranks_per_node=2)), VisitKey.once(0))
+    visit = replace(
+        plain, flash_expert=np.array([0], np.int32), flash_rank=np.array([1], np.int32),
+        flash_origin=np.array([0], np.int32), flash_tokens_FR=np.array([[2, 0]], np.int32),
     )  # fmt: skip
+    slots = slot_table(visit, np.array([[0, 1], [2, 3]], np.int32), 1, 0)
+    assert slots.served == [0]
+    assert slots.copies.served_sizes == [0, 1]
     experts = torch.tensor([[0, 2], [3, 0], [0, 1], [1, 3], [2, 0]])
-    assert to_slots(experts, visit).tolist() == [[5, 3], [4, 5], [0, 1], [1, 4], [3, 0]]
-    assert to_slots(experts[:0], visit).shape == (0, 2)
+    assert to_slots(experts, slots).tolist() == [[5, 3], [4, 5], [0, 1], [1, 4], [3, 0]]
+    assert to_slots(experts[:0], slots).shape == (0, 2)
     few = torch.tensor([[0, 3]])
-    assert to_slots(few, visit).tolist() == [[5, 4]], "fewer pairs than planned"
+    assert to_slots(few, slots).tolist() == [[5, 4]], "fewer pairs than planned"
 
 
 def test_rows_without_known_experts_are_routed_live():

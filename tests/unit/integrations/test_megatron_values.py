@@ -15,16 +15,13 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction
-from equilibra.execute.visits.tables import instances_of
+from equilibra.integrations.executor.counts import count_routing
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
-from equilibra.integrations.megatron.ahead import MOST_LAYERS, Ahead
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
 from equilibra.integrations.megatron.parts import slot_and_part
-from equilibra.integrations.megatron.place import Place, to_slots
-from equilibra.integrations.megatron.setting import MegatronSetting
-from equilibra.integrations.planned.counts import count_routing
-from equilibra.integrations.planned.setting import cluster_of
-from equilibra.integrations.planned.slots import contiguous_slots, visit_of
+from equilibra.integrations.megatron.visits import MOST_LAYERS, Ahead, MegatronVisits, to_slots
+from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
+from equilibra.integrations.planned.slots import contiguous_slots, slot_table
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
@@ -48,7 +45,7 @@ def test_every_pair_is_in_one_slot_of_its_expert(seed: int, surprise: bool) -> N
     slots = contiguous_slots(CLUSTER, num_layers=1, num_experts=num_experts).moved_to(plan.placement)
     received = np.zeros(4, int)
     for rank in range(4):
-        visit = visit_of(slots.expert_of_slot[0], spare, instances_of(plan, Stage.UPDATE, 0, 0), rank)
+        visit = slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], spare, rank)
         probs = torch.from_numpy(rng.random((num_tokens, num_experts)) * maps[rank])
         probs_TP, map_TP = to_slots(probs, torch.from_numpy(maps[rank]), visit)
         back = torch.zeros_like(probs).index_add(1, torch.from_numpy(visit.expert_of_slot), probs_TP)
@@ -82,7 +79,7 @@ def test_moves_lead_from_one_arrangement_to_the_other(seed: int) -> None:
 
 def test_visits_are_a_queue_for_forward_and_recompute() -> None:
     """Two micro-batches in flight: what backward computes anew is of the first, then of the second."""
-    place = Place(0, None, _Experts(), None, fused=False)
+    place = MegatronVisits(0, None, _Experts(), None, fused=False)
     seen = []
     visits = ["first", "second"]
     place.arm([lambda name=name: name for name in visits])

@@ -4,6 +4,7 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
+from equilibra.integrations.planned.setting import MegatronSetting
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
@@ -15,7 +16,6 @@ from equilibra.cost.files import prices_toml
 from equilibra.cost.presets import default_prices, prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.steps.planning import BalancerSetting
-from equilibra.integrations.megatron.setting import MegatronSetting
 from equilibra.integrations.planned.setting import PlanSetting
 from equilibra.integrations.slime.options import SlimeSetting
 from equilibra.integrations.verl.setting import VerlSetting

@@ -6,7 +6,8 @@ from tests.references.machines import random_times
 from tests.references.timeline import one_forward_one_backward
 
 from equilibra.core.errors import InputError
-from equilibra.events.schema import Direction, StageNumber
+from equilibra.core.visit import Stage
+from equilibra.events.schema import Direction
 from equilibra.simulate.group import run_group
 from equilibra.simulate.order import chunks, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
@@ -22,7 +23,7 @@ def test_every_pass_runs_once_and_forward_comes_first(stages, micro_batches, ste
         assert len(set(passes)) == len(passes) == 3 * micro_batches
         logprob, update = passes[:micro_batches], passes[micro_batches:]
         assert [one.micro_batch for one in logprob] == list(range(micro_batches))
-        assert {one.stage for one in logprob} == {StageNumber.LOGPROB}
+        assert {one.stage for one in logprob} == {Stage.LOGPROB}
         when = {(one.direction, one.micro_batch): i for i, one in enumerate(update)}
         for m in range(micro_batches):
             assert when[Direction.FORWARD, m] < when[Direction.BACKWARD, m]
@@ -59,7 +60,7 @@ def test_the_last_stage_alternates_and_the_first_starts_all():
 def test_visits_go_through_the_layers_and_back(again):
     setting = RunSetting(optimizer_steps=2)
     visits = visits_of(passes_of_stage(0, 2, setting), range(3, 6), activation_recompute=again)
-    logprob = visits.stage == StageNumber.LOGPROB
+    logprob = visits.stage == Stage.LOGPROB.number
     assert visits.layer[logprob].tolist() == [3, 4, 5, 3, 4, 5]
     assert visits.layer[visits.direction == Direction.BACKWARD].tolist() == [5, 4, 3, 5, 4, 3]
     assert np.count_nonzero(visits.direction == Direction.FORWARD_AGAIN) == 6 * again

@@ -8,7 +8,7 @@ from tests.references.steps import EVERY, Fixed, Step
 
 from equilibra.core.plan import Stage
 from equilibra.events.run import Run, load_run, save_run
-from equilibra.events.schema import Direction, Events, Kind, Resource, StageNumber
+from equilibra.events.schema import Direction, Events, Kind, Resource
 from equilibra.plan.planner import planner_named
 from equilibra.simulate.compare import compare
 from equilibra.simulate.record import planner_record
@@ -71,7 +71,7 @@ def test_events_carry_the_tokens_and_lie_in_the_step(compared):
             experts = rows[rows["kind"] == Kind.EXPERTS]
             tokens = record.rank_tokens_LMR[experts["layer"], experts["micro_batch"], experts["rank"]]
             if name == "equilibra":  # its flash copies may differ by stage
-                own = experts["stage"] == StageNumber.UPDATE
+                own = experts["stage"] == Stage.UPDATE.number
                 assert np.array_equal(experts["tokens"][own], tokens[own]), name
             else:
                 assert np.array_equal(experts["tokens"], tokens), name
@@ -91,7 +91,7 @@ def test_every_copy_has_its_events(compared):
             assert back.size == count, name
             again = Direction.FORWARD_AGAIN if step.setting.activation_recompute else Direction.BACKWARD
             for direction in (Direction.FORWARD, again):
-                own = record.events.where(kind=Kind.FLASH_COPY, stage=StageNumber.UPDATE, direction=int(direction))
+                own = record.events.where(kind=Kind.FLASH_COPY, stage=Stage.UPDATE.number, direction=int(direction))
                 assert own.size == count, name
                 assert (own["bytes"] == step.model.expert_bytes).all()
                 assert (own["resource"] == (

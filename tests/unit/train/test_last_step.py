@@ -16,7 +16,7 @@ from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import load_run
 from equilibra.events.schema import EVENT, Direction, Events, Kind
-from equilibra.execute.steps.own_schedule import own_schedule
+from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.report.page import render
 from equilibra.simulate.predict import predict

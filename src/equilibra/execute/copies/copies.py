@@ -15,7 +15,8 @@ import torch
 
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
-from equilibra.core.plan import Stage
+from equilibra.core.plan import GroupPlan
+from equilibra.core.visit import CopyList, Stage, VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.collective import CollectiveEngine
 from equilibra.execute.copies.device import DeviceEngine, banks_of
@@ -24,13 +25,11 @@ from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
 from equilibra.execute.copies.pinned import PinnedPath
 from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import Sources, StandingStore
-from equilibra.execute.copies.transfer import CopyList, Path, TransferEngine, copied_of, copy_list
+from equilibra.execute.copies.transfer import Path, TransferEngine, copied_of
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup, Pending
-from equilibra.execute.moe.expert_math import ExpertParts
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.steps.record import Moment, Recorder
-from equilibra.execute.visits.armed import Armed
-from equilibra.execute.visits.visit import NUMBER, STAGE, Where
+from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.record import Moment, Recorder
 
 __all__ = ["Copies", "CopySetting"]
 
@@ -66,7 +65,7 @@ class _Return:
     """Gradients of a visit's flash copies, on their way."""
 
     moving: Pending
-    where: Where
+    key: VisitKey
     copies: CopyList
     started: Moment
 
@@ -84,7 +83,7 @@ class Copies:
             num_slots=setting.spare_slots, depth=setting.prefetch_depth, row=self._row, now=recorder.now
         )
         self._engines: dict[Path, TransferEngine] = {}
-        self._lists: dict[Where, CopyList] = {}
+        self._lists: dict[VisitKey, CopyList] = {}
         self._returning: _Return | None = None
         self._summing: set[int] = set()
         """layers whose gradients may still be added to"""
@@ -97,7 +96,7 @@ class Copies:
         like = self.weights[0]
         return self._row.dtype == like.dtype and self._row.device == like.device
 
-    def arm(self, armed: Armed) -> None:
+    def arm(self, armed: GroupPlan) -> None:
         """Hold the copies of this plan."""
         self.forget()
         self.armed, self._lists = armed, {}
@@ -163,67 +162,67 @@ class Copies:
 
     # --- weights ---
 
-    def take(self, where: Where, direction: Direction) -> list[ExpertParts]:
+    def take(self, key: VisitKey, direction: Direction) -> list[ExpertParts]:
         """Standing and flash copies of a visit, waited for; those of the next visits are on their way."""
         start = self.recorder.now()
-        arrived = self.standing.wait(where.layer)
+        arrived = self.standing.wait(key.layer)
         if arrived is not None:
-            once = Where(stage=where.stage, micro_batch=-1, layer=where.layer)
-            span = (self.standing.asked[where.layer], self.recorder.now())
+            once = VisitKey.once(key.layer, key.stage)
+            span = (self.standing.asked[key.layer], self.recorder.now())
             self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, span,
-                                arrived.experts, arrived.homes, num_bytes=self._row.nbytes)  # fmt: skip
-        copies, path = self.list_of(where), self._path[STAGE[where.stage]]
-        taken = self._slots.take(where, copies, self._engines[path], self.version)
+                                arrived.held_expert, arrived.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
+        copies, path = self.list_of(key), self._path[key.stage]
+        taken = self._slots.take(key, copies, self._engines[path], self.version)
         if taken.span is not None:
-            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], where, taken.span, copies.held_expert,
+            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], key, taken.span, copies.held_expert,
                                 copies.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
-        found = self.standing.parts(where.layer)[0] + self.weights[where.layer].layout.experts(taken.rows_nP)
+        found = self.standing.parts(key.layer)[0] + self.weights[key.layer].layout.experts(taken.rows_nP)
         if found:
-            self.recorder.add(Kind.WAIT, Resource.COMPUTE, where, direction, start, self.recorder.now())
-        self._look_ahead(where, direction)
+            self.recorder.add(Kind.WAIT, Resource.COMPUTE, key, direction, start, self.recorder.now())
+        self._look_ahead(key, direction)
         return found
 
-    def list_of(self, where: Where) -> CopyList:
+    def list_of(self, key: VisitKey) -> CopyList:
         """The flash copies of a visit, looked up once."""
-        if where not in self._lists:
-            instances = self.armed.instances(STAGE[where.stage], where.micro_batch, where.layer)
-            self._lists[where] = copy_list(instances, where.layer, self.group)
-        return self._lists[where]
+        if key not in self._lists:
+            first, per_node = self.group.first_of_node, self.group.cluster.ranks_per_node
+            self._lists[key] = self.armed.plan.visit(*key).copy_list(self.group.rank, range(first, first + per_node))
+        return self._lists[key]
 
-    def _look_ahead(self, where: Where, direction: Direction) -> None:
+    def _look_ahead(self, key: VisitKey, direction: Direction) -> None:
         """Start to fetch what the next visits need."""
-        layer, number, last = where.layer, where.micro_batch, len(self.weights) - 1
-        backward, turns = direction is not Direction.FORWARD, STAGE[where.stage] is Stage.UPDATE
+        layer, number, last = key.layer, key.micro_batch, len(self.weights) - 1
+        backward, turns = direction is not Direction.FORWARD, key.stage is Stage.UPDATE
         for _ in range(self.setting.prefetch_depth):
             if not backward and layer == last and turns:
                 backward = True  # the same layer comes again, backward
                 continue
             layer += -1 if backward else 1
             if not 0 <= layer <= last:
-                following = self.armed.after(STAGE[where.stage], number)
+                following = self.armed.after(key.stage, number)
                 if following is None:
                     return
                 number, layer, backward = following, 0, False
             self.standing.start(layer)
-            there = Where(stage=where.stage, micro_batch=number, layer=layer)
-            engine = self._engines[self._path[STAGE[where.stage]]]
+            there = VisitKey(key.stage, number, layer)
+            engine = self._engines[self._path[key.stage]]
             self._slots.start(there, self.list_of(there), engine, self.version)
 
     # --- gradients ---
 
-    def flash_gradients(self, where: Where) -> list[ExpertParts]:
+    def flash_gradients(self, key: VisitKey) -> list[ExpertParts]:
         """Where gradients of a visit's flash copies are written."""
         self._end_return()
-        if where.layer in self._summing:  # in other layers sums may still be under way
+        if key.layer in self._summing:  # in other layers sums may still be under way
             self._finish_sums()
-        engine = self._engines[self._path[STAGE[where.stage]]]
-        return self.weights[where.layer].layout.experts(engine.gradient_slots(self.list_of(where)))
+        engine = self._engines[self._path[key.stage]]
+        return self.weights[key.layer].layout.experts(engine.gradient_slots(self.list_of(key)))
 
-    def send_gradients(self, where: Where) -> None:
+    def send_gradients(self, key: VisitKey) -> None:
         """Send them on their way home."""
-        copies = self.list_of(where)
-        moving = self._engines[self._path[STAGE[where.stage]]].give_back(copies)
-        self._returning = _Return(moving=moving, where=where, copies=copies, started=self.recorder.now())
+        copies = self.list_of(key)
+        moving = self._engines[self._path[key.stage]].give_back(copies)
+        self._returning = _Return(moving=moving, key=key, copies=copies, started=self.recorder.now())
 
     def finish_returns(self) -> None:
         """Until gradients of flash copies that are on their way have been added."""
@@ -240,9 +239,9 @@ class Copies:
             done, self._returning = self._returning, None
             done.moving.wait()
             if done.copies.num_in_node:
-                self._summing.add(done.where.layer)
+                self._summing.add(done.key.layer)
             span = getattr(done.moving, "span", (done.started, self.recorder.now()))
-            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.where, span,
+            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.key, span,
                                 done.copies.held_expert, done.copies.held_origin,
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
@@ -251,9 +250,9 @@ class Copies:
         start = self.recorder.now()
         self.standing.give_back()
         span = (start, self.recorder.now())
-        for layer, held in self.standing.held():
-            once = Where(stage=NUMBER[Stage.UPDATE], micro_batch=-1, layer=layer)
-            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.experts, held.homes,
+        for held in self.standing.lists():
+            once = VisitKey.once(held.layer)
+            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.held_expert, held.held_origin,
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
     @property

@@ -29,10 +29,11 @@ import torch
 from torch import Tensor
 
 from equilibra.core.errors import InputError, RankLostError, StaleError
+from equilibra.core.visit import CopyList
 from equilibra.execute.copies.signals import Signals
-from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup, Pending, Ready
-from equilibra.execute.steps.record import mark
+from equilibra.execute.record import mark
 
 __all__ = ["DeviceEngine", "DevicePath", "banks_of"]
 

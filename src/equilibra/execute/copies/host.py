@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from equilibra.core.errors import RankLostError, StaleError
+from equilibra.core.visit import CopyList
 from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
-from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
 
 __all__ = ["HostEngine"]

@@ -23,9 +23,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import EquilibraError, ExecuteError
+from equilibra.core.visit import CopyList
 from equilibra.execute.copies.pinned import PinnedPath, signals_of_node
 from equilibra.execute.copies.standing import Sources
-from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.watch import first_line
 

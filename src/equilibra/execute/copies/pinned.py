@@ -16,9 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from equilibra.core.visit import CopyList
 from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
 from equilibra.execute.copies.signals import Signals, register_with_device, unregister
-from equilibra.execute.copies.transfer import Copied, CopyList, ExpertSource
+from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup
 
 __all__ = ["PinnedPath", "signals_of_node"]

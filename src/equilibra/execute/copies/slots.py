@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from equilibra.core.errors import BudgetError
-from equilibra.execute.copies.transfer import CopyList, TransferEngine
+from equilibra.core.visit import CopyList, VisitKey
+from equilibra.execute.copies.transfer import TransferEngine
 from equilibra.execute.group import Pending
-from equilibra.execute.steps.record import Moment, Span
-from equilibra.execute.visits.visit import Where
+from equilibra.execute.record import Moment, Span
 
 __all__ = ["SpareSlots", "Taken"]
 
@@ -26,7 +26,7 @@ __all__ = ["SpareSlots", "Taken"]
 @dataclass(kw_only=True)
 class _Bank:
     rows_SP: Tensor
-    key: Where | None = None
+    key: VisitKey | None = None
     arriving: Pending | None = None
     started: Moment | None = None
 
@@ -56,7 +56,7 @@ class SpareSlots:
         """Memory of all banks."""
         return sum(bank.rows_SP.nbytes for bank in self._banks)
 
-    def start(self, key: Where, copies: CopyList, engine: TransferEngine, version: int) -> None:
+    def start(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> None:
         """Fetch copies into the bank that was not used for longest, unless one has them."""
         if copies.num_in_node == 0 or any(bank.key == key for bank in self._banks):
             return
@@ -70,7 +70,7 @@ class SpareSlots:
         bank.arriving = engine.fetch(copies, version, bank.rows_SP[:count])
         self._banks.append(bank)
 
-    def take(self, key: Where, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
+    def take(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
         """The copies, when they have arrived."""
         if copies.num_in_node == 0:
             return Taken(rows_nP=self._banks[0].rows_SP[:0], span=None)

@@ -8,53 +8,23 @@ every rank knows from the plan.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.plan import StepPlan
+from equilibra.core.visit import CopyList
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.execute.kernels import add_in_order
-from equilibra.execute.moe.expert_math import ExpertParts
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.steps.record import Moment
+from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.record import Moment
 
-__all__ = ["Held", "Sources", "StandingStore"]
-
-
-class Held(NamedTuple):
-    """Standing copies of a layer on a rank."""
-
-    experts: NDArray[np.int32]
-    """[C]"""
-    homes: NDArray[np.int32]
-    """[C] the rank each comes from"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _LayerList:
-    """One layer's standing copies as this rank sees them."""
-
-    held_expert: NDArray[np.int32]
-    """by home and expert: the order in which they arrive"""
-    held_sizes: list[int]
-    """from each rank"""
-    served_expert: NDArray[np.int32]
-    """by holding rank and expert"""
-    served_sizes: list[int]
-    """to each rank"""
-    first: int
-    """the rank's first row of this layer"""
-
-    @property
-    def rows(self) -> slice:
-        return slice(self.first, self.first + self.held_expert.size)
+__all__ = ["Sources", "StandingStore"]
 
 
 class StandingStore:
@@ -66,8 +36,13 @@ class StandingStore:
     ) -> None:  # fmt: skip
         """With the memory of the store before it, where that is enough."""
         self.group, self.weights, self._now = group, weights, now
-        self._lists: dict[int, _LayerList] = _layer_lists(plan, group.rank) if plan is not None else {}
-        held = sum(entry.held_expert.size for entry in self._lists.values())
+        self._lists = _layer_lists(plan, group.rank) if plan is not None else {}
+        self._rows: dict[int, slice] = {}
+        """of each layer's copies on this rank"""
+        held = 0
+        for layer, entry in self._lists.items():
+            self._rows[layer] = slice(held, held + entry.held_expert.size)
+            held += entry.held_expert.size
         layout, like = weights[0].layout, weights[0]
         if before is not None and len(before.rows_CP) >= held and before.rows_CP.dtype == like.dtype:
             self.rows_CP: Tensor = before.rows_CP
@@ -103,11 +78,11 @@ class StandingStore:
         for row, expert in enumerate(entry.served_expert.tolist()):
             self.weights[layer].write_flat(expert, sent[row])
         self._arriving[layer] = self.group.all_to_all(
-            Channel.STANDING, sent, entry.served_sizes, self.rows_CP[entry.rows], entry.held_sizes,
+            Channel.STANDING, sent, entry.served_sizes, self.rows_CP[self._rows[layer]], entry.held_sizes,
             what=f"fetching standing copies of MoE layer {layer}",
         )  # fmt: skip
 
-    def wait(self, layer: int) -> Held | None:
+    def wait(self, layer: int) -> CopyList | None:
         """Until a layer's copies are here; what this rank holds of them, if they came just now."""
         self.start(layer)
         moving = self._arriving.pop(layer, None)
@@ -115,18 +90,15 @@ class StandingStore:
             return None
         moving.wait()
         self._arrived.add(layer)
-        return next(held for number, held in self.held() if number == layer)
+        return self._lists[layer]
 
-    def held(self) -> Iterator[tuple[int, Held]]:
-        """Layer by layer, the copies on this rank."""
-        for layer, entry in self._lists.items():
-            homes = np.repeat(np.arange(len(entry.held_sizes)), entry.held_sizes)
-            yield layer, Held(entry.held_expert, homes.astype(np.int32))
+    def lists(self) -> Iterable[CopyList]:
+        """Layer by layer, the copies that there are anywhere."""
+        return self._lists.values()
 
     def row_of(self, layer: int, expert: int) -> int:
         """Where a copy is."""
-        entry = self._lists[layer]
-        return entry.first + int(np.flatnonzero(entry.held_expert == expert)[0])
+        return int(self._rows[layer].start + np.flatnonzero(self._lists[layer].held_expert == expert)[0])
 
     def holds(self, layer: int, expert: int) -> bool:
         """Whether this rank has a standing copy of an expert."""
@@ -136,8 +108,8 @@ class StandingStore:
         """Copies of a layer on this rank and their gradients, by expert."""
         if layer not in self._lists:
             return [], []
-        entry, layout = self._lists[layer], self.weights[layer].layout
-        copies, gradients = layout.experts(self.rows_CP[entry.rows]), layout.experts(self.gradients_CP[entry.rows])
+        entry, rows, layout = self._lists[layer], self._rows[layer], self.weights[layer].layout
+        copies, gradients = layout.experts(self.rows_CP[rows]), layout.experts(self.gradients_CP[rows])
         order = np.argsort(entry.held_expert, kind="stable").tolist()
         return [copies[i] for i in order], [gradients[i] for i in order]
 
@@ -148,7 +120,7 @@ class StandingStore:
                 continue
             received = self.gradients_CP.new_empty(entry.served_expert.size, self.gradients_CP.shape[1])
             self.group.all_to_all(
-                Channel.STANDING, self.gradients_CP[entry.rows], entry.held_sizes, received, entry.served_sizes,
+                Channel.STANDING, self.gradients_CP[self._rows[layer]], entry.held_sizes, received, entry.served_sizes,
                 what=f"returning gradients of standing copies of MoE layer {layer}",
             ).wait()  # fmt: skip
             for row, expert in enumerate(entry.served_expert.tolist()):
@@ -156,24 +128,14 @@ class StandingStore:
         self.gradients_CP.zero_()
 
 
-def _layer_lists(plan: StepPlan, rank: int) -> dict[int, _LayerList]:
+def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
     """The layers that have standing copies anywhere, in order."""
-    standing, home, num_ranks = plan.standing, plan.placement.home_of_expert, plan.cluster.num_ranks
-    lists: dict[int, _LayerList] = {}
-    first = 0
+    standing, home, ranks = plan.standing, plan.placement.home_of_expert, range(plan.cluster.num_ranks)
+    lists: dict[int, CopyList] = {}
     for layer in np.unique(standing.layer).tolist():
-        of_layer = np.flatnonzero(standing.layer == layer)
+        of_layer = standing.layer == layer
         expert, holder = standing.expert[of_layer], standing.rank[of_layer]
-        origin = home[layer, expert]
-        held, served = np.flatnonzero(holder == rank), np.flatnonzero(origin == rank)
-        held = held[np.lexsort((expert[held], origin[held]))]
-        served = served[np.lexsort((expert[served], holder[served]))]
-        lists[layer] = _LayerList(
-            held_expert=expert[held], held_sizes=np.bincount(origin[held], minlength=num_ranks).tolist(),
-            served_expert=expert[served], served_sizes=np.bincount(holder[served], minlength=num_ranks).tolist(),
-            first=first,
-        )  # fmt: skip
-        first += held.size
+        lists[layer] = CopyList.of(layer, expert, home[layer, expert], holder, rank, ranks)
     return lists
 
 

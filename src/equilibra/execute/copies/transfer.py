@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
-from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -19,10 +18,10 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.visit import CopyList
 from equilibra.execute.group import ExpertGroup, Pending
-from equilibra.execute.visits.tables import Instances
 
-__all__ = ["Copied", "CopyList", "ExpertSource", "Path", "TransferEngine", "copied_of", "copy_list"]
+__all__ = ["Copied", "ExpertSource", "Path", "TransferEngine", "copied_of"]
 
 
 class Path(StrEnum):
@@ -39,57 +38,6 @@ class Path(StrEnum):
     AUTO = "auto"
     """by plan and stage: ipc, or both where one link would be late; host where GPUs cannot open each other's memory;
     collective without GPUs"""
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class CopyList:
-    """Flash copies of one layer and micro-batch in this rank's node, as this rank sees them."""
-
-    layer: int
-    """MoE layer"""
-    held_expert: NDArray[np.int32]
-    """[n] copies this rank holds, by origin and expert: the order of slots"""
-    held_origin: NDArray[np.int32]
-    """[n] the rank each comes from"""
-    served_expert: NDArray[np.int32]
-    """[k] copies that others make of this rank's instances, by target and expert"""
-    served_target: NDArray[np.int32]
-    """[k] the rank each goes to"""
-    served_slot: NDArray[np.int64]
-    """[k] its slot there"""
-    num_in_node: int
-    """copies of the whole node; where it is 0 nobody in the node moves anything"""
-    first_rank: int
-    """of the node"""
-    num_ranks: int
-    """of the node"""
-
-    @cached_property
-    def held_sizes(self) -> list[int]:
-        """Copies from each rank of the node."""
-        return [int(n) for n in np.bincount(self.held_origin - self.first_rank, minlength=self.num_ranks)]
-
-    @cached_property
-    def served_sizes(self) -> list[int]:
-        """Copies to each rank of the node."""
-        return [int(n) for n in np.bincount(self.served_target - self.first_rank, minlength=self.num_ranks)]
-
-
-def copy_list(instances: Instances, layer: int, group: ExpertGroup) -> CopyList:
-    """The flash copies of a layer and micro-batch as seen from a rank."""
-    expert, rank, origin = instances.flash_expert, instances.flash_rank, instances.flash_origin
-    per_node = group.cluster.ranks_per_node
-    held, served = np.flatnonzero(rank == group.rank), np.flatnonzero(origin == group.rank)
-    held = held[np.lexsort((expert[held], origin[held]))]
-    served = served[np.lexsort((expert[served], rank[served]))]
-    first_of_rank = np.searchsorted(rank, rank)  # flash copies are by rank, origin and expert
-    slot = np.arange(rank.size) - first_of_rank
-    return CopyList(
-        layer=layer, held_expert=expert[held], held_origin=origin[held], served_expert=expert[served],
-        served_target=rank[served], served_slot=slot[served],
-        num_in_node=int(np.count_nonzero(rank // per_node == group.node)),
-        first_rank=group.first_of_node, num_ranks=per_node,
-    )  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

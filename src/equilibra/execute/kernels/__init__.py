@@ -6,36 +6,15 @@ Where there is no GPU, or no Triton, nothing here is used, and torch's own opera
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache
-from importlib.util import find_spec
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from equilibra.execute.kernels.device import has_triton, launch, multiprocessors
+
 __all__ = ["add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighted_sum"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
-INTERPRETED = 3
-"""programs where there is no GPU"""
-
-
-@cache
-def has_triton() -> bool:
-    """Whether kernels can be compiled."""
-    return find_spec("triton") is not None
-
-
-@cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a few where kernels are interpreted."""
-    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
-
-
-def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any) -> None:  # noqa: ANN401
-    """Launch a Triton kernel on the device of a tensor: Triton itself takes the one that is current."""
-    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]
-        kernel[grid](*arguments, **constants)
 
 
 def on_gpu(rows_ND: Tensor) -> bool:
@@ -46,9 +25,9 @@ def on_gpu(rows_ND: Tensor) -> bool:
 def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
     """Add rows[0], then rows[1] and so on."""
     if on_gpu(into) and all(row.is_contiguous() and row.dtype == into.dtype for row in (into, *rows)):
-        from equilibra.execute.kernels import sums  # noqa: PLC0415 - needs Triton
+        from equilibra.execute.kernels import rows as triton_rows  # noqa: PLC0415 - needs Triton
 
-        sums.add_in_order(into, rows)
+        triton_rows.add_in_order(into, rows)
     else:
         for row in rows:
             into += row

@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from math import gcd
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,13 +21,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels import has_triton, launch, multiprocessors
+from equilibra.execute.kernels.device import Upload, has_triton, launch, multiprocessors
+from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.kernels.shares import launches_of
-from equilibra.execute.kernels.upload import Upload
-from equilibra.execute.moe.spec import Activation
-
-if TYPE_CHECKING:
-    from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts, RowWeights
 
 __all__ = ["Groups", "backward", "expect", "forward", "serves"]
 

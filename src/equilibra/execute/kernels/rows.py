@@ -12,13 +12,15 @@ Sums are taken in float32. A program has one token. Rows may lie apart from each
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from equilibra.execute.kernels import launch
+from equilibra.execute.kernels.device import launch, multiprocessors
 
-__all__ = ["plain_sum", "spread", "weighted_sum"]
+__all__ = ["add_in_order", "plain_sum", "spread", "weighted_sum"]
 
 
 def spread(
@@ -111,3 +113,36 @@ def _sum(
             tl.store(pairs + t * K + k, tl.load(numbers + row * apart).to(pairs.dtype.element_ty))
         total += values
     tl.store(out + t * D + cols, total.to(out.dtype.element_ty), mask=cols < D)
+
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+
+MOST = 4
+"""rows of a launch"""
+BLOCK, WARPS = 2048, 4
+
+
+def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
+    """Add rows[0], then rows[1] and so on, to the bit; all contiguous, of one size and type."""
+    count = into.numel()
+    programs = min(-(-count // BLOCK), multiprocessors(into.device))
+    for first in range(0, len(rows), MOST):
+        some = rows[first : first + MOST]
+        given = [*some, *[into] * (MOST - len(some))]
+        launch(_add, (programs,), into, into, *given, count, NUM=len(some), BLOCK=BLOCK, num_warps=WARPS)
+
+
+@triton.jit
+def _add(into, row0, row1, row2, row3, count, NUM: tl.constexpr, BLOCK: tl.constexpr):
+    for first in range(tl.program_id(0) * BLOCK, count, tl.num_programs(0) * BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        mask = at < count
+        total = tl.load(into + at, mask=mask) + tl.load(row0 + at, mask=mask)
+        if NUM > 1:
+            total += tl.load(row1 + at, mask=mask)
+        if NUM > 2:
+            total += tl.load(row2 + at, mask=mask)
+        if NUM > 3:
+            total += tl.load(row3 + at, mask=mask)
+        tl.store(into + at, total, mask=mask)

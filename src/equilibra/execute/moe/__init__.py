@@ -1,1 +1,1 @@
-"""One MoE layer: what it computes, on one rank or many."""
+"""One MoE layer that executes visits: router, dispatch, experts, combine; and the reference it equals."""

@@ -14,7 +14,7 @@ which can do without results: backward, weights go there with the gradients of r
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,31 +22,24 @@ from torch.nn.functional import embedding_bag
 
 from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.events.schema import Direction, Kind, Resource
+from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel
 from equilibra.execute.kernels import grouped, on_gpu, spread, weighted_sum
-from equilibra.execute.moe import expert_math
-from equilibra.execute.moe.expert_math import RowWeights
+from equilibra.execute.kernels.parts import RowWeights
+from equilibra.execute.micro_batch import Tables
 from equilibra.execute.moe.laden import Laden
-from equilibra.execute.visits.visit import Tables, Where
+from equilibra.execute.record import direction_now
+from equilibra.execute.runtime import Runtime
 
-if TYPE_CHECKING:
-    from equilibra.execute.runtime import Runtime
-    from equilibra.execute.visits.micro_batch import MicroBatch
-
-__all__ = ["Pass", "combine", "direction_now", "dispatch", "experts"]
+__all__ = ["LayerPass", "combine", "dispatch", "experts", "run_visit"]
 
 
-def direction_now() -> Direction:
-    """FORWARD_AGAIN while the backward pass computes activations anew."""
-    inside_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
-    return Direction.FORWARD_AGAIN if inside_backward else Direction.FORWARD
+class LayerPass:
+    """A visit under way on this rank: its tables, the micro-batch that runs, the version of the weights."""
 
-
-class Pass:
-    """One visit of a layer: where, with which tables, under which micro-batch and version of the weights."""
-
-    def __init__(self, runtime: Runtime, where: Where, tables: Tables, micro_batch: MicroBatch | None) -> None:
-        self.runtime, self.where, self.tables, self.micro_batch = runtime, where, tables, micro_batch
+    def __init__(self, runtime: Runtime, tables: Tables) -> None:
+        self.runtime, self.tables, self.micro_batch = runtime, tables, runtime.current
+        self.key = tables.visit.key
         self.direction = direction_now()
         self.version = runtime.version
         self.numbers_N: Tensor | None = None
@@ -82,14 +75,14 @@ class Pass:
         result = rows_ND.new_empty(sum(received), rows_ND.shape[1])
         me = runtime.group.rank
         num_bytes = max(sum(sent) - sent[me], sum(received) - received[me]) * rows_ND.shape[1] * rows_ND.itemsize
-        with runtime.recorder.span(kind, Resource.NVLINK, self.where, direction, num_bytes=num_bytes):
+        with runtime.recorder.span(kind, Resource.NVLINK, self.key, direction, num_bytes=num_bytes):
             runtime.group.all_to_all(
                 Channel.DISPATCH,
                 rows_ND,
                 sent,
                 result,
                 received,
-                what=f"{kind.name.lower()} of layer {self.where.layer}",
+                what=f"{kind.name.lower()} of layer {self.key.layer}",
             ).wait()
         return result
 
@@ -125,7 +118,7 @@ class Dispatch(torch.autograd.Function):
     """Tokens [T, D] to rows [N, D] grouped by this rank's instances. Weights [T, K] get their gradients here."""
 
     @staticmethod
-    def forward(ctx: Any, tokens_TD: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, tokens_TD: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:  # noqa: ANN401
         """Copy, send, group."""
         ctx.visit, ctx.kind_of_weights = visit, weights_TK.dtype
         tables = visit.tables
@@ -137,7 +130,7 @@ class Dispatch(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
         """Ungroup, send back, sum; gradients of weights come with the rows."""
         (drows_ND,) = gradients
-        visit: Pass = ctx.visit
+        visit: LayerPass = ctx.visit
         tables, dweights_N = visit.tables, visit.take_numbers()
         laden = Laden(drows_ND, dweights_N)
         from_row, to_row = tables.grouped_of_received, tables.received_of_grouped
@@ -154,14 +147,12 @@ class Experts(torch.autograd.Function):
     """Rows through the instances of this rank. Gradients of weights go where they are summed, not through autograd."""
 
     @staticmethod
-    def forward(ctx: Any, rows_ND: Tensor, visit: Pass, *parameters: Tensor) -> Tensor:  # noqa: ANN401, ARG004
+    def forward(ctx: Any, rows_ND: Tensor, visit: LayerPass, *parameters: Tensor) -> Tensor:  # noqa: ANN401, ARG004
         """Homes, standing copies and flash copies. The parameters are named so that autograd comes back here."""
         ctx.visit = visit
-        runtime, where = visit.runtime, visit.where
-        instances = runtime.instances(visit, visit.direction)
-        with runtime.recorder.span(
-            Kind.EXPERTS, Resource.COMPUTE, where, visit.direction, tokens=visit.tables.num_rows
-        ):
+        runtime, key = visit.runtime, visit.key
+        instances = runtime.instances(key, visit.direction)
+        with runtime.recorder.span(Kind.EXPERTS, Resource.COMPUTE, key, visit.direction, tokens=visit.tables.num_rows):
             y, h = expert_math.forward(
                 runtime.activation, rows_ND, visit.tables.instance_sizes, instances, keep=any(ctx.needs_input_grad)
             )
@@ -172,11 +163,11 @@ class Experts(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
         """Gradients of flash copies travel as soon as they are there: on a host before the others are computed."""
         (dy_ND,) = gradients
-        visit: Pass = ctx.visit
+        visit: LayerPass = ctx.visit
         rows_ND, h = ctx.saved_tensors
         dx_ND, weights_N = torch.empty_like(rows_ND), visit.take_numbers()
         weighted = RowWeights(weights_N, torch.empty_like(weights_N))
-        visit.runtime.backward(visit, (rows_ND, h, dy_ND.contiguous()), dx_ND, weighted)
+        visit.runtime.backward(visit.tables, (rows_ND, h, dy_ND.contiguous()), dx_ND, weighted)
         visit.numbers_N = weighted.gradients_N
         return (dx_ND, None, *(None for _ in range(len(ctx.needs_input_grad) - 2)))
 
@@ -185,7 +176,7 @@ class Combine(torch.autograd.Function):
     """Results [N, D] back to their tokens [T, D], weighted there."""
 
     @staticmethod
-    def forward(ctx: Any, results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:  # noqa: ANN401
+    def forward(ctx: Any, results_ND: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:  # noqa: ANN401
         """Ungroup, send back, weigh and sum in the order of choices."""
         ctx.visit = visit
         tables = visit.tables
@@ -200,9 +191,9 @@ class Combine(torch.autograd.Function):
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:  # noqa: ANN401
         """Every row gets its token's gradient and the weight of the pair; the expert does what is left."""
         (dout_TD,) = gradients
-        visit: Pass = ctx.visit
+        visit: LayerPass = ctx.visit
         visit.begin_backward()
-        visit.runtime.enter_layer(visit.where, Direction.BACKWARD)
+        visit.runtime.enter_layer(visit.key, Direction.BACKWARD)
         tables = visit.tables
         (weights_TK,) = ctx.saved_tensors
         laden = Laden.empty(tables.row_of_pair.numel(), dout_TD.shape[1], dout_TD, travels=len(tables.sent_sizes) > 1)
@@ -212,7 +203,7 @@ class Combine(torch.autograd.Function):
         return _in_order(received.rows_ND, tables.received_of_grouped), None, None
 
 
-def dispatch(tokens_TD: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
+def dispatch(tokens_TD: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:
     """Rows [N, D] of this rank's instances, grouped by instance, from all ranks' tokens.
 
     The weights are those that `combine` will weigh results with; their gradients come back with the rows.
@@ -221,13 +212,20 @@ def dispatch(tokens_TD: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
     return rows_ND
 
 
-def experts(rows_ND: Tensor, visit: Pass, parameters: Sequence[Tensor]) -> Tensor:
+def experts(rows_ND: Tensor, visit: LayerPass, parameters: Sequence[Tensor]) -> Tensor:
     """Results [N, D] of the rows."""
     results_ND: Tensor = Experts.apply(rows_ND, visit, *parameters)  # type: ignore[no-untyped-call]
     return results_ND
 
 
-def combine(results_ND: Tensor, weights_TK: Tensor, visit: Pass) -> Tensor:
+def combine(results_ND: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:
     """[T, D] every token's results, weighted and summed."""
     out_TD: Tensor = Combine.apply(results_ND, weights_TK.detach(), visit)  # type: ignore[no-untyped-call]
     return out_TD
+
+
+def run_visit(runtime: Runtime, layer: int, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
+    """[T, D] a layer's results for tokens that chose these experts with these weights, wherever the experts are."""
+    visit = LayerPass(runtime, runtime.tables(layer, experts_TK))
+    rows_ND = dispatch(tokens_TD, weights_TK, visit)
+    return combine(experts(rows_ND, visit, runtime.weights[layer].parts()), weights_TK, visit)

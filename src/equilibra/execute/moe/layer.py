@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
-from equilibra.execute.moe.functions import Pass, combine, direction_now, dispatch, experts
-from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts.weights import ExpertWeights
+from equilibra.execute.moe.functions import run_visit
+from equilibra.execute.moe.reference import ReferenceMoE, SharedExpert
 from equilibra.execute.moe.router import Router
-from equilibra.execute.moe.shared import SharedExpert
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.runtime import Runtime, homes_of
+from equilibra.execute.record import direction_now
+from equilibra.execute.runtime import Runtime
 
 __all__ = ["BalancedMoE"]
 
@@ -40,7 +40,7 @@ class BalancedMoE(nn.Module):
                 f"layers of {placement.num_experts}"
             )
         self.router = Router(spec, device=device, dtype=dtype)
-        homes = homes_of(placement, layer, runtime.group.rank)
+        homes = placement.homes_on(layer, runtime.group.rank)
         self.experts = ExpertWeights(spec, homes, device=device, dtype=dtype)
         self.shared = SharedExpert(spec, device=device, dtype=dtype) if spec.shared_ffn else None
         self.layer = runtime.register(self.experts)
@@ -54,22 +54,17 @@ class BalancedMoE(nn.Module):
         flat_TD = hidden.reshape(-1, self.spec.hidden)
         recorded = None
         tokens_TD = flat_TD
-        where = runtime.where(self.layer)
-        runtime.enter_layer(where, direction_now())
+        runtime.enter_layer(runtime.key(self.layer), direction_now())
         if micro_batch is not None:
             tokens_TD = micro_batch.select(flat_TD)
             recorded = micro_batch.experts(self.layer, hidden.device)
         experts_TK, weights_TK = self.router(
             tokens_TD, recorded, complete=micro_batch is not None and micro_batch.planned
         )
-        visit = Pass(runtime, where, runtime.tables(self.layer, experts_TK), micro_batch)
-        rows_ND = dispatch(self._cast(tokens_TD), weights_TK, visit)
-        results_ND = experts(rows_ND, visit, self.experts.parts())
-        out_TD = combine(results_ND, weights_TK, visit)
+        out_TD = run_visit(runtime, self.layer, self._cast(tokens_TD), experts_TK, weights_TK)
         if self.shared is not None:
             out_TD = out_TD + self.shared(tokens_TD)
-        if micro_batch is not None and micro_batch.rows is not None:
-            out_TD = torch.zeros_like(flat_TD, dtype=out_TD.dtype).index_copy(0, micro_batch.rows, out_TD)
+        out_TD = out_TD if micro_batch is None else micro_batch.among_padding(out_TD, flat_TD)
         return out_TD.reshape(hidden.shape)
 
     @staticmethod

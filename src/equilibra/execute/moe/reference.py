@@ -8,12 +8,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equilibra.execute.moe.expert_math import activate
+from equilibra.execute.experts.expert_math import activate
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.moe.router import Router
-from equilibra.execute.moe.shared import SharedExpert
-from equilibra.execute.moe.spec import MoESpec
 
-__all__ = ["ReferenceMoE"]
+__all__ = ["ReferenceMoE", "SharedExpert"]
 
 
 class ReferenceMoE(nn.Module):
@@ -50,4 +49,19 @@ class ReferenceMoE(nn.Module):
             h = h + part["gate_up_bias"][expert]
         y = activate(self.spec.activation, h) @ part["down"][expert].t()
         result: Tensor = y + part["down_bias"][expert] if self.spec.expert_bias else y
+        return result
+
+
+class SharedExpert(nn.Module):
+    """Two matrices with the layer's activation between them."""
+
+    def __init__(self, spec: MoESpec, *, device: torch.device | None = None, dtype: torch.dtype | None = None) -> None:
+        super().__init__()
+        self.kind = spec.activation
+        self.gate_up = nn.Linear(spec.hidden, 2 * spec.shared_ffn, bias=False, device=device, dtype=dtype)
+        self.down = nn.Linear(spec.shared_ffn, spec.hidden, bias=False, device=device, dtype=dtype)
+
+    def forward(self, tokens_TD: Tensor) -> Tensor:
+        """Results for all tokens."""
+        result: Tensor = self.down(activate(self.kind, self.gate_up(tokens_TD)))
         return result

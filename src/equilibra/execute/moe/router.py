@@ -12,7 +12,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from equilibra.execute.moe.spec import GroupScore, MoESpec, RouterSpec, Score
+from equilibra.execute.experts.spec import GroupScore, MoESpec, RouterSpec, Score
 
 __all__ = ["Router", "choose_experts", "weigh_experts"]
 
@@ -51,7 +51,7 @@ class Router(nn.Module):
         if recorded_TK is None:
             experts_TK = choose_experts(scores_TE, self.spec, self.selection_bias)
         elif complete:
-            experts_TK = recorded_TK
+            experts_TK = recorded_TK.long()  # what gather takes
         else:
             live_TK = choose_experts(scores_TE, self.spec, self.selection_bias)
             experts_TK = torch.where(recorded_TK < 0, live_TK, recorded_TK)

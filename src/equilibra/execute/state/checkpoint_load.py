@@ -14,8 +14,7 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.execute.state.checkpoint_files import Manifest, StoredTensor
-from equilibra.execute.state.checkpoint_state import MASTER, Named, Trained
-from equilibra.execute.state.checkpoint_values import decoded
+from equilibra.execute.state.checkpoint_state import MASTER, Named, Trained, decoded
 
 __all__ = ["Loading"]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,12 +27,11 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from equilibra.core.errors import InputError, NonFiniteError
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.finite import names_of_nonfinite
-from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.state.checkpoint_values import encoded
 
-__all__ = ["MASTER", "Named", "Snapshot", "Trained"]
+__all__ = ["MASTER", "Named", "Snapshot", "Trained", "decoded", "encoded"]
 
 MASTER = "master"
 """the name of a parameter's master among what the optimizer keeps of it"""
@@ -214,3 +213,35 @@ class Snapshot:
                 found[named.name] = {"stacked": stacked, "plain": encoded(plain, what, self._keep)}
         groups = encoded(self.trained.groups(), "settings of the optimizer", self._keep)
         return {"kind": type(self.trained.optimizer).__name__, "kept": found, "groups": groups}
+
+
+TENSOR = "$tensor"
+
+
+def encoded(value: object, what: str, keep: Callable[[Tensor], str]) -> Any:  # noqa: ANN401
+    """A value for JSON; `keep` takes a tensor and says under which key."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, Tensor):
+        return {TENSOR: keep(value)}
+    if isinstance(value, list | tuple):
+        return [encoded(item, f"{what}[{i}]", keep) for i, item in enumerate(value)]
+    if isinstance(value, Mapping):
+        if not all(isinstance(name, str) and name != TENSOR for name in value):
+            raise InputError(f"cannot save {what}: its keys must be names, not {[*value][:5]}")
+        return {name: encoded(item, f"{what}.{name}", keep) for name, item in value.items()}
+    raise InputError(
+        f"cannot save {what}, which is of type {type(value).__name__}: use None, numbers, strings, tensors, or lists "
+        "and dicts of them"
+    )
+
+
+def decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
+    """The value again."""
+    if isinstance(value, list):
+        return [decoded(item, tensors) for item in value]
+    if isinstance(value, dict):
+        if TENSOR in value:
+            return tensors[value[TENSOR]]
+        return {name: decoded(item, tensors) for name, item in value.items()}
+    return value

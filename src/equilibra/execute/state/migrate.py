@@ -27,11 +27,11 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
 from equilibra.core.placement import Migration
-from equilibra.events.schema import Direction, Kind, Resource, StageNumber
+from equilibra.core.visit import VisitKey
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate_layer import LayerMove, layer_move, move_columns, width_of
-from equilibra.execute.visits.visit import Where
 
 __all__ = ["Carried", "Migrated", "migrate", "optimizer_tensors"]
 
@@ -235,10 +235,9 @@ def _record(runtime: Runtime, move: LayerMove, expert_bytes: int, begin: float) 
     """One event per expert that arrived here; they share the time of the layer."""
     per_node, rank, count = runtime.group.cluster.ranks_per_node, runtime.group.rank, len(move.arriving_experts)
     times: NDArray[np.float64] = np.linspace(begin, perf_counter(), count + 1)
-    where = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=move.layer)
     for i, (expert, peer) in enumerate(zip(move.arriving_experts, move.arriving_from, strict=True)):
         link = Resource.NVLINK if peer // per_node == rank // per_node else Resource.NIC
         runtime.recorder.add(
-            Kind.MIGRATION, link, where, Direction.FORWARD, float(times[i]), float(times[i + 1]),
+            Kind.MIGRATION, link, VisitKey.once(move.layer), Direction.FORWARD, float(times[i]), float(times[i + 1]),
             num_bytes=expert_bytes, peer=peer, expert=expert,
         )  # fmt: skip

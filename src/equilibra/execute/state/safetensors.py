@@ -38,11 +38,18 @@ from torch import Tensor
 from equilibra.core.atomic import atomic_folder, flush_to_disk
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import BrokenStateError, InputError
-from equilibra.execute.runtime import Runtime, homes_of
-from equilibra.execute.state.gathered import gather_layer, room_for_a_layer, tensors_of_layer
+from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.safetensors_names import Entry, Naming
-from equilibra.execute.state.safetensors_others import OTHER_FILES, check_others, check_replaceable, write_others
-from equilibra.execute.state.safetensors_read import INDEX, Row, read_entries
+from equilibra.execute.state.safetensors_read import (
+    INDEX,
+    OTHER_FILES,
+    Row,
+    check_others,
+    check_replaceable,
+    read_entries,
+    write_others,
+)
+from equilibra.execute.state.stream import gather_layer, room_for_a_layer, tensors_of_layer
 
 __all__ = ["export_safetensors", "import_safetensors"]
 
@@ -152,7 +159,7 @@ def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_by
             named = (
                 (name, prod(shape) * size)
                 for layer in layers
-                for expert in homes_of(runtime.placement, layer, rank)
+                for expert in runtime.placement.homes_on(layer, rank)
                 for name, shape in naming.names_of_expert(runtime.spec, layer, expert).items()
             )
             found += _split(rank, named, max_bytes)

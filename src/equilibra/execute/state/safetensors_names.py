@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from equilibra.core.errors import InputError
-from equilibra.execute.moe.expert_math import ExpertParts
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.spec import MoESpec
 
 __all__ = ["NAMINGS", "Entry", "Naming", "dense_tensors", "naming_of"]
 

@@ -1,18 +1,23 @@
-"""Reading published weights: only the tensors and rows that are asked for, compared before anything is filled."""
+"""Reading published weights: only the tensors and rows that are asked for, compared before anything is filled.
+
+Files beside the weights (config.json, tokenizer.json, ...) are named in the index. So a later export knows which files
+of a folder an export wrote; a folder that holds any other is somebody's, and is never replaced.
+"""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from safetensors import SafetensorError, safe_open
 
+from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
 from equilibra.execute.state.safetensors_names import Entry
 
-__all__ = ["INDEX", "Row", "read_entries"]
+__all__ = ["INDEX", "OTHER_FILES", "Row", "check_others", "check_replaceable", "read_entries", "write_others"]
 
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"
@@ -82,3 +87,60 @@ def _near(name: str, file_of: dict[str, str]) -> str:
     prefix = ".".join(name.split(".")[:4])
     near = sorted(other for other in file_of if other.startswith(prefix))[:3] or sorted(file_of)[:3]
     return f"it has {len(file_of)} tensors, such as {', '.join(near)}"
+
+
+OTHER_FILES = "other_files"
+"""in the metadata of the index: the list of their names"""
+
+
+def check_others(others: Mapping[str, bytes]) -> None:
+    """An error unless files beside the weights have plain names, not those of weights, and bytes."""
+    for name, content in others.items():
+        if not _is_plain(name) or name.lower() == INDEX or name.lower().endswith(".safetensors"):
+            raise InputError(
+                f"cannot write {name!r:.80} beside weights: it must be a plain file name, not {INDEX} nor *.safetensors"
+            )
+        if not isinstance(content, bytes):
+            raise InputError(f"cannot write {name} beside weights: its content is {type(content).__name__}, not bytes")
+
+
+def write_others(folder: Path, others: Mapping[str, bytes]) -> None:
+    """Write the files beside the weights."""
+    for name, content in others.items():
+        path = folder / name
+        try:
+            path.write_bytes(content)
+        except OSError as error:
+            raise cannot("write", path, error) from error
+
+
+def check_replaceable(folder: Path) -> None:
+    """An error if a folder holds anything that no export wrote."""
+    if not folder.is_dir():
+        return
+    named = _others_of(folder)
+    foreign = [path.name for path in folder.iterdir() if not (_is_own(path, named) and _is_file(path))]
+    if foreign:
+        raise InputError(f"cannot export to {folder}: it holds {min(foreign)}, too; export to a new folder")
+
+
+def _is_own(path: Path, named: list[str]) -> bool:
+    is_weights = path.name.startswith("model-") and path.name.endswith(".safetensors")
+    return is_weights or path.name == INDEX or path.name in named
+
+
+def _is_file(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _others_of(folder: Path) -> list[str]:
+    """What the index names; nothing if it cannot be read."""
+    try:
+        named = json.loads((folder / INDEX).read_bytes())["metadata"][OTHER_FILES]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return []
+    return [name for name in named if isinstance(name, str)] if isinstance(named, list) else []
+
+
+def _is_plain(name: object) -> bool:
+    return isinstance(name, str) and Path(name).name == name and "\0" not in name and name not in {"", ".", ".."}

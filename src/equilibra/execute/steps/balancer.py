@@ -30,19 +30,24 @@ from torch import Tensor, nn
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Migration, Placement
-from equilibra.events.schema import Direction, Kind, Resource, StageNumber
+from equilibra.core.visit import VisitKey, signed_ids
+from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.group import device_name
+from equilibra.execute.record import Moment
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 from equilibra.execute.steps.attached import Attached
 from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
-from equilibra.execute.steps.gradients import dense_parameters, is_sharded, sum_dense_gradients
+from equilibra.execute.steps.gradients import (
+    check_experts_are_whole,
+    dense_parameters,
+    is_sharded,
+    sharded_and_summed,
+    sum_dense_gradients,
+)
 from equilibra.execute.steps.planning import BalancerSetting, PlannedStep, plan_of_counts
-from equilibra.execute.steps.record import Moment
 from equilibra.execute.steps.replicated import check_replicated
-from equilibra.execute.steps.sharded import check_experts_are_whole, sharded_and_summed
 from equilibra.execute.steps.step import Step, begin_step
-from equilibra.execute.visits.visit import Where
 from equilibra.trace.routing import RoutingTrace
 
 __all__ = ["Balancer", "BalancerSetting"]
@@ -55,7 +60,7 @@ COMPARE_EVERY = 100
 class _Ahead:
     """A step whose counts are gathered and whose plan is made in the background."""
 
-    experts_TLK: NDArray[np.int32]
+    experts_TLK: NDArray[np.signedinteger]
     lengths: NDArray[np.int64]
     counts: StepCounts
     plan: Future[PlannedStep]
@@ -113,7 +118,7 @@ class Balancer:
             lambda: check_routing(routing, mini, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k),
             what="comparing routing with the model",
         )
-        experts = np.zeros((0, layers, spec.top_k), np.int32)
+        experts = np.zeros((0, layers, spec.top_k), signed_ids(spec.num_experts))
         if routing is not None:
             experts = recorded_experts(routing)
         counts = gather_counts(runtime.group, routing, experts, mini, num_layers=layers, num_experts=spec.num_experts)
@@ -144,9 +149,8 @@ class Balancer:
         runtime.disarm()
         group.barrier(what="beginning the step")
         runtime.recorder.begin_step(runtime.gpu)
-        where = Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1)
         runtime.recorder.add(
-            Kind.PLAN, Resource.CPU, where, Direction.FORWARD, runtime.recorder.began,
+            Kind.PLAN, Resource.CPU, VisitKey.once(), Direction.FORWARD, runtime.recorder.began,
             runtime.recorder.began + min(waited, planned.ended - planned.began),
         )  # fmt: skip
         if plan.migration.num_moves:
@@ -255,8 +259,8 @@ class Balancer:
 
     def _after_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:  # noqa: ANN401
         self.runtime.recorder.add(
-            Kind.OPTIMIZER, Resource.COMPUTE, Where(stage=StageNumber.UPDATE, micro_batch=-1, layer=-1),
-            Direction.BACKWARD, self._optimizer_began, self.runtime.recorder.now(),
+            Kind.OPTIMIZER, Resource.COMPUTE, VisitKey.once(), Direction.BACKWARD, self._optimizer_began,
+            self.runtime.recorder.now(),
         )  # fmt: skip
         self._attached.after_step(optimizer)
         if self._attached.holds_experts(optimizer):

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
 from equilibra.core.schedule import check_mini_batches
+from equilibra.core.visit import signed_ids
 from equilibra.execute.group import ExpertGroup
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
@@ -40,12 +41,12 @@ class StepCounts:
         return np.repeat(np.arange(self.first_of_rank.size - 1), np.diff(self.first_of_rank))
 
 
-def recorded_experts(routing: RoutingTrace) -> NDArray[np.int32]:
+def recorded_experts(routing: RoutingTrace) -> NDArray[np.signedinteger]:
     """[T, L, K] experts to replay; -1 for tokens without recorded routing, or with one expert twice in a layer.
 
     Such a row is a filler: no router chooses an expert twice.
     """
-    experts = routing.ids.astype(np.int32)
+    experts = routing.ids.astype(signed_ids(routing.num_experts))
     ordered = np.sort(experts, axis=2)
     live = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=(1, 2))
     if routing.recorded is not None:
@@ -72,7 +73,7 @@ def check_routing(
 def gather_counts(
     group: ExpertGroup,
     routing: RoutingTrace | None,
-    experts_TLK: NDArray[np.int32],
+    experts_TLK: NDArray[np.signedinteger],
     mini_batches: NDArray[np.integer],
     *,
     num_layers: int,

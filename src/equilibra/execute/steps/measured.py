@@ -12,15 +12,15 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.events.imbalance import imbalance, spread
 from equilibra.events.run import PASSES, PlannerRecord, columns_of_plan
-from equilibra.events.schema import Direction, Events, Kind, StageNumber
+from equilibra.events.schema import Direction, Events, Kind
 
 __all__ = ["executed_rows", "measured_record"]
 
 
-def executed_rows(rows: NDArray[np.void], shape: tuple[int, int, int], stage: StageNumber) -> NDArray[np.int64]:
+def executed_rows(rows: NDArray[np.void], shape: tuple[int, int, int], stage: Stage) -> NDArray[np.int64]:
     """[L, M, R] pairs that each rank's experts computed in a stage's forward pass, from its events."""
     chosen = rows[
-        (rows["kind"] == Kind.EXPERTS) & (rows["stage"] == stage) & (rows["direction"] == Direction.FORWARD)
+        (rows["kind"] == Kind.EXPERTS) & (rows["stage"] == stage.number) & (rows["direction"] == Direction.FORWARD)
         & (rows["micro_batch"] >= 0)
     ]  # fmt: skip
     counted = np.zeros(shape, np.int64)
@@ -39,7 +39,7 @@ def measured_record(
 ) -> PlannerRecord:
     """The record of one step from all ranks' events. Token counts are what ran, not what was planned."""
     shape = (plan.num_layers, plan.num_micro_batches, plan.cluster.num_ranks)
-    ran_LMR = executed_rows(rows, shape, StageNumber.UPDATE)
+    ran_LMR = executed_rows(rows, shape, Stage.UPDATE)
     window = plan.num_micro_batches // 2
     shown = rows[(rows["micro_batch"] == window) | (rows["micro_batch"] < 0)]
     return PlannerRecord(
@@ -81,7 +81,7 @@ def _layer_us(rows: NDArray[np.void], shape: tuple[int, int, int]) -> NDArray[np
     layers, micro_batches, _ = shape
     of_layer = rows[(rows["layer"] >= 0) & (rows["micro_batch"] >= 0) & (rows["kind"] != Kind.ATTENTION)]
     backward = of_layer["direction"] != Direction.FORWARD
-    number = np.where(of_layer["stage"] == StageNumber.LOGPROB, 0, np.where(backward, 2, 1))
+    number = np.where(of_layer["stage"] == Stage.LOGPROB.number, 0, np.where(backward, 2, 1))
     first = np.full((len(PASSES), layers, micro_batches), np.inf)
     last = np.zeros_like(first)
     np.minimum.at(first, (number, of_layer["layer"], of_layer["micro_batch"]), of_layer["start_us"])

@@ -5,6 +5,7 @@ Nothing here talks to other ranks: every rank plans the same from the same count
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, replace
 from time import perf_counter
 
@@ -12,22 +13,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_whole
-from equilibra.core.errors import PlanError
+from equilibra.core.errors import BudgetError, PlanError
 from equilibra.core.limits import MOST_SLOTS
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement, contiguous
-from equilibra.core.plan import StepPlan
+from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
+from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.counts import StepCounts
-from equilibra.execute.steps.own_schedule import OwnSchedule, own_schedule
 from equilibra.plan.pack import turn_in_mini_batch
+from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.setting import PlannerSetting
 
-__all__ = ["BalancerSetting", "PlannedStep", "plan_of_counts"]
+__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "own_schedule", "plan_of_counts"]
 
 STATIC = "static"
 
@@ -60,8 +61,10 @@ class PlannedStep:
     """[M] the expert-parallel group that runs each"""
     static_imbalance: float
     """of the same sequences where the rollout left them, with contiguous homes and without copies"""
-    rates: Rates
-    """prices that it was made for"""
+    load: StepLoad
+    """what it was made for, under its schedule"""
+    late: frozenset[Stage]
+    """stages whose flash copies would come late over one link"""
     began: float
     """when planning began (perf_counter)"""
     ended: float
@@ -92,11 +95,13 @@ def plan_of_counts(
         plan = replace(plan, previous=previous)  # homes that have moved go back
     schedule = plan.schedule or own.schedule
     _check_mini_batches(planner.name, schedule, counts.mini_batch_of_sequence)
+    plan, load = replace(plan, schedule=schedule), problem.load_under(schedule)
     return PlannedStep(
-        plan=replace(plan, schedule=schedule),
+        plan=plan,
         group_of_micro_batch=_groups(schedule, own, group.num_groups),
-        static_imbalance=_static_imbalance(problem.load),
-        rates=rates,
+        static_imbalance=static_imbalance(problem.load),
+        load=load,
+        late=late_stages(plan, load, rates),
         began=began,
         ended=perf_counter(),
     )
@@ -124,8 +129,46 @@ def _same(one: Schedule, other: Schedule) -> bool:
     )
 
 
-def _static_imbalance(load: StepLoad) -> float:
-    """Mean over layers and micro-batches of slowest over mean rank, when homes are contiguous and compute alone."""
-    load_MLE = load.expert_load()
-    load_MLR = load_MLE.reshape(*load_MLE.shape[:2], load.num_ranks, -1).sum(axis=3)
-    return float(imbalance(load_MLR).mean())
+@dataclass(frozen=True, kw_only=True, eq=False)
+class OwnSchedule:
+    """A schedule, and the expert-parallel group that runs each of its micro-batches."""
+
+    schedule: Schedule
+    """ranks are those of the expert-parallel group"""
+    group_of_micro_batch: NDArray[np.int64]
+    """[M]"""
+
+
+def own_schedule(
+    lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.integer], *,
+    num_ranks: int, tokens_per_rank: int,
+) -> OwnSchedule:  # fmt: skip
+    """Each world rank's sequences of a mini-batch in order, cell after cell.
+
+    Of a mini-batch, a group has as many micro-batches as its fullest rank, so perhaps none.
+    """
+    if lengths.max() > tokens_per_rank:
+        raise BudgetError(
+            f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, a rank's part of a micro-batch "
+            f"{tokens_per_rank}: allow at least {lengths.max()}"
+        )
+    turn_of_sequence = np.zeros(lengths.size, np.int64)
+    turn_of: Counter[tuple[int, int]] = Counter()
+    used_of: Counter[tuple[int, int]] = Counter()
+    cells = zip(rank_of_sequence.tolist(), mini_batch_of_sequence.tolist(), strict=True)
+    for s, (length, cell) in enumerate(zip(lengths.tolist(), cells, strict=True)):
+        if used_of[cell] + length > tokens_per_rank:
+            turn_of[cell], used_of[cell] = turn_of[cell] + 1, 0
+        turn_of_sequence[s] = turn_of[cell]
+        used_of[cell] += length
+    keys = np.stack([mini_batch_of_sequence, turn_of_sequence, rank_of_sequence // num_ranks])
+    keys_of_micro_batch, number = np.unique(keys, axis=1, return_inverse=True)  # by mini-batch, turn, group: no gaps
+    return OwnSchedule(
+        schedule=Schedule(
+            micro_batch_of_sequence=number.ravel().astype(np.int32),
+            rank_of_sequence=(rank_of_sequence % num_ranks).astype(np.int32),
+            num_micro_batches=keys_of_micro_batch.shape[1],
+            mini_batch_of_micro_batch=keys_of_micro_batch[0].astype(np.int32),
+        ),
+        group_of_micro_batch=keys_of_micro_batch[2],
+    )

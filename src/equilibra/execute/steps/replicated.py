@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import MismatchError
-from equilibra.execute.moe.weights import ExpertWeights
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime
 
 __all__ = ["check_replicated"]

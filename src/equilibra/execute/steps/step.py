@@ -15,18 +15,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import SequenceLoad, StepLoad
-from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule, step_load
+from equilibra.core.load import SequenceLoad
+from equilibra.core.plan import GroupPlan, Stage, StepPlan
+from equilibra.core.schedule import Schedule
+from equilibra.core.visit import signed_ids
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import PlannerRecord
-from equilibra.execute.runtime import Armed, Runtime
+from equilibra.execute.micro_batch import MicroBatch
+from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.counts import StepCounts
 from equilibra.execute.steps.exchange import Route, send_sequences
 from equilibra.execute.steps.measured import measured_record
 from equilibra.execute.steps.planning import PlannedStep
-from equilibra.execute.visits.micro_batch import MicroBatch
-from equilibra.plan.paths import late_stages
 
 __all__ = ["Step", "begin_step"]
 
@@ -37,16 +37,16 @@ class Step:
 
     runtime: Runtime
     """of this rank"""
-    armed: Armed
+    armed: GroupPlan
     """the plan that is executed, and the load it was made for"""
     route: Route
     """who has and who runs each sequence"""
     sequences_of_micro_batch: dict[int, NDArray[np.int64]]
     """numbers of this rank's sequences, by micro-batch"""
-    experts_of_sequence: dict[int, NDArray[np.int32]]
+    experts_of_sequence: dict[int, NDArray[np.signedinteger]]
     """[T, L, K] recorded experts of every sequence that runs here, -1 where there are none"""
     as_planned_M: NDArray[np.bool_]
-    """[M] whether all ranks have exactly the routing that was planned for; other micro-batches exchange counts"""
+    """[M] whether all its tokens have recorded routing, and so are planned for; other micro-batches exchange counts"""
     sequence_loads: SequenceLoad
     """loads and lengths of all ranks' sequences"""
     tokens_without_routing: int
@@ -102,7 +102,8 @@ class Step:
         Every rank of the group runs all of them, also without tokens. A group may have none of a mini-batch; its ranks
         still take part in `finish_gradients` and the optimizer's step.
         """
-        nothing = np.zeros((0, self.plan.num_layers, self.runtime.spec.top_k), np.int32)
+        spec = self.runtime.spec
+        nothing = np.zeros((0, self.plan.num_layers, spec.top_k), signed_ids(spec.num_experts))
         found = []
         for number in self._numbers(mini_batch):
             sequences = self.sequences_of_micro_batch.get(number, np.zeros(0, np.int64))
@@ -147,10 +148,10 @@ class Step:
 
 
 def begin_step(
-    runtime: Runtime, planned: PlannedStep, counts: StepCounts, experts_TLK: NDArray[np.int32],
+    runtime: Runtime, planned: PlannedStep, counts: StepCounts, experts_TLK: NDArray[np.signedinteger],
     lengths: NDArray[np.int64],
 ) -> Step:  # fmt: skip
-    """Collective: send every sequence's routing to the rank that runs it, and compare it with the plan's load."""
+    """Collective: send every sequence's routing to the rank that runs it."""
     plan, group_of_micro_batch, group = planned.plan, planned.group_of_micro_batch, runtime.group
     schedule = plan.schedule
     if schedule is None or schedule.ranks_per_sequence != 1:
@@ -165,39 +166,22 @@ def begin_step(
         int(m): here[schedule.micro_batch_of_sequence[here] == m]
         for m in np.unique(schedule.micro_batch_of_sequence[here])
     }
-    load = step_load(counts.sequences, schedule, group.cluster)
     unrecorded_M = np.bincount(
         schedule.micro_batch_of_sequence, weights=counts.unrecorded_of_sequence, minlength=plan.num_micro_batches
     )
-    agrees_M = _agrees(load, group.rank, of_micro_batch, experts_of_sequence)
-    said = group.gather(agrees_M[None], what="comparing routing with the plan's load")
     return Step(
         runtime=runtime,
-        armed=Armed(
+        armed=GroupPlan(
             plan=plan,
-            load=load,
+            load=planned.load,
             micro_batches=np.flatnonzero(group_of_micro_batch == group.index).tolist(),
-            late=late_stages(plan, load, planned.rates),
+            late=planned.late,
         ),
         route=route,
         sequences_of_micro_batch=of_micro_batch,
         experts_of_sequence=experts_of_sequence,
-        as_planned_M=np.concatenate(said).all(axis=0) & (unrecorded_M == 0),
+        as_planned_M=unrecorded_M == 0,
         sequence_loads=counts.sequences,
         tokens_without_routing=int(counts.unrecorded_of_sequence.sum()),
         static_imbalance=planned.static_imbalance,
     )
-
-
-def _agrees(
-    load: StepLoad, rank: int, sequences: dict[int, NDArray[np.int64]], experts: dict[int, NDArray[np.int32]]
-) -> NDArray[np.bool_]:
-    """[M] whether the routing that runs here has the counts that everybody planned with."""
-    agrees_M = np.ones(load.num_micro_batches, np.bool_)
-    for number, of_rank in sequences.items():
-        experts_TLK = np.concatenate([experts[int(s)] for s in of_rank])
-        known = experts_TLK[experts_TLK[:, 0, 0] >= 0]
-        for layer in range(load.num_layers):
-            counts = np.bincount(known[:, layer].ravel(), minlength=load.num_experts)
-            agrees_M[number] &= np.array_equal(counts, load.tokens_MLER[number, layer, :, rank])
-    return agrees_M

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.execute.moe.spec import Activation, MoESpec, RouterSpec, Score
+from equilibra.execute.experts.spec import Activation, MoESpec, RouterSpec, Score
 from equilibra.execute.state.safetensors_names import Naming, naming_of
 
 __all__ = ["FAMILIES", "Family", "family_of"]

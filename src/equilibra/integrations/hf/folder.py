@@ -13,7 +13,7 @@ from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from equilibra.core.errors import InputError
-from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.integrations.hf.families import Family, family_of
 
 __all__ = ["ModelFolder", "open_model_folder"]

@@ -25,12 +25,12 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.execute.copies.copies import CopySetting
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe import functions
-from equilibra.execute.moe.functions import Pass, direction_now
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.moe.weights import ExpertWeights
-from equilibra.execute.runtime import Runtime, homes_of
+from equilibra.execute.moe.functions import run_visit
+from equilibra.execute.record import direction_now
+from equilibra.execute.runtime import Runtime
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.hf.replay import route_recorded
 
@@ -57,7 +57,7 @@ def shard_experts(
     """
     family = family_of(model.config.model_type)
     blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
-    if not blocks or any(hasattr(block.experts, "place") for block in blocks):
+    if not blocks or any(hasattr(block.experts, "equilibra_layer") for block in blocks):
         raise InputError("there is nothing to shard: the model has no MoE layers, or they are sharded already")
     spec = family.spec(model.config)
     if placement is None:
@@ -65,29 +65,25 @@ def shard_experts(
     runtime = Runtime(group, placement, copies)
     for block in blocks:
         _shard(block.experts, spec, runtime)
-        router, place = getattr(block, family.router), block.experts.place
-        object.__setattr__(router, "forward", partial(_route, router.forward, place))
+        router, layer = getattr(block, family.router), block.experts.equilibra_layer
+        object.__setattr__(router, "forward", partial(_route, router.forward, layer))
     register_experts()
     model.set_experts_implementation(NAME)
     return runtime
 
 
 @dataclass(frozen=True)
-class _Place:
+class _Layer:
     """A layer of a runtime."""
 
     runtime: Runtime
-    layer: int
-
-    @property
-    def weights(self) -> ExpertWeights:
-        return self.runtime.weights[self.layer]
+    number: int
 
 
 @torch.no_grad()
 def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN401 - a class of each family
     """Replace the stacked parameters by those of the experts at home."""
-    homes = homes_of(runtime.placement, len(runtime.weights), runtime.group.rank)
+    homes = runtime.placement.homes_on(len(runtime.weights), runtime.group.rank)
     kept = {name: getattr(experts, published) for name, published in PUBLISHED.items() if name in spec.part_shapes()}
     down = kept["down"]
     weights = ExpertWeights(spec, homes, device=down.device, dtype=down.dtype)
@@ -106,7 +102,7 @@ def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN4
     for name in kept:
         delattr(experts, PUBLISHED[name])
     experts.homes = weights
-    experts.place = _Place(runtime, runtime.register(weights))
+    experts.equilibra_layer = _Layer(runtime, runtime.register(weights))
 
 
 def _plain(name: str, part: Tensor) -> Tensor:
@@ -116,37 +112,30 @@ def _plain(name: str, part: Tensor) -> Tensor:
     return part.mT if part.ndim == 3 else part
 
 
-def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
+def _route(forward: Callable[..., Any], layer: _Layer, hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
     """The router of transformers; inside a micro-batch it chooses what was recorded."""
-    micro_batch, spec = place.runtime.current, place.runtime.spec
+    micro_batch, spec = layer.runtime.current, layer.runtime.spec
     if micro_batch is None:
         return forward(hidden, *more, **options)
-    recorded_TK = micro_batch.experts(place.layer, hidden.device)
+    recorded_TK = micro_batch.experts(layer.number, hidden.device)
     return route_recorded(
         lambda: forward(hidden, *more, **options), recorded_TK, rows=micro_batch.rows, num_experts=spec.num_experts,
-        layer=place.layer,
+        layer=layer.number,
     )  # fmt: skip
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
 def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
     """What transformers calls for every MoE layer: each token's experts, weighted, wherever they are."""
-    place: _Place | None = getattr(module, "place", None)
-    if place is None:
+    layer: _Layer | None = getattr(module, "equilibra_layer", None)
+    if layer is None:
         raise InputError(
             f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; a model "
             "that is loaded with ep_size keeps another one: see plan_expert_parallel"
         )
-    runtime, micro_batch, tokens_TD = place.runtime, place.runtime.current, hidden_TD
-    where, rows = runtime.where(place.layer), None
-    runtime.enter_layer(where, direction_now())
+    runtime, micro_batch, tokens_TD = layer.runtime, layer.runtime.current, hidden_TD
+    runtime.enter_layer(runtime.key(layer.number), direction_now())
     if micro_batch is not None:
-        tokens_TD, rows = micro_batch.select(hidden_TD), micro_batch.rows
-        if rows is not None:
-            experts_TK, weights_TK = experts_TK.index_select(0, rows), weights_TK.index_select(0, rows)
-    visit = Pass(runtime, where, runtime.tables(place.layer, experts_TK), micro_batch)
-    results_ND = functions.experts(functions.dispatch(tokens_TD, weights_TK, visit), visit, place.weights.parts())
-    out_TD = functions.combine(results_ND, weights_TK, visit)
-    if rows is None:
-        return out_TD
-    return torch.zeros_like(hidden_TD, dtype=out_TD.dtype).index_copy(0, rows, out_TD)
+        tokens_TD, experts_TK, weights_TK = map(micro_batch.select, (hidden_TD, experts_TK, weights_TK))
+    out_TD = run_visit(runtime, layer.number, tokens_TD, experts_TK, weights_TK)
+    return out_TD if micro_batch is None else micro_batch.among_padding(out_TD, hidden_TD)

@@ -1,11 +1,10 @@
 """Megatron-Core: MoE layers of a GPTModel under plans. Megatron is imported when it is used, not before."""
 
-from equilibra.integrations.megatron.balancer import Balancer, balance
-from equilibra.integrations.megatron.export import ExpertParameter, expert_parameters
+from equilibra.integrations.megatron.balancer import Balancer, Prepared, Step, balance
+from equilibra.integrations.megatron.checkpoint import ExpertParameter, expert_parameters
 from equilibra.integrations.megatron.layer import balanced_layer_spec
 from equilibra.integrations.megatron.routing import by_micro_batch, masked, set_replay
-from equilibra.integrations.megatron.setting import MegatronSetting
-from equilibra.integrations.planned.step import Prepared, Step
+from equilibra.integrations.planned.setting import MegatronSetting
 
 __all__ = [
     "Balancer",

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,21 +26,18 @@ from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
-from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.plan import StepPlan
+from equilibra.core.visit import Stage, VisitKey, only_homes
 from equilibra.execute.group import ExpertGroup, device_name
-from equilibra.execute.visits.tables import instances_of, only_homes
-from equilibra.integrations.megatron.ahead import Ahead
+from equilibra.integrations.executor.balancer import Step, VisitBalancer
+from equilibra.integrations.executor.counts import Routing
+from equilibra.integrations.executor.groups import counts_of_world, stage_group
 from equilibra.integrations.megatron.checkpoint import guard_optimizer
 from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
-from equilibra.integrations.megatron.place import Place
-from equilibra.integrations.megatron.setting import MegatronSetting
-from equilibra.integrations.planned.counts import Routing, gather_load
-from equilibra.integrations.planned.groups import counts_of_world, stage_group
-from equilibra.integrations.planned.setting import cluster_of
-from equilibra.integrations.planned.slots import HomeSlots, Visit, contiguous_slots, visit_of
-from equilibra.integrations.planned.step import Prepared, Step
-from equilibra.plan.planner import StepProblem
+from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
+from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
+from equilibra.integrations.planned.slots import HomeSlots
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 
@@ -70,14 +67,10 @@ def balance(
     cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
     group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
     group.agree(  # before anything changes
-        f"{setting.chosen_planner.name}, {len(layers)} MoE layers, {setting.spare_slots} spare slots, "
-        f"nodes of {cluster.ranks_per_node}, {setting.max_moves_per_layer} moves, seed {setting.seed}, "
-        f"copies fetched {'ahead' if setting.prefetch else 'when used'}, "
-        f"{setting.prices_hash()}",
-        what="how steps are planned",
+        f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
     )
-    places = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
-    return Balancer(group, setting, places, config, optimizer)
+    visits = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
+    return Balancer(group, setting, visits, _model_of(config, visits), optimizer)
 
 
 def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
@@ -87,7 +80,7 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
         module for chunk in chunks for name, module in chunk.named_modules()
         if isinstance(module, MoELayer) and "mtp" not in name.split(".")
     ]  # fmt: skip
-    if any(getattr(layer, "place", None) is not None for layer in found):
+    if any(getattr(layer, "visits", None) is not None for layer in found):
         raise InputError("the model is balanced already: balance() it once")
     if any(type(layer) not in {MoELayer, balanced_class()} for layer in found):
         raise InputError("the model's MoE layers are a subclass of MoELayer that is not known here")
@@ -104,42 +97,43 @@ def _groups_of(layers: list[Any]) -> tuple[Any, Any]:
     return layers[0].ep_group, getattr(experts, "dp_group", None) or parallel_state.get_expert_data_parallel_group()
 
 
-class Balancer:
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Prepared:
+    """A step whose counts are gathered and whose plan is made in the background."""
+
+    load: StepLoad
+    """of all ranks"""
+    previous: Placement
+    """homes that the plan begins with"""
+    plan: Future[StepPlan]
+    reused: bool = False
+    """whether it is that of the step before, which had the same load"""
+
+
+class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
     """Plans, moves and arms; one per rank, for the layers of its pipeline stage."""
 
     def __init__(
-        self, group: ExpertGroup, setting: MegatronSetting, places: list[Place], config: Any, optimizer: Any  # noqa: ANN401
+        self, group: ExpertGroup, setting: MegatronSetting, layers: list[MegatronVisits], model: MoEModel,
+        optimizer: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
-        self.group, self.setting, self.places = group, setting, places
-        self.planner = setting.chosen_planner
-        self.num_experts, self.top_k = int(config.num_moe_experts), int(config.moe_router_topk)
-        self.num_layers = max(1, len(places))
-        """of plans: a stage without MoE layers plans one that no token visits"""
-        self.slots = contiguous_slots(group.cluster, num_layers=self.num_layers, num_experts=self.num_experts)
+        """model: a stage without MoE layers plans one that no token visits."""
+        super().__init__(group, setting, layers, model)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._last: Step | None = None
         self.broken: str | None = None
         """why experts are mixed, once a move was cut off"""
-        self.ahead = Ahead(places) if setting.prefetch else None
-        for place in places:
-            place.ahead = self.ahead
-        model = _model_of(config, places)
-        self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
+        self.ahead = Ahead(layers) if setting.prefetch else None
+        for visits in layers:
+            visits.ahead = self.ahead
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
         self._place_homes()
 
-    @property
-    def placement(self) -> Placement:
-        """Homes now."""
-        return self.slots.placement
-
     def prepare(self, routing: Routing) -> Prepared:
         """Collective: gather the counts of a step that comes later, and plan it in the background, for `begin`."""
-        load = gather_load(
-            self.group, routing, num_layers=len(self.places), num_experts=self.num_experts, top_k=self.top_k
-        )
+        load = self._load(routing)
         previous, last = self.placement, self._last
         if (  # all ranks see the same loads, so they do the same
             last is not None
@@ -149,7 +143,7 @@ class Balancer:
             plan: Future[StepPlan] = Future()
             plan.set_result(last.plan)
             return Prepared(load=load, previous=previous, plan=plan, reused=True)
-        return Prepared(load=load, previous=previous, plan=self._planning.submit(self._plan, load, previous))
+        return Prepared(load=load, previous=previous, plan=self._planning.submit(self._plan_moves, load, previous))
 
     def begin(self, routing: Routing | Prepared, stage: Stage = Stage.UPDATE) -> Step:
         """Collective: plan the micro-batches of an optimizer step, move homes, arm.
@@ -177,40 +171,27 @@ class Balancer:
         """
         if step.plan.placement != self.placement:
             raise InputError("cannot arm a step of another placement: homes have moved since it began")
-        num = step.plan.num_micro_batches // self.group.num_groups
-        first = self.group.index * num
         self.end()
         if self.ahead is not None:
             self.ahead.arm(stage)
-        for place in self.places:
-            place.arm([partial(self._visit, step.plan, stage, place.layer, first + m) for m in range(start, num)])
+        self._arm(step, stage, start=start)
 
     def end(self) -> None:
         """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""
-        for left in [left for place in self.places for left in place.arm(None)]:
+        for visits in self.layers:
+            visits.arm(None)
+        for left in [left for visits in self.layers for left in visits.left_over()]:
             left.wait()
 
     def _step(self, prepared: Prepared) -> Step:
         plan, reused = prepared.plan.result(), prepared.reused
         if prepared.previous != self.placement:  # homes have moved since
-            plan, reused = self._plan(prepared.load, self.placement), False
+            plan, reused = self._plan_moves(prepared.load, self.placement), False
         self._last = Step(plan=plan, load=prepared.load, reused=reused)
         return self._last
 
-    def _plan(self, load: StepLoad, previous: Placement) -> StepPlan:
-        """The same on every rank of the stage."""
-        setting = self.setting
-        limits = setting.limits() if self.state else setting.limits(max_moves_per_layer=0)
-        problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=previous, rates=self._rates, **limits
-        )
-        plan = self.planner.plan(problem)
-        plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
-        return plan
-
-    def _visit(self, plan: StepPlan, stage: Stage, layer: int, micro_batch: int) -> Visit:
-        instances = instances_of(plan, stage, layer, micro_batch)
-        return visit_of(self.slots.expert_of_slot[layer], self.setting.spare_slots, instances, self.group.rank)
+    def _plan_moves(self, load: StepLoad, previous: Placement) -> StepPlan:
+        return self._plan(load, previous, max_moves_per_layer=self.setting.max_moves_per_layer if self.state else 0)
 
     # --- homes ---
 
@@ -220,7 +201,7 @@ class Balancer:
 
     def restore_homes(self) -> None:
         """Collective: every expert, and its optimizer state, back to the slot where plain Megatron has it."""
-        self._move_to(contiguous_slots(self.group.cluster, num_layers=self.num_layers, num_experts=self.num_experts))
+        self._move_to(self._contiguous_slots())
 
     @contextmanager
     def homes_restored(self) -> Iterator[None]:
@@ -250,26 +231,25 @@ class Balancer:
         self.broken = (
             "a move of homes was cut off: experts and their optimizer state are mixed; load the last checkpoint"
         )
-        for place in self.places:
-            move_layer(place, self.slots.moves_to(after, place.layer), self.state)
+        for visits in self.layers:
+            move_layer(visits, self.slots.moves_to(after, visits.layer), self.state)
         self.broken, self.slots = None, after
         self._place_homes()
 
     def _place_homes(self) -> None:
         moved = not self.slots.is_contiguous
         placement = self.placement
-        for place in self.places:
-            of_layer = self.slots.expert_of_slot[place.layer]
-            place.expert_of_home, place.moved = of_layer[self.group.rank].tolist(), moved
-            plain = only_homes(placement, place.layer)
-            place.without_plan = visit_of(of_layer, self.setting.spare_slots, plain, self.group.rank)
+        for visits in self.layers:
+            visits.expert_of_home = self.slots.expert_of_slot[visits.layer, self.group.rank].tolist()
+            visits.moved = moved
+            visits.without_plan = self._in_slots(only_homes(placement, VisitKey.once(visits.layer)))
 
 
-def _model_of(config: Any, places: list[Place]) -> MoEModel:  # noqa: ANN401
+def _model_of(config: Any, layers: list[MegatronVisits]) -> MoEModel:  # noqa: ANN401
     """The layers' shapes, for prices."""
-    dtype = places[0].dtype if places else config.params_dtype
+    dtype = layers[0].dtype if layers else config.params_dtype
     return MoEModel(
-        name="megatron", num_layers=max(1, len(places)), hidden=int(config.hidden_size),
+        name="megatron", num_layers=max(1, len(layers)), hidden=int(config.hidden_size),
         expert_ffn=int(config.moe_ffn_hidden_size or config.ffn_hidden_size), num_experts=int(config.num_moe_experts),
         top_k=int(config.moe_router_topk), weight_bytes=dtype.itemsize,
     )  # fmt: skip

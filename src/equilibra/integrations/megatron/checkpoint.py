@@ -7,26 +7,28 @@ the optimizer's buffers as they lie in memory know no experts: they are refused 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial, wraps
-from typing import Any
+from typing import Any, NamedTuple
+
+from torch import nn
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.megatron.parts import slot_and_part
-from equilibra.integrations.megatron.place import Place
+from equilibra.integrations.megatron.visits import MegatronVisits
 
-__all__ = ["check_format", "guard_optimizer", "logical"]
+__all__ = ["ExpertParameter", "check_format", "expert_parameters", "guard_optimizer", "logical"]
 
 LOGICAL_FORMATS = ("fully_reshardable", "fully_sharded_model_space")
 FORMAT_KEY = "distrib_optim_sharding_type"
 
 
 def logical(
-    described: dict[str, Any], prefix: str, axis: int, place: Place, metadata: dict[str, Any]
+    described: dict[str, Any], prefix: str, axis: int, visits: MegatronVisits, metadata: dict[str, Any]
 ) -> dict[str, Any]:  # fmt: skip
     """A layer's description with logical numbers. axis: of the expert's number in a description's offsets."""
-    if not place.moved:
+    if not visits.moved:
         return described
     check_format(metadata.get(FORMAT_KEY), moved=True)
     if metadata.get("singleton_local_shards"):
@@ -37,7 +39,7 @@ def logical(
         if inside == name or not (found := _slot(inside)):
             result[name] = value
             continue
-        result[name] = _numbered(value, axis, place.expert_of_home[found[0]])
+        result[name] = _numbered(value, axis, visits.expert_of_home[found[0]])
     return result
 
 
@@ -83,3 +85,25 @@ def guard_optimizer(optimizer: Any, moved: Callable[[], bool]) -> None:  # noqa:
         return describe(*arguments, **options)
 
     optimizer.sharded_state_dict = guarded
+
+
+class ExpertParameter(NamedTuple):
+    """One parameter of one expert at home on this rank."""
+
+    layer: int
+    """number among the balanced layers of this pipeline stage"""
+    expert: int
+    """logical"""
+    part: str
+    """linear_fc1.weight, linear_fc2.weight"""
+    parameter: nn.Parameter
+
+
+def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
+    """Parameters of the experts at home here, by layer, slot and part. Those of other ranks are as many."""
+    for module in model.modules():
+        visits = getattr(module, "visits", None)
+        if isinstance(visits, MegatronVisits):
+            for expert, parts in zip(visits.expert_of_home, visits.parts, strict=True):
+                for part, parameter in parts.items():
+                    yield ExpertParameter(visits.layer, expert, part, parameter)

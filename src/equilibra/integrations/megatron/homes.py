@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import Channel, ExpertGroup, lost_rank_is_an_error
-from equilibra.integrations.megatron.place import Place
+from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned.slots import HomeMove
 
 __all__ = ["StateOfParameters", "move_layer"]
@@ -67,26 +67,26 @@ class StateOfParameters:
 
 
 @torch.no_grad()
-def move_layer(place: Place, moves: list[HomeMove], state: StateOfParameters) -> int:
+def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfParameters) -> int:
     """Collective: bring experts of a layer into their new slots. Returns the bytes that this rank sent."""
-    group, sent_bytes = place.group, 0
+    group, sent_bytes = visits.group, 0
     if not moves:
         return 0
     leaving = [move for move in moves if move.source == group.rank]
     arriving = [move for move in moves if move.target == group.rank]
-    for part in place.parts[0]:
-        names = state.names(place.parts[0][part], group)
-        packed = [_whole(place.parts[move.source_slot][part], names, state, group) for move in leaving]
-        like, width = place.parts[0][part], place.parts[0][part].numel() * (1 + len(names))
+    for part in visits.parts[0]:
+        names = state.names(visits.parts[0][part], group)
+        packed = [_whole(visits.parts[move.source_slot][part], names, state, group) for move in leaving]
+        like, width = visits.parts[0][part], visits.parts[0][part].numel() * (1 + len(names))
         sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.float32, device=like.device)
         received = torch.empty(len(arriving) * width, dtype=torch.float32, device=like.device)
         sizes = [[width * sum(getattr(m, end) == rank for m in some) for rank in range(group.num_ranks)]
                  for end, some in (("target", leaving), ("source", arriving))]  # fmt: skip
         group.all_to_all(
-            Channel.STANDING, sent, sizes[0], received, sizes[1], what=f"moving homes of MoE layer {place.layer}"
+            Channel.STANDING, sent, sizes[0], received, sizes[1], what=f"moving homes of MoE layer {visits.layer}"
         ).wait()
         for move, whole in zip(arriving, received.view(-1, width), strict=True):
-            _write(place.parts[move.target_slot][part], whole, names, state)
+            _write(visits.parts[move.target_slot][part], whole, names, state)
         sent_bytes += sent.nbytes
     return sent_bytes
 

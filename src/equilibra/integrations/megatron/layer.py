@@ -1,7 +1,7 @@
 """Megatron's MoE layer under a plan: the router stays logical, the dispatcher sees slots, the experts are Megatron's.
 
 `balanced_class()` is a subclass of the installed Megatron's `MoELayer`, made when it is asked for, so that this
-package is imported without Megatron. A layer that exists becomes one in place: its parameters, and so DDP's buckets,
+package is imported without Megatron. A layer that exists becomes one in visits: its parameters, and so DDP's buckets,
 the optimizer and checkpoints, stay as they are. What differs between versions of Megatron (constructors that take
 `is_mtp_layer` and `name`) is passed on to those that know it.
 """
@@ -17,7 +17,7 @@ from torch import nn
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.megatron.place import Place
+from equilibra.integrations.megatron.visits import MegatronVisits
 
 __all__ = ["balance_layer", "balanced_class", "balanced_layer_spec", "check_config", "check_wrapping"]
 
@@ -36,7 +36,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 @cache
 def balanced_class() -> Any:  # noqa: ANN401 - a class of Megatron
-    """The subclass of `MoELayer`; without a place it is a plain one."""
+    """The subclass of `MoELayer`; without visits it is a plain one."""
     from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: PLC0415
 
     from equilibra.integrations.megatron.checkpoint import logical  # noqa: PLC0415
@@ -46,15 +46,15 @@ def balanced_class() -> Any:  # noqa: ANN401 - a class of Megatron
     class BalancedMoELayer(MoELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
         """An MoE layer of Megatron that executes plans."""
 
-        place: Place | None = None
+        visits: MegatronVisits | None = None
 
         def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
             super().__init__(*arguments, **{name: value for name, value in options.items() if name in known})
 
         def preprocess(self, hidden_states: Any, probs: Any, routing_map: Any) -> Any:  # noqa: ANN401
             """Scatter the router's columns to slots, then as Megatron does."""
-            if self.place is not None:
-                probs, routing_map = self.place.to_slots(probs, routing_map)
+            if self.visits is not None:
+                probs, routing_map = self.visits.to_slots(probs, routing_map)
             return super().preprocess(hidden_states, probs, routing_map)
 
         def sharded_state_dict(
@@ -62,15 +62,15 @@ def balanced_class() -> Any:  # noqa: ANN401 - a class of Megatron
         ) -> Any:  # noqa: ANN401
             """With logical numbers, whatever the placement."""
             found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
-            if self.place is None:
+            if self.visits is None:
                 return found
-            return logical(found, f"{prefix}experts.", len(sharded_offsets), self.place, metadata or {})
+            return logical(found, f"{prefix}experts.", len(sharded_offsets), self.visits, metadata or {})
 
     return BalancedMoELayer
 
 
 def balanced_layer_spec(spec: Any) -> Any:  # noqa: ANN401 - a ModuleSpec, or the specs of a block
-    """A layer's specification, or a block's, with balanced MoE layers. `balance` gives them their places."""
+    """A layer's specification, or a block's, with balanced MoE layers. `balance` gives them their visits."""
     from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: PLC0415
 
     changed = copy.deepcopy(spec)
@@ -113,12 +113,14 @@ def check_wrapping(config: Any) -> None:  # noqa: ANN401 - Megatron's Distribute
             )
 
 
-def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> Place:  # noqa: ANN401
+def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> MegatronVisits:  # noqa: ANN401
     """Make an existing `MoELayer` execute plans: its class, its dispatcher over slots, copies beside its experts."""
     groups = _groups_of(layer)
     template = _template(layer, spare_slots, groups) if spare_slots else None
-    place = Place(number, group, layer.experts, template, fused=bool(layer.config.gradient_accumulation_fusion))
-    slots = place.num_homes + spare_slots
+    visits = MegatronVisits(
+        number, group, layer.experts, template, fused=bool(layer.config.gradient_accumulation_fusion)
+    )
+    slots = visits.num_homes + spare_slots
     config = copy.copy(layer.config)
     config.num_moe_experts = slots * group.num_ranks
     local = [group.rank * slots + slot for slot in range(slots)]
@@ -126,10 +128,10 @@ def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         dispatcher.set_shared_experts(layer.shared_experts)
     layer.token_dispatcher = dispatcher
-    object.__setattr__(layer.experts, "forward", partial(place.run, layer.experts.forward))
+    object.__setattr__(layer.experts, "forward", partial(visits.run, layer.experts.forward))
     layer.__class__ = balanced_class()
-    object.__setattr__(layer, "place", place)  # no submodule: the template is nobody's parameter
-    return place
+    object.__setattr__(layer, "visits", visits)  # no submodule: the template is nobody's parameter
+    return visits
 
 
 def _groups_of(layer: Any) -> Any:  # noqa: ANN401

@@ -1,1 +1,1 @@
-"""What integrations that run plans inside another framework have in common: counts, slots, groups and steps."""
+"""Values of integrations that run plans inside another framework: settings and slots. No torch."""

@@ -1,4 +1,4 @@
-"""Which expert is in which slot, and what one layer does in one micro-batch under a plan. Values only: no torch.
+"""Which expert is in which slot, and a visit in slots. Values only: no torch.
 
 Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all ranks.
 
@@ -16,9 +16,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import Migration, Placement
-from equilibra.execute.visits.tables import Instances
+from equilibra.core.visit import CopyList, Visit
 
-__all__ = ["ALL", "HomeMove", "HomeSlots", "Visit", "contiguous_slots", "visit_of"]
+__all__ = ["ALL", "HomeMove", "HomeSlots", "SlotTable", "contiguous_slots", "slot_table"]
 
 ALL = np.int64(2**62)
 """more pairs than there are"""
@@ -95,8 +95,8 @@ def contiguous_slots(cluster: Cluster, *, num_layers: int, num_experts: int) -> 
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
-class Visit:
-    """One layer and micro-batch, as a rank sees it: which pairs go to which slot, and which copies are made.
+class SlotTable:
+    """A visit as a rank sees it that numbers slots: which pairs go to which slot, and which copies are made.
 
     A slot takes the pairs of its expert from `first` to before `end`, counted on this rank in the order of tokens: the
     slots of an expert divide its pairs, however many there are.
@@ -108,45 +108,40 @@ class Visit:
     """[P]"""
     end_of_slot: NDArray[np.int64]
     """[P] the same as `first` where a slot is empty"""
-    num_copies: int
-    """on all ranks"""
+    copies: CopyList
+    """among all ranks; those held lie in the copy slots in this order"""
     served: list[int]
     """home slots that are copied, a line per copy, by holding rank and expert"""
-    served_sizes: list[int]
-    """[R] copies to each rank"""
-    held_sizes: list[int]
-    """[R] copies from each rank; they lie in the copy slots in this order"""
+
+    @property
+    def num_copies(self) -> int:
+        """On all ranks."""
+        return self.copies.num_in_node
 
     @property
     def num_held(self) -> int:
         """Copies in slots of this rank."""
-        return sum(self.held_sizes)
+        return self.copies.held_expert.size
 
 
-def visit_of(expert_of_slot: NDArray[np.int32], num_spare: int, instances: Instances, rank: int) -> Visit:
-    """The visit of a rank. expert_of_slot: [R, H] homes of the layer."""
+def slot_table(visit: Visit, expert_of_slot: NDArray[np.int32], num_spare: int, rank: int) -> SlotTable:
+    """The slots of a visit on a rank. expert_of_slot: [R, H] homes of the layer."""
     num_ranks, num_homes = expert_of_slot.shape
     expert_RS = np.zeros((num_ranks, num_homes + num_spare), np.int64)
     first_RS, end_RS = np.zeros_like(expert_RS), np.zeros_like(expert_RS)
     expert_RS[:, :num_homes] = expert_of_slot
     taken_E = np.zeros(expert_of_slot.size, np.int64)
     used_R = np.full(num_ranks, num_homes)
-    for copy, (expert, holder) in enumerate(zip(instances.flash_expert, instances.flash_rank, strict=True)):
-        quota = int(instances.flash_tokens_FR[copy, rank])
+    for expert, holder, quota in zip(visit.flash_expert, visit.flash_rank, visit.flash_tokens_FR[:, rank], strict=True):
         at = holder, used_R[holder]
         expert_RS[at], first_RS[at], end_RS[at] = expert, taken_E[expert], taken_E[expert] + quota
         taken_E[expert] += quota
         used_R[holder] += 1
     first_RS[:, :num_homes], end_RS[:, :num_homes] = taken_E[expert_of_slot], ALL
-    mine = np.flatnonzero(instances.flash_origin == rank)
-    mine = mine[np.lexsort((instances.flash_expert[mine], instances.flash_rank[mine]))]
-    slot_of_expert = {int(expert): slot for slot, expert in enumerate(expert_of_slot[rank])}
-    return Visit(
-        expert_of_slot=expert_RS.ravel(), first_of_slot=first_RS.ravel(), end_of_slot=end_RS.ravel(),
-        num_copies=int(instances.flash_expert.size),
-        served=[slot_of_expert[int(expert)] for expert in instances.flash_expert[mine]],
-        served_sizes=np.bincount(instances.flash_rank[mine], minlength=num_ranks).tolist(),
-        held_sizes=np.bincount(
-            instances.flash_origin[instances.flash_rank == rank], minlength=num_ranks
-        ).tolist(),
+    copies = visit.copy_list(rank, range(num_ranks))
+    slot_of_expert = np.zeros(expert_of_slot.size, np.int64)
+    slot_of_expert[expert_of_slot[rank]] = np.arange(num_homes)
+    return SlotTable(
+        expert_of_slot=expert_RS.ravel(), first_of_slot=first_RS.ravel(), end_of_slot=end_RS.ravel(), copies=copies,
+        served=slot_of_expert[copies.served_expert].tolist(),
     )  # fmt: skip

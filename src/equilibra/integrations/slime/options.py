@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 
 from equilibra.core.checks import check_text
 from equilibra.core.errors import InputError
-from equilibra.integrations.megatron.setting import MegatronSetting
+from equilibra.integrations.planned.setting import MegatronSetting
 
 __all__ = ["OPTIONS", "PREFIX", "base_spec", "setting_of"]
 

@@ -55,7 +55,7 @@ class Rollouts:
                 "experts; leave it out"
             )
         self.balancer = balance(model, setting)
-        layers = [module for chunk in model for module in chunk.modules() if getattr(module, "place", None) is not None]
+        layers = [part for chunk in model for part in chunk.modules() if getattr(part, "visits", None) is not None]
         self.replays = [_replay_of(layer.router) for layer in layers]
         """of the MoE layers, in their order; none on a pipeline stage that has no such layers"""
         self._waiting: PlannedRollout | None = None
@@ -150,7 +150,7 @@ class Rollouts:
 
     def _done(self) -> int:
         """Forward passes since the plan was armed."""
-        return self.balancer.places[0].num_done if self.balancer.places else 0
+        return self.balancer.layers[0].num_done if self.balancer.layers else 0
 
     def _taken(self) -> int:
         """Micro-batches that forward passes have replayed."""

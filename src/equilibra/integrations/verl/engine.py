@@ -39,7 +39,7 @@ def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # n
         return None
     check_engine(engine)
     balancer = balance(engine.module, setting)
-    logger.info("Equilibra plans %d MoE layers on %s", len(balancer.places), balancer.group.cluster)
+    logger.info("Equilibra plans %d MoE layers on %s", len(balancer.layers), balancer.group.cluster)
     return BalancedEngine(engine, verl, setting, balancer)
 
 
@@ -138,9 +138,9 @@ class BalancedEngine:
 
 
 def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
-    """The balanced layers in the order of their places."""
-    found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if getattr(layer, "place", None)]
-    return sorted(found, key=lambda layer: int(layer.place.layer))
+    """The balanced layers in their order."""
+    found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if getattr(layer, "visits", None)]
+    return sorted(found, key=lambda layer: int(layer.visits.layer))
 
 
 class _Replayed(Sequence[Sequence[Tensor]]):

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import contiguous
-from equilibra.integrations.planned.counts import count_routing
+from equilibra.integrations.executor.counts import count_routing
 from equilibra.plan.pack import DENSE_COST
 from equilibra.plan.spread import spread_experts
 

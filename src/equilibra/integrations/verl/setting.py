@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 from equilibra.core.checks import check_flag
 from equilibra.core.errors import InputError
-from equilibra.integrations.megatron.setting import MegatronSetting
+from equilibra.integrations.planned.setting import MegatronSetting
 
 __all__ = ["BLOCK", "OPTIONS", "VerlSetting", "setting_of"]
 

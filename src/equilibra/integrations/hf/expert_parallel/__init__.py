@@ -1,7 +1,7 @@
 """transformers' own expert parallelism, `DistributedConfig(ep_size=...)`, under plans; transformers 5.22.
 
-Not imported with `equilibra.integrations.hf`: older transformers have no such parallelism. Slots, counts and process
-groups are those of `integrations.planned`, as under Megatron.
+Not imported with `equilibra.integrations.hf`: older transformers have no such parallelism. What plans and executes is
+`integrations.executor`, as under Megatron.
 """
 
 from equilibra.integrations.hf.expert_parallel.balancer import ParallelBalancer, ParallelSetting, plan_expert_parallel

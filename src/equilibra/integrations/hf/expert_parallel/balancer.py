@@ -20,21 +20,16 @@ from typing import Any
 from torch.distributed.tensor import DTensor
 
 from equilibra.core.errors import InputError
-from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
-from equilibra.core.plan import Stage, StepPlan
-from equilibra.execute.group import ExpertGroup, device_name
-from equilibra.execute.moe.spec import MoESpec
-from equilibra.execute.visits.tables import instances_of
-from equilibra.integrations.hf.expert_parallel.place import Armed, Place, known_or_live
+from equilibra.core.visit import Stage
+from equilibra.execute.group import device_name
+from equilibra.integrations.executor.balancer import Step, VisitBalancer
+from equilibra.integrations.executor.counts import Routing
+from equilibra.integrations.executor.groups import stage_group
 from equilibra.integrations.hf.expert_parallel.style import style_of
+from equilibra.integrations.hf.expert_parallel.visits import TransformersVisits, known_or_live
 from equilibra.integrations.hf.families import family_of
-from equilibra.integrations.planned.counts import Routing, gather_load
-from equilibra.integrations.planned.groups import stage_group
 from equilibra.integrations.planned.setting import PlanSetting, cluster_of
-from equilibra.integrations.planned.slots import contiguous_slots, visit_of
-from equilibra.integrations.planned.step import Step
-from equilibra.plan.planner import StepProblem
 
 __all__ = ["ParallelBalancer", "ParallelSetting", "plan_expert_parallel"]
 
@@ -54,20 +49,20 @@ def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> 
     expert_parallel, expert_data = (weight.device_mesh[name].get_group() for name in ("ep", "efsdp"))
     cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
     group = stage_group(expert_parallel, expert_data, cluster, setting.timeout_s)
-    group.agree(
-        f"{setting.chosen_planner.name}, {setting.spare_slots} spare slots, nodes of {cluster.ranks_per_node}, "
-        f"seed {setting.seed}, {setting.prices_hash()}",
-        what="how steps are planned",
-    )
-    places = []
-    for layer, block in enumerate(blocks):
-        place = Place(layer, group, block.experts, spec.num_experts, setting.spare_slots)
+    group.agree(setting.description(cluster), what="how steps are planned")
+    layers = []
+    for number, block in enumerate(blocks):
+        visits = TransformersVisits(number, group, block.experts, spec.num_experts, setting.spare_slots)
         style, router = style_of(block.experts), getattr(block, family.router)
         assert style is not None
-        style.place = place
-        object.__setattr__(router, "forward", partial(place.route, router.forward))
-        places.append(place)
-    return ParallelBalancer(group, setting, places, spec, weight.dtype.itemsize)
+        style.visits = visits
+        object.__setattr__(router, "forward", partial(visits.route, router.forward))
+        layers.append(visits)
+    shapes = MoEModel(
+        name="transformers", num_layers=len(layers), hidden=spec.hidden, expert_ffn=spec.expert_ffn,
+        num_experts=spec.num_experts, top_k=spec.top_k, weight_bytes=weight.dtype.itemsize,
+    )  # fmt: skip
+    return ParallelBalancer(group, setting, layers, shapes)
 
 
 def _check(model: Any, blocks: list[Any]) -> DTensor:  # noqa: ANN401
@@ -79,7 +74,7 @@ def _check(model: Any, blocks: list[Any]) -> DTensor:  # noqa: ANN401
             "register_expert_parallel() first, then from_pretrained(..., distributed_config=DistributedConfig("
             "fsdp_size=..., ep_size=...)) with ep_size of 2 or more"
         )
-    if any(style is not None and style.place is not None for style in styles):
+    if any(style is not None and style.visits is not None for style in styles):
         raise InputError("the model is planned already: call plan_expert_parallel() once")
     config = model.config.distributed_config
     if config.tp_size > 1:
@@ -92,21 +87,10 @@ def _check(model: Any, blocks: list[Any]) -> DTensor:  # noqa: ANN401
     return weight
 
 
-class ParallelBalancer:
+class ParallelBalancer(VisitBalancer[TransformersVisits, PlanSetting]):
     """Plans and arms; one per rank."""
 
-    def __init__(
-        self, group: ExpertGroup, setting: ParallelSetting, places: list[Place], spec: MoESpec, weight_bytes: int
-    ) -> None:
-        self.group, self.setting, self.places, self.spec = group, setting, places, spec
-        self.planner = setting.chosen_planner
-        self.slots = contiguous_slots(group.cluster, num_layers=len(places), num_experts=spec.num_experts)
-        model = MoEModel(
-            name="transformers", num_layers=len(places), hidden=spec.hidden, expert_ffn=spec.expert_ffn,
-            num_experts=spec.num_experts, top_k=spec.top_k, weight_bytes=weight_bytes,
-        )  # fmt: skip
-        self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
-        self._routing: tuple[Step, Routing] | None = None
+    _begun: tuple[Step, Routing] | None = None
 
     def begin(self, routing: Routing, stage: Stage = Stage.UPDATE) -> Step:
         """Collective: plan the micro-batches of an optimizer step, and arm.
@@ -115,14 +99,16 @@ class ParallelBalancer:
         its batch with padding. Rows with a negative id, or with an expert twice, are routed live and not counted.
         """
         self.end()
-        spec = self.spec
-        load = gather_load(
-            self.group, routing, num_layers=len(self.places), num_experts=spec.num_experts, top_k=spec.top_k
-        )
-        plan = self._plan(load)
+        load = self._load(routing)
+        plan = self._plan(load, self.placement)
+        if plan.placement != self.placement:
+            raise InputError(
+                f"planner {self.planner.name!r} moved homes, which cannot move here: FSDP owns the experts' "
+                "parameters; use one that obeys max_moves_per_layer=0"
+            )
         self.group.agree(f"plan {plan.digest}", what="the plan of the step")
         step = Step(plan=plan, load=load)
-        self._routing = step, [[known_or_live(ids) for ids in layers] for layers in routing]
+        self._begun = step, [[known_or_live(ids) for ids in layers] for layers in routing]
         self.arm(step, stage)
         return step
 
@@ -131,40 +117,15 @@ class ParallelBalancer:
 
         LOGPROB is a pass without backward (old log-probabilities), UPDATE one with it.
         """
-        if self._routing is None or self._routing[0] is not step:
+        if self._begun is None or self._begun[0] is not step:
             raise InputError("cannot arm a step that is over: arm the one that begin() returned last")
-        first = self.group.index * len(self._routing[1])
-        for place in self.places:
-            expert_of_slot = self.slots.expert_of_slot[place.layer]
-            place.arm([
-                Armed(
-                    visit=visit_of(
-                        expert_of_slot, self.setting.spare_slots,
-                        instances_of(step.plan, stage, place.layer, first + m), self.group.rank,
-                    ),
-                    recorded_TK=layers[place.layer],
-                )
-                for m, layers in enumerate(self._routing[1])
-            ])  # fmt: skip
+        self._arm(step, stage)
+        for visits in self.layers:
+            visits.recorded = [layers[visits.layer] for layers in self._begun[1]]
 
     def end(self) -> None:
         """Passes from now on run as transformers runs them."""
-        self._routing = None
-        for place in self.places:
-            place.arm(None)
-
-    def _plan(self, load: StepLoad) -> StepPlan:
-        """The same on every rank: flash copies, and homes that stay."""
-        setting = self.setting
-        problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=self.slots.placement, rates=self._rates,
-            **setting.limits(),
-        )  # fmt: skip
-        plan = self.planner.plan(problem)
-        plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
-        if plan.placement != self.slots.placement:
-            raise InputError(
-                f"planner {self.planner.name!r} moved homes, which cannot move here: FSDP owns the experts' "
-                "parameters; use one that obeys max_moves_per_layer=0"
-            )
-        return plan
+        self._begun = None
+        for visits in self.layers:
+            visits.arm(None)
+            visits.recorded = ()

@@ -20,7 +20,7 @@ from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.hf.expert_parallel.place import Place, to_slots
+from equilibra.integrations.hf.expert_parallel.visits import TransformersVisits, to_slots
 
 __all__ = ["NAME", "PlannedExpertsParallel", "register_expert_parallel", "style_of"]
 
@@ -37,7 +37,7 @@ class PlannedExpertsParallel(EpDispatchExpertsParallel):
     """The style of one module; the registered one makes one of its own for every module."""
 
     def __init__(self) -> None:
-        self.place: Place | None = None
+        self.visits: TransformersVisits | None = None
         """the module's layer, once it is planned"""
 
     def install_forward(self, module: nn.Module, ep_mesh: Any, *, tp_mesh: Any = None) -> nn.Module:  # noqa: ANN401
@@ -50,18 +50,18 @@ class PlannedExpertsParallel(EpDispatchExpertsParallel):
     def _dispatch_tokens(
         self, hidden_TD: Tensor, experts_TK: Tensor, num_local: int, ep_group: Any, ep_size: int  # noqa: ANN401
     ) -> Any:  # noqa: ANN401  # fmt: skip
-        place = self.place
-        if place is not None and place.current is not None:
-            experts_TK, num_local = to_slots(experts_TK, place.current.visit), place.num_slots
+        visits = self.visits
+        if visits is not None and visits.current is not None:
+            experts_TK, num_local = to_slots(experts_TK, visits.current), visits.num_slots
         return super()._dispatch_tokens(hidden_TD, experts_TK, num_local, ep_group, ep_size)
 
     def _run_local_experts(
         self, experts_forward: Callable[..., Tensor], rows_ND: Tensor, slot_of_row: Tensor
     ) -> Tensor:
         run = partial(super()._run_local_experts, experts_forward)
-        if self.place is None or self.place.current is None:
+        if self.visits is None or self.visits.current is None:
             return run(rows_ND, slot_of_row)
-        return self.place.run(run, rows_ND, slot_of_row)
+        return self.visits.run(run, rows_ND, slot_of_row)
 
 
 def register_expert_parallel() -> None:

@@ -7,6 +7,7 @@ from enum import StrEnum
 
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
+from equilibra.execute.kernels.parts import Activation
 
 __all__ = ["Activation", "GroupScore", "MoESpec", "RouterSpec", "Score"]
 
@@ -27,15 +28,6 @@ class GroupScore(StrEnum):
     """by its best expert: DeepSeek-V2"""
     TOP2 = "top2"
     """by the sum of its two best experts: DeepSeek-V3"""
-
-
-class Activation(StrEnum):
-    """Between the two matrices of an expert."""
-
-    SWIGLU = "swiglu"
-    """silu(gate) * up; the first half of the columns is gate, the second up"""
-    CLAMPED_SWIGLU = "clamped-swiglu"
-    """gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -1,15 +1,38 @@
-"""Small tables on their way to a GPU, beside what it computes."""
+"""How kernels get to a GPU: launches, and small tables that travel beside what it computes."""
 
 from __future__ import annotations
 
 from functools import cache
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Upload"]
+__all__ = ["Upload", "has_triton", "launch", "multiprocessors"]
+
+INTERPRETED = 3
+"""programs where there is no GPU"""
+
+
+@cache
+def has_triton() -> bool:
+    """Whether kernels can be compiled."""
+    return find_spec("triton") is not None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; a few where kernels are interpreted."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
+
+
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any) -> None:  # noqa: ANN401
+    """Launch a Triton kernel on the device of a tensor: Triton itself takes the one that is current."""
+    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments, **constants)
 
 
 class Upload:

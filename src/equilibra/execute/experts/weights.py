@@ -10,6 +10,7 @@ starting at a multiple of 16 bytes, so that a row can be computed with where it 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -17,13 +18,16 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.modules.module import register_module_module_registration_hook
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from equilibra.core.errors import InputError, StaleError
+from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.kernels import add_in_order
-from equilibra.execute.moe.expert_math import ExpertGradients, ExpertParts
-from equilibra.execute.moe.spec import MoESpec
+from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts
 
-__all__ = ["ExpertWeights", "FlatLayout"]
+__all__ = ["ExpertWeights", "FlatLayout", "refuse_wrappers"]
 
 ALIGNMENT = 8
 """values: 16 bytes of the narrowest type"""
@@ -213,4 +217,30 @@ def _check_experts(weights: ExpertWeights, state: dict[str, Any], prefix: str, *
         raise InputError(
             f"the state_dict holds experts {found.tolist()}, experts {weights.experts.tolist()} are at home here: "
             "homes have moved since; use equilibra's checkpoints, which know experts by their numbers"
+        )
+
+
+WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
+
+
+@cache
+def refuse_wrappers() -> None:
+    """From now on building a wrapper that takes every parameter for a replicated one is an error around experts.
+
+    DistributedDataParallel sends rank 0's parameters to all ranks when it is built, and averages gradients by position;
+    FullyShardedDataParallel (FSDP1) cuts flat buffers over ranks as if they held the same. No collective fails, so the
+    error must come before.
+    """
+    register_module_module_registration_hook(_refuse)
+
+
+def _refuse(parent: nn.Module, _name: str, child: nn.Module | None) -> None:
+    if isinstance(parent, WRAPPERS) and child is not None:
+        if not any(isinstance(part, ExpertWeights) for part in child.modules()):
+            return
+        raise InputError(
+            f"{type(parent).__name__} takes the experts of every rank for copies of the same parameters: it would "
+            "overwrite them with rank 0's and mix the gradients of different experts. Leave the model unwrapped and "
+            "call balancer.finish_gradients(model), which sums dense gradients over all ranks; to shard dense "
+            "parameters use fully_shard (FSDP2), see docs/runtime.md"
         )

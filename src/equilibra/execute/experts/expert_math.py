@@ -17,56 +17,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from equilibra.execute.kernels import grouped
-from equilibra.execute.moe.spec import Activation
+from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
 
-__all__ = ["ExpertGradients", "ExpertParts", "RowWeights", "activate", "activation_gradient", "backward", "forward"]
-
-
-class ExpertParts(NamedTuple):
-    """Parameters of one instance, or gradients of them."""
-
-    gate_up: Tensor
-    """[2F, D]"""
-    down: Tensor
-    """[D, F]"""
-    gate_up_bias: Tensor | None = None
-    """[2F]"""
-    down_bias: Tensor | None = None
-    """[D]"""
-
-    @classmethod
-    def named(cls, parts: dict[str, Tensor]) -> ExpertParts:
-        """From parts by name."""
-        return cls(**parts)
-
-
-class ExpertGradients(NamedTuple):
-    """Where gradients of one instance are added; None for parts that do not learn."""
-
-    gate_up: Tensor | None = None
-    """[2F, D]"""
-    down: Tensor | None = None
-    """[D, F]"""
-    gate_up_bias: Tensor | None = None
-    """[2F]"""
-    down_bias: Tensor | None = None
-    """[D]"""
-
-
-class RowWeights(NamedTuple):
-    """What results of rows are weighted with, by whoever sums them."""
-
-    values_N: Tensor
-    """float32, or more"""
-    gradients_N: Tensor
-    """where their gradients are written"""
+__all__ = ["activate", "activation_gradient", "backward", "forward"]
 
 
 def activate(kind: Activation, h_N2F: Tensor) -> Tensor:

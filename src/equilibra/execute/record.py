@@ -1,4 +1,4 @@
-"""What really happened, in the schema of `measure.events`: spans of this rank since the step began.
+"""What really happened, in the schema of `equilibra.events`: spans of this rank since the step began.
 
 Where a GPU computes, moments are marks in its streams, and are read when the step is over: when the host queues
 something says nothing about when it runs.
@@ -14,10 +14,10 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from equilibra.core.visit import VisitKey
 from equilibra.events.schema import EVENT, Direction, Kind, Resource
-from equilibra.execute.visits.visit import Where
 
-__all__ = ["Moment", "Recorder", "Span", "mark"]
+__all__ = ["Moment", "Recorder", "Span", "direction_now", "mark"]
 
 Moment = float | torch.cuda.Event
 """seconds of perf_counter, or a mark in a stream"""
@@ -33,6 +33,12 @@ def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
+
+
+def direction_now() -> Direction:
+    """FORWARD_AGAIN while the backward pass computes activations anew."""
+    inside_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
+    return Direction.FORWARD_AGAIN if inside_backward else Direction.FORWARD
 
 
 class Recorder:
@@ -72,36 +78,43 @@ class Recorder:
 
     @contextmanager
     def span(
-        self, kind: Kind, resource: Resource, where: Where, direction: Direction, *, tokens: int = 0, num_bytes: int = 0
+        self,
+        kind: Kind,
+        resource: Resource,
+        key: VisitKey,
+        direction: Direction,
+        *,
+        tokens: int = 0,
+        num_bytes: int = 0,
     ) -> Iterator[None]:
         """Record what runs inside."""
         start = self.now()
         try:
             yield
         finally:
-            self.add(kind, resource, where, direction, start, self.now(), tokens=tokens, num_bytes=num_bytes)
+            self.add(kind, resource, key, direction, start, self.now(), tokens=tokens, num_bytes=num_bytes)
 
     def add(
-        self, kind: Kind, resource: Resource, where: Where, direction: Direction, start: Moment, end: Moment, *,
+        self, kind: Kind, resource: Resource, key: VisitKey, direction: Direction, start: Moment, end: Moment, *,
         tokens: int = 0, num_bytes: int = 0, peer: int = -1, expert: int = -1,
     ) -> None:  # fmt: skip
         """Record a span that is over, or queued."""
-        if self.on and (where.micro_batch >= 0 or kind in ONCE_A_STEP):  # not what is routed live between steps
+        if self.on and (key.micro_batch >= 0 or kind in ONCE_A_STEP):  # not what is routed live between steps
             about = (
-                kind, resource, where.stage, direction, where.layer, where.micro_batch, self.rank, peer, expert,
+                kind, resource, key.stage.number, direction, key.layer, key.micro_batch, self.rank, peer, expert,
                 tokens, num_bytes,
             )  # fmt: skip
             self._rows.append((about, start, end))
 
     def moved(
-        self, kind: Kind, resource: Resource, where: Where, span: Span, experts: NDArray[np.int32],
+        self, kind: Kind, resource: Resource, key: VisitKey, span: Span, experts: NDArray[np.int32],
         peers: NDArray[np.int32], *, num_bytes: int,
     ) -> None:  # fmt: skip
         """Record experts that have arrived, one event each; where a rank has none, nothing."""
         start, end = span
         direction = Direction.BACKWARD if kind in (Kind.FLASH_GRADIENT, Kind.STANDING_GRADIENT) else Direction.FORWARD
         for expert, peer in zip(experts.tolist(), peers.tolist(), strict=True):
-            self.add(kind, resource, where, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
+            self.add(kind, resource, key, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
 
     def taken(self) -> NDArray[np.void]:
         """The rows so far; none are kept."""

@@ -6,7 +6,7 @@ import pytest
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
-from equilibra.execute.visits.tables import instances_of, only_homes, planned_counts, receive_table, send_table
+from equilibra.core.visit import VisitKey, only_homes
 from equilibra.plan.entry import plan_step
 
 
@@ -30,19 +30,19 @@ def test_every_pair_has_one_row_where_both_sides_expect_it(seed):
     counts = np.stack([np.bincount(ids.ravel(), minlength=num_experts) for ids in experts_of_rank], axis=1)
     load = StepLoad(tokens_MLER=np.ascontiguousarray(counts[None, None]).astype(np.int32))
     plan = plan_step(load, cluster=cluster)
-    instances = instances_of(plan, Stage.UPDATE, 0, 0)
-    sent = [send_table(ids, instances, rank) for rank, ids in enumerate(experts_of_rank)]
+    visit = plan.visit(Stage.UPDATE, 0, 0)
+    sent = [visit.send_table(ids, rank) for rank, ids in enumerate(experts_of_rank)]
     for rank in range(num_ranks):
         table, ids = sent[rank], experts_of_rank[rank]
         assert sorted(table.row_of_pair.ravel().tolist()) == list(range(ids.size))
         tokens = np.repeat(np.arange(len(ids)), top_k)
         assert np.array_equal(table.token_of_row[table.row_of_pair.ravel()], tokens)
     for rank in range(num_ranks):
-        mine = instances.on_rank(rank)
-        counts_IR = planned_counts(load, instances, 0, 0, rank)
+        mine = visit.on_rank(rank)
+        counts_IR = visit.counts(load, rank)
         told = np.stack([table.counts_RE[rank, mine] for table in sent], axis=1)
         assert np.array_equal(told, counts_IR), "a source sends what the plan says"
-        table = receive_table(mine, counts_IR)
+        table = visit.receive_table(rank, counts_IR)
         order = table.received_of_grouped
         assert np.array_equal(np.argsort(order), table.grouped_of_received)
         received = np.concatenate(
@@ -56,12 +56,12 @@ def test_more_pairs_than_planned_go_home_and_fewer_leave_copies_idle():
     cluster = Cluster(num_nodes=1, ranks_per_node=2)
     load = StepLoad(tokens_MLER=np.array([[[[40, 0], [0, 0]]]], np.int32))
     plan = plan_step(load, cluster=cluster)
-    instances = instances_of(plan, Stage.UPDATE, 0, 0)
-    assert instances.flash_expert.tolist() == [0], "the control needs a copy"
-    quota = int(instances.flash_tokens_FR[0, 0])
-    more = send_table(np.zeros((50, 1), np.int64), instances, 0)
+    visit = plan.visit(Stage.UPDATE, 0, 0)
+    assert visit.flash_expert.tolist() == [0], "the control needs a copy"
+    quota = int(visit.flash_tokens_FR[0, 0])
+    more = visit.send_table(np.zeros((50, 1), np.int16), 0)
     assert more.counts_RE[:, 0].tolist() == [50 - quota, quota]
-    fewer = send_table(np.zeros((3, 1), np.int64), instances, 0)
+    fewer = visit.send_table(np.zeros((3, 1), np.int16), 0)
     assert fewer.counts_RE[:, 0].tolist() == [0, 3]
 
 
@@ -69,6 +69,6 @@ def test_without_a_plan_all_go_home():
     plan = plan_step(
         StepLoad(tokens_MLER=np.ones((1, 1, 4, 2), np.int32)), cluster=Cluster(num_nodes=1, ranks_per_node=2)
     )
-    table = send_table(np.array([[3, 0], [1, 2]]), only_homes(plan.placement, 0), 0)
+    table = only_homes(plan.placement, VisitKey.once(0)).send_table(np.array([[3, 0], [1, 2]]), 0)
     assert table.counts_RE.tolist() == [[1, 1, 0, 0], [0, 0, 1, 1]]
     assert table.token_of_row.tolist() == [0, 1, 1, 0]

@@ -1,0 +1,1 @@
+"""Experts of a layer on one rank: their shapes, weights and mathematics."""

@@ -1,1 +1,0 @@
-"""One pass of a micro-batch through a layer: which row goes where."""

@@ -1,0 +1,117 @@
+"""What one MoE layer does under plans: recorded experts, pairs to slots, copies beside homes.
+
+Symbols: T tokens of this rank, K experts per token, N rows that this rank computes, H homes of a rank, E experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from equilibra.core.errors import InputError
+from equilibra.execute.group import ExpertGroup
+from equilibra.integrations.executor.visits import LayerVisits
+from equilibra.integrations.hf.expert_parallel.copies import carry
+from equilibra.integrations.hf.replay import route_recorded
+from equilibra.integrations.planned.slots import SlotTable
+
+__all__ = ["TransformersVisits", "known_or_live", "to_slots"]
+
+Run = Callable[[Tensor, Tensor], Tensor]
+"""results of rows, given the slot of each among the weights that the module has"""
+
+
+class TransformersVisits(LayerVisits):
+    """One layer's part in a plan: recorded experts, and copies beside homes."""
+
+    def __init__(self, layer: int, group: ExpertGroup, experts: nn.Module, num_experts: int, spare_slots: int) -> None:
+        super().__init__(layer, group, num_homes=num_experts // group.num_ranks, in_flight=False)
+        self.experts, self.num_experts = experts, num_experts
+        self.num_slots = self.num_homes + spare_slots
+        self.recorded: Sequence[Tensor] = ()
+        """[T, K] experts of every micro-batch, -1 where they are routed live"""
+
+    def route(self, forward: Callable[..., Any], hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
+        """Begin a forward with the router of transformers, which chooses what was recorded."""
+        self.current = self.take()
+        if self.current is None:
+            return forward(hidden, *more, **options)
+        recorded_TK, num_tokens = self.recorded[self.number], hidden.numel() // hidden.shape[-1]
+        if len(recorded_TK) != num_tokens:
+            raise InputError(
+                f"MoE layer {self.layer} got {num_tokens} tokens, {len(recorded_TK)} were given to begin() for this "
+                "micro-batch: give a row for every token, in this order, with -1 for padding"
+            )
+        return route_recorded(
+            lambda: forward(hidden, *more, **options), recorded_TK.to(hidden.device), rows=None,
+            num_experts=self.num_experts, layer=self.layer,
+        )  # fmt: skip
+
+    def run(self, run: Run, rows_ND: Tensor, slot_of_row: Tensor) -> Tensor:
+        """Results of rows at homes and copies. Parameters of the module are those of its homes, whole."""
+        assert self.current is not None
+        slots = self.current
+        if not slots.num_copies:
+            return run(rows_ND, slot_of_row)
+        parts = dict(self.experts.named_parameters(recurse=False))
+        rows_ND, copies = carry(self.group, slots, rows_ND, list(parts.values()))
+        if not slots.num_held:
+            return run(rows_ND, slot_of_row)
+        of_copy = slot_of_row >= self.num_homes
+        order = of_copy.argsort(stable=True)
+        num = len(rows_ND) - int(of_copy.sum())
+        rows_ND, slot_of_row = rows_ND.index_select(0, order), slot_of_row.index_select(0, order)
+        results = run(rows_ND[:num], slot_of_row[:num])
+        with _weights(self.experts, dict(zip(parts, copies, strict=True)), slots.num_held):
+            more = run(rows_ND[num:], slot_of_row[num:] - self.num_homes)
+        return torch.cat([results, more]).index_select(0, order.argsort())
+
+
+@contextmanager
+def _weights(experts: Any, parts: dict[str, Tensor], num: int) -> Iterator[None]:  # noqa: ANN401
+    """The module with other experts for a while, in the way transformers itself gives it local tensors."""
+    kept, kept_num = dict(experts._parameters), experts.num_experts  # noqa: SLF001
+    experts._parameters.update(parts)  # noqa: SLF001
+    experts.num_experts = num
+    try:
+        yield
+    finally:
+        experts._parameters.update(kept)  # noqa: SLF001
+        experts.num_experts = kept_num
+
+
+def to_slots(experts_TK: Tensor, slots: SlotTable) -> Tensor:
+    """[T, K] the slot, among those of all ranks, of every pair. No sizes are read from the device."""
+    taken = np.flatnonzero(slots.end_of_slot > slots.first_of_slot)
+    taken = taken[np.lexsort((slots.first_of_slot[taken], slots.expert_of_slot[taken]))]
+    num_experts = int(slots.expert_of_slot.max()) + 1
+    width = experts_TK.numel() + 1  # of an expert's numbers: (expert, number of its pair) becomes one number
+    first = np.minimum(slots.first_of_slot[taken], width - 1)
+    key, slot_of_key = (
+        torch.from_numpy(values).to(experts_TK.device)
+        for values in (slots.expert_of_slot[taken] * width + first, taken)
+    )
+    experts = experts_TK.flatten()
+    order = experts.argsort(stable=True)
+    counts = torch.zeros(num_experts, dtype=torch.long, device=experts.device)
+    counts.scatter_add_(0, experts, torch.ones_like(experts))
+    begin = counts.cumsum(0) - counts
+    ordered = experts.index_select(0, order)
+    number = torch.arange(len(experts), device=experts.device) - begin.index_select(0, ordered)
+    found = torch.searchsorted(key, ordered * width + number, right=True) - 1
+    slot_of_pair = torch.empty_like(experts)
+    slot_of_pair[order] = slot_of_key.index_select(0, found)
+    return slot_of_pair.view_as(experts_TK)
+
+
+def known_or_live(ids_TK: Tensor) -> Tensor:
+    """Ids with -1 in the rows that `count_routing` leaves out: those with a negative id or with an expert twice."""
+    ordered = ids_TK.sort(dim=1).values
+    known = (ordered[:, 0] >= 0) & (ordered[:, 1:] != ordered[:, :-1]).all(dim=1)
+    signed = ids_TK.to(torch.int16) if ids_TK.dtype is torch.uint8 else ids_TK
+    return signed.masked_fill(~known[:, None], -1)
