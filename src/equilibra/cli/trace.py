@@ -130,8 +130,8 @@ def _wanted(arguments: argparse.Namespace) -> tuple[SynthShape, SynthKnobs]:
     knobs = SynthKnobs()
     model = {"num_layers": 48, "num_experts": 128, "top_k": 8}
     if arguments.like is not None:
-        from equilibra.trace.fit import fit_knobs
         from equilibra.trace.open import load_trace
+        from equilibra.trace.synth import fit_knobs
 
         real = load_trace(arguments.like)
         knobs = fit_knobs(real, answers_per_prompt=arguments.answers)

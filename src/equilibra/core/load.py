@@ -7,16 +7,14 @@ once for each of them, so a load is a number of (token, expert) pairs, which is 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-__all__ = ["SequenceLoad", "StepLoad"]
+__all__ = ["Schedule", "SequenceLoad", "StepLoad", "check_mini_batches", "step_load"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -41,17 +39,14 @@ class SequenceLoad:
 
     @property
     def num_sequences(self) -> int:
-        """S."""
         return int(self.tokens_SLE.shape[0])
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return int(self.tokens_SLE.shape[1])
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.tokens_SLE.shape[2])
 
 
@@ -75,25 +70,123 @@ class StepLoad:
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
         return int(self.tokens_MLER.shape[0])
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return int(self.tokens_MLER.shape[1])
 
     @property
     def num_ranks(self) -> int:
-        """R."""
         return int(self.tokens_MLER.shape[3])
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.tokens_MLER.shape[2])
 
     def expert_load(self) -> NDArray[np.int64]:
         """[M, L, E] tokens each expert gets from all sources."""
         load_MLE: NDArray[np.int64] = self.tokens_MLER.sum(axis=3, dtype=np.int64)
         return load_MLE
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """A place for every sequence of a step."""
+
+    micro_batch_of_sequence: NDArray[np.int32]
+    """[S]"""
+    rank_of_sequence: NDArray[np.int32]
+    """[S] the first of the ranks that hold the sequence's tokens and compute its attention"""
+    num_micro_batches: int
+    """M"""
+    ranks_per_sequence: int = 1
+    """neighbouring ranks that share every sequence in equal parts (sequence or context parallelism)"""
+    mini_batch_of_micro_batch: NDArray[np.int32] | None = None
+    """[M] rises from 0 without gaps: micro-batches of a mini-batch follow each other; None: there is one mini-batch"""
+
+    def __post_init__(self) -> None:
+        micro_batch, rank = self.micro_batch_of_sequence, self.rank_of_sequence
+        if micro_batch.ndim != 1 or micro_batch.shape != rank.shape or micro_batch.size == 0:
+            raise InputError(f"a schedule needs as many micro-batches as ranks: {micro_batch.shape}, {rank.shape}")
+        if micro_batch.min() < 0 or micro_batch.max() >= self.num_micro_batches or rank.min() < 0:
+            raise InputError(
+                f"micro-batches must be 0 to {self.num_micro_batches - 1}, not {micro_batch.min()} to "
+                f"{micro_batch.max()}, and ranks not negative"
+            )
+        if self.ranks_per_sequence < 1 or (rank % self.ranks_per_sequence).any():
+            raise InputError(f"sequences on {self.ranks_per_sequence} ranks each must start on a multiple of that")
+        mini = self.mini_batch_of_micro_batch
+        if mini is not None and (
+            mini.shape != (self.num_micro_batches,) or mini.dtype.kind not in "iu" or mini[0] != 0
+            or not np.isin(np.diff(mini), (0, 1)).all()
+        ):  # fmt: skip
+            raise InputError(
+                f"mini-batches of {self.num_micro_batches} micro-batches must rise from 0 without gaps, not {mini}"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.micro_batch_of_sequence.size)
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Optimizer steps."""
+        return 1 if self.mini_batch_of_micro_batch is None else int(self.mini_batch_of_micro_batch[-1]) + 1
+
+    @property
+    def mini_batch_of_sequence(self) -> NDArray[np.int32]:
+        mini = self.mini_batch_of_micro_batch
+        return np.zeros(self.num_sequences, np.int32) if mini is None else mini[self.micro_batch_of_sequence]
+
+
+def check_mini_batches(
+    mini_batch_of_sequence: NDArray[np.integer], num_sequences: int, *, complete: bool = True
+) -> None:
+    """An error unless every sequence has a mini-batch, and every mini-batch up to the last has a sequence.
+
+    complete: whether these are the sequences of all ranks; those of one may leave mini-batches out.
+    """
+    mini = mini_batch_of_sequence
+    required = f"mini-batches of {num_sequences} sequences must be as many whole numbers from 0 on"
+    if mini.shape != (num_sequences,) or mini.dtype.kind not in "iu":
+        raise InputError(f"{required}, not {mini.dtype} {list(mini.shape)}")
+    if mini.min(initial=0) < 0:
+        raise InputError(f"{required}, not from {mini.min()} on")
+    used = np.unique(mini)
+    if complete and used.size and used.size <= used[-1]:
+        missing = int(np.argmax(used != np.arange(used.size)))
+        raise InputError(
+            f"mini-batch {missing} has no sequence on any rank, mini-batch {used[-1]} has: number mini-batches from 0 "
+            "on, each with a sequence"
+        )
+
+
+def step_load(sequences: SequenceLoad, schedule: Schedule, cluster: Cluster) -> StepLoad:
+    """The load of every micro-batch when the sequences run as scheduled."""
+    if schedule.num_sequences != sequences.num_sequences:
+        raise InputError(f"a schedule of {schedule.num_sequences} sequences for {sequences.num_sequences} of them")
+    width = schedule.ranks_per_sequence
+    if schedule.rank_of_sequence.max() + width > cluster.num_ranks or cluster.num_ranks % width:
+        raise InputError(
+            f"the schedule uses rank {schedule.rank_of_sequence.max() + width - 1} and {width} ranks per sequence, "
+            f"the cluster has {cluster.num_ranks}"
+        )
+    cells = cluster.num_ranks // width
+    shape = (schedule.num_micro_batches, sequences.num_layers, sequences.num_experts, cells)
+    tokens_MLEC = np.zeros(shape, np.int32)
+    for s in range(sequences.num_sequences):
+        m, cell = schedule.micro_batch_of_sequence[s], schedule.rank_of_sequence[s] // width
+        tokens_MLEC[m, :, :, cell] += sequences.tokens_SLE[s]
+    return StepLoad(tokens_MLER=tokens_MLEC if width == 1 else _shared(tokens_MLEC, width))
+
+
+def _shared(tokens_MLEC: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    """[M, L, E, R] tokens of every cell in whole numbers over its ranks; odd ones of different experts to others."""
+    num_experts, cells = tokens_MLEC.shape[2:]
+    tokens_MLER = np.empty((*tokens_MLEC.shape[:3], cells * width), np.int32)
+    turn_E = np.arange(num_experts)[:, None]
+    for part in range(width):
+        extra = ((part - turn_E) % width) < tokens_MLEC % width
+        tokens_MLER[..., part::width] = tokens_MLEC // width + extra
+    return tokens_MLER

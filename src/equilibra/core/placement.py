@@ -43,12 +43,10 @@ class Placement:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return int(self.home_of_expert.shape[0])
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.home_of_expert.shape[1])
 
     def num_homes(self) -> NDArray[np.int64]:

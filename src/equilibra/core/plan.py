@@ -19,20 +19,16 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import Migration, Placement
-from equilibra.core.plan_checks import (
-    check_range,
-    check_same_length,
-    check_slots,
-    check_stage,
-    check_standing_slots,
-    freeze,
-)
-from equilibra.core.schedule import Schedule
 
-__all__ = ["STAGE_ARRAYS", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
-
+__all__ = [
+    "STAGE_ARRAYS",
+    "Stage",
+    "StagePlan",
+    "StandingCopies",
+    "StepPlan",
+]
 
 STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
 """arrays of a StagePlan, in the order of the digest"""
@@ -59,12 +55,11 @@ class StandingCopies:
     """[C] the rank that holds it"""
 
     def __post_init__(self) -> None:
-        check_same_length("standing copies", self.layer, self.expert, self.rank)
-        freeze(self.layer, self.expert, self.rank)
+        _check_same_length("standing copies", self.layer, self.expert, self.rank)
+        _freeze(self.layer, self.expert, self.rank)
 
     @property
     def num_copies(self) -> int:
-        """C."""
         return int(self.layer.size)
 
     @classmethod
@@ -92,7 +87,7 @@ class StagePlan:
     """[C, M, R] tokens of each source that each standing copy serves in each micro-batch"""
 
     def __post_init__(self) -> None:
-        check_same_length("flash copies", self.expert, self.rank, self.origin)
+        _check_same_length("flash copies", self.expert, self.rank, self.origin)
         first, tokens, standing = self.first_of_problem, self.tokens_FR, self.standing_tokens_CMR
         if (
             first.ndim != 1
@@ -106,11 +101,10 @@ class StagePlan:
             raise PlanError(f"tokens of {self.num_copies} flash copies cannot be {tokens.shape} and {standing.shape}")
         if tokens.dtype != np.int32 or standing.dtype != np.int32:
             raise PlanError(f"tokens must be int32, not {tokens.dtype} and {standing.dtype}")
-        freeze(first, self.expert, self.rank, self.origin, tokens, standing)
+        _freeze(first, self.expert, self.rank, self.origin, tokens, standing)
 
     @property
     def num_copies(self) -> int:
-        """F."""
         return int(self.expert.size)
 
     def problem_of_copy(self) -> NDArray[np.int64]:
@@ -144,18 +138,18 @@ class StepPlan:
             raise PlanError(f"{self.num_layers} layers cannot have bounds of shape {self.bound_LM.shape}")
         num_micro_batches, num_layers, num_experts, num_ranks = self.shape
         standing = self.standing
-        check_range("layers of standing copies", standing.layer, num_layers)
+        _check_range("layers of standing copies", standing.layer, num_layers)
         every: list[StandingCopies | StagePlan] = [standing, *self.stages.values()]
         for copies in every:
-            check_range("experts of copies", copies.expert, num_experts)
-            check_range("ranks of copies", copies.rank, num_ranks)
+            _check_range("experts of copies", copies.expert, num_experts)
+            _check_range("ranks of copies", copies.rank, num_ranks)
         for stage in self.stages.values():
-            check_range("ranks that flash copies come from", stage.origin, num_ranks)
+            _check_range("ranks that flash copies come from", stage.origin, num_ranks)
             shapes = stage.first_of_problem.size - 1, stage.tokens_FR.shape[1], stage.standing_tokens_CMR.shape
             required = num_layers * num_micro_batches, num_ranks, (standing.num_copies, num_micro_batches, num_ranks)
             if shapes != required:
                 raise PlanError(f"a stage for (problems, ranks, standing tokens) {shapes} is in a plan for {required}")
-        freeze(self.bound_LM, self.placement.home_of_expert, self.previous.home_of_expert)
+        _freeze(self.bound_LM, self.placement.home_of_expert, self.previous.home_of_expert)
 
     @property
     def cluster(self) -> Cluster:
@@ -164,12 +158,10 @@ class StepPlan:
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.placement.num_layers
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
         return int(self.bound_LM.shape[1])
 
     @property
@@ -248,8 +240,98 @@ class StepPlan:
         if load.tokens_MLER.shape != self.shape:
             raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")
         for stage in Stage:
-            check_stage(self, self.stages[stage], load)
+            _check_stage(self, self.stages[stage], load)
             if spare_slots is not None:
-                check_slots(self, self.stages[stage], spare_slots)
+                _check_slots(self, self.stages[stage], spare_slots)
         if standing_slots is not None:
-            check_standing_slots(self, standing_slots)
+            _check_standing_slots(self, standing_slots)
+
+
+def _check_same_length(what: str, *arrays: NDArray[np.int32]) -> None:
+    """Arrays that describe the same copies must be int32 of one length."""
+    if any(array.shape != arrays[0].shape or array.ndim != 1 or array.dtype != np.int32 for array in arrays):
+        found = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
+        raise PlanError(f"the arrays of {what} must be int32 of one length, not {found}")
+
+
+def _check_range(what: str, array: NDArray[np.int32], end: int) -> None:
+    """Numbers must be 0 to end - 1."""
+    if array.size and not 0 <= array.min() <= array.max() < end:
+        raise PlanError(f"{what} must be 0 to {end - 1}, not {array.min()} to {array.max()}")
+
+
+def _freeze(*arrays: NDArray[np.integer]) -> None:
+    """A plan never changes once it is made, so its digest holds."""
+    for array in arrays:
+        array.flags.writeable = False
+
+
+def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:
+    """Every (token, expert) pair is served exactly once, by an instance that exists."""
+    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
+    if stage.tokens_FR.size and stage.tokens_FR.min() < 0:
+        raise PlanError("a flash copy serves a negative number of tokens")
+    if stage.standing_tokens_CMR.size and stage.standing_tokens_CMR.min() < 0:
+        raise PlanError("a standing copy serves a negative number of tokens")
+    layer, m = np.divmod(stage.problem_of_copy(), num_micro_batches)
+    left = load.tokens_MLER.astype(np.int64)
+    rows = left.reshape(-1, num_ranks)  # (m, layer, expert) by source
+    np.subtract.at(rows, (m * num_layers + layer) * num_experts + stage.expert, stage.tokens_FR)
+    standing = plan.standing
+    row_CM = np.arange(num_micro_batches) * num_layers * num_experts
+    row_CM = row_CM + (standing.layer * num_experts + standing.expert)[:, None]
+    np.subtract.at(rows, row_CM, stage.standing_tokens_CMR)
+    if left.min() < 0:
+        at = np.argwhere(left < 0)[0]
+        raise PlanError(
+            f"copies of layer {at[1]}, expert {at[2]} serve {-left[tuple(at)]} tokens more of source rank {at[3]} "
+            f"than micro-batch {at[0]} has: the plan is for another load"
+        )
+    _check_instances(plan, stage, layer, m)
+
+
+def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64], m: NDArray[np.int64]) -> None:
+    """No expert twice on one rank, and every flash copy comes from where an instance is."""
+    num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
+    standing, home = plan.standing, plan.placement.home_of_expert
+    has_LER = np.zeros((num_layers, num_experts, num_ranks), np.bool_)
+    has_LER[np.arange(num_layers)[:, None], np.arange(num_experts), home] = True
+    has_LER[standing.layer, standing.expert, standing.rank] = True
+    if np.count_nonzero(has_LER) != home.size + standing.num_copies:
+        raise PlanError("a standing copy is on a rank that has its expert already")
+    doubled = np.flatnonzero(has_LER[layer, stage.expert, stage.rank])
+    if doubled.size:
+        at = doubled[0]
+        raise PlanError(f"layer {layer[at]}: rank {stage.rank[at]} has expert {stage.expert[at]} and gets a copy of it")
+    orphaned = np.flatnonzero(~has_LER[layer, stage.expert, stage.origin])
+    if orphaned.size:
+        at = orphaned[0]
+        raise PlanError(
+            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, not there"
+        )
+    key = ((layer * num_micro_batches + m) * num_experts + stage.expert) * num_ranks + stage.rank
+    if np.unique(key).size != key.size:
+        raise PlanError("a rank has two flash copies of the same expert in one micro-batch")
+
+
+def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
+    """No rank holds more flash copies at a time than it has spare slots."""
+    num_ranks = plan.cluster.num_ranks
+    used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
+    if used.size and used.max() > spare_slots:
+        raise PlanError(f"a rank needs {used.max()} spare slots, {spare_slots} are allowed")
+    node_of_rank = plan.cluster.node_of_rank()
+    abroad = np.flatnonzero(node_of_rank[stage.rank] != node_of_rank[stage.origin])
+    if abroad.size:
+        at = abroad[0]
+        raise PlanError(
+            f"a flash copy of expert {stage.expert[at]} leaves its node: {stage.origin[at]} to {stage.rank[at]}"
+        )
+
+
+def _check_standing_slots(plan: StepPlan, standing_slots: int) -> None:
+    """No node holds more standing copies of a layer than it has slots for."""
+    node = plan.cluster.node_of_rank()[plan.standing.rank]
+    used = np.bincount(plan.standing.layer * plan.cluster.num_nodes + node)
+    if used.size and used.max() > standing_slots:
+        raise PlanError(f"a node needs {used.max()} standing slots in one layer, {standing_slots} are allowed")

@@ -1,16 +1,38 @@
-"""The answer, in one sentence and a few figures: what the page opens with."""
+"""What the page opens with: one sentence and a few figures, about a step or about a training run.
+
+A training run has its curves in `about["training"]`:
+
+    {"num_steps": 100, "every": 1, "steps": {"step": [0, ...], "reward": [0.29, ...], "seconds_update": [...], ...},
+     "held_out": {"step": [0, 20, ...], "reward": [0.29, ...]}}
+
+A run folder may come from anywhere: whatever is not a column of numbers is left out, and a value that is not a finite
+number becomes null.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
+from statistics import fmean, median
 from typing import Any
 
 from equilibra.events.run import PlannerRecord, Run
-from equilibra.report.figures import finite
-from equilibra.report.names import PREDICTED, chosen_pair, label_of, predictions_in
-from equilibra.report.training import training, training_facts, training_sentence
+from equilibra.report.figures import BASELINE, PREDICTED, chosen_pair, finite, label_of, predictions_in
 
-__all__ = ["answer"]
+__all__ = ["Curves", "answer", "training", "training_facts", "training_sentence"]
+
+
+METRICS = (
+    "reward", "kl", "entropy", "loss", "imbalance_static", "imbalance", "exposed", "mismatch_max", "tokens_per_s",
+    "seconds",
+)  # fmt: skip
+STAGE = "seconds_"
+MAX_POINTS, MAX_STAGES, MAX_NAME = 4000, 16, 100
+UPPER = str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+Curves = dict[str, Any]
+"""{num_steps, every, planner, step, columns, stages, held_out: {step, reward}}"""
+Column = list[float | None]
 
 
 def answer(run: Run) -> dict[str, Any]:
@@ -133,3 +155,143 @@ def _bytes(value: float) -> str:
         if abs(value) >= scale:
             return f"{value / scale:.3g}\u00a0{unit}"
     return f"{value:.0f}\u00a0B"
+
+
+def training(run: Run) -> Curves | None:
+    """The curves for the page; None if the run has none that can be read."""
+    said = run.about.get("training")
+    steps = said.get("steps") if isinstance(said, dict) else None
+    step = _steps(steps)
+    if not isinstance(said, dict) or not isinstance(steps, dict) or not step:
+        return None
+    stages = [
+        name for name in steps if isinstance(name, str) and name.startswith(STAGE) and len(name) <= MAX_NAME
+    ]  # fmt: skip
+    columns = {name: _column(steps.get(name), len(step)) for name in (*METRICS, *stages[:MAX_STAGES])}
+    columns = {name: column for name, column in columns.items() if any(value is not None for value in column)}
+    points = _held_out(said.get("held_out"))
+    return {
+        "num_steps": _count(said.get("num_steps"), len(step)),
+        "every": _count(said.get("every"), 1),
+        "planner": chosen_pair(run.planners)[1],
+        "step": step,
+        "columns": columns,
+        "stages": [name for name in columns if name.startswith(STAGE)],
+        "held_out": {"step": [at for at, _ in points], "reward": [reward for _, reward in points]},
+    }
+
+
+def _held_out(said: object) -> list[tuple[int, float]]:
+    """(step, reward) of evaluations that came to a number."""
+    if not isinstance(said, dict):
+        return []
+    steps = _steps(said)
+    rewards = _column(said.get("reward"), len(steps))
+    return [(at, reward) for at, reward in zip(steps, rewards, strict=False) if reward is not None]
+
+
+def _steps(columns: object) -> list[int]:
+    """Numbers of steps that rise; none if they do not."""
+    found = columns.get("step") if isinstance(columns, dict) else None
+    if not isinstance(found, list) or len(found) > MAX_POINTS:
+        return []
+    whole = [at for at in found if isinstance(at, int) and not isinstance(at, bool) and 0 <= at < 2**53]
+    return whole if whole == found and all(a < b for a, b in pairwise(whole)) else []
+
+
+def _column(values: object, length: int) -> Column:
+    return [finite(value) for value in values] if isinstance(values, list) and len(values) == length else []
+
+
+def _count(value: object, otherwise: int) -> int:
+    return value if isinstance(value, int) and not isinstance(value, bool) and 1 <= value < 2**53 else otherwise
+
+
+def training_sentence(curves: Curves) -> str:
+    """What the run learned and how even its ranks were: what the page opens with."""
+    parts = [_learned(curves), _evened(curves)]
+    sentence = "; ".join(part for part in parts if part)
+    return sentence[0].upper() + sentence[1:] + "."
+
+
+def _learned(curves: Curves) -> str:
+    held_out = curves["held_out"]
+    rewards = held_out["reward"]
+    if len(rewards) > 1:
+        steps = held_out["step"][-1] - held_out["step"][0]
+        return f"held-out reward {_two(rewards[0], rewards[-1])} in {_steps_of(steps)}"
+    seen = _numbers(curves, "reward")
+    if len(seen) > 1:
+        return f"reward {_two(seen[0], seen[-1])} in {_steps_of(curves['num_steps'])}"
+    return f"{_steps_of(curves['num_steps'])} of training"
+
+
+def _evened(curves: Curves) -> str:
+    """Means over the steps that say both."""
+    columns, planner = curves["columns"], curves["planner"]
+    both = [
+        (before, now)
+        for before, now in zip(columns.get("imbalance_static", []), columns.get("imbalance", []), strict=False)
+        if before is not None and now is not None
+    ]
+    if not both:
+        return ""
+    before, now = fmean(one for one, _ in both), fmean(one for _, one in both)
+    if planner == BASELINE:
+        return f"the slowest rank carried {now:.2f} times the mean, with static placement"
+    return (
+        f"the slowest rank carried {now:.2f} times the mean with {label_of(planner)}, with static placement it would "
+        f"have carried {before:.2f}"
+    )
+
+
+def training_facts(curves: Curves) -> list[dict[str, str]]:
+    """A few figures of the whole run; those there are."""
+    rewards, evaluated = curves["held_out"]["reward"], curves["held_out"]["step"]
+    before, now = _numbers(curves, "imbalance_static"), _numbers(curves, "imbalance")
+    static = f"; static placement {fmean(before):.3f}" if before and curves["planner"] != BASELINE else ""
+    first = f"; {rewards[0]:.3f} at first" if len(rewards) > 1 else ""
+    rate = _numbers(curves, "tokens_per_s")
+    return [
+        *_curve_fact("reward_held_out", rewards[-1:], lambda found: f"{found[0]:.3f}",
+               f"held-out reward after {_steps_of(max(evaluated, default=0))}{first}"),
+        *_curve_fact("imbalance", now, lambda found: f"{fmean(found):.3f}",
+               f"imbalance, slowest rank over mean{static}"),
+        *_curve_fact("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
+               f"a step, median, on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
+        *_curve_fact("exposed", _numbers(curves, "exposed"), lambda found: f"{100 * median(found):.1f}\u00a0%",
+               "of a step is exposed: waiting for planning, copies and moves"),
+        *_curve_fact("mismatch_max", _numbers(curves, "mismatch_max"), lambda found: _power(max(found)),
+               "largest difference between replayed log-probabilities and the rollout's"),
+    ]  # fmt: skip
+
+
+def _curve_fact(
+    metric: str, found: list[float], show: Callable[[list[float]], str], label: str
+) -> list[dict[str, str]]:
+    return [{"metric": metric, "value": show(found), "label": label}] if found else []
+
+
+def _numbers(curves: Curves, name: str) -> list[float]:
+    return [value for value in curves["columns"].get(name, []) if value is not None]
+
+
+def _two(first: float, last: float) -> str:
+    digits = 3 if max(abs(first), abs(last)) < 0.1 else 2
+    return f"{first:.{digits}f} → {last:.{digits}f}"
+
+
+def _steps_of(count: int) -> str:
+    return f"{_whole(count)} step{'' if count == 1 else 's'}"
+
+
+def _whole(number: float) -> str:
+    return f"{number:,.0f}".replace(",", "\u202f")
+
+
+def _power(value: float) -> str:
+    """4.7 x 10^-7, as it is printed in books."""
+    if not value:
+        return "0"
+    digits, _, power = f"{value:.1e}".partition("e")
+    return f"{digits}\u00a0×\u00a010{str(int(power)).translate(UPPER)}"

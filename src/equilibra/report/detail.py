@@ -1,11 +1,17 @@
-"""Drill-down: what every rank, expert and copy does in every layer and micro-batch, packed for the page.
+"""Drill-down: what every rank, expert and copy does in every layer and micro-batch, packed as text for the page.
 
-Loads of ranks are not stored where they follow from homes and copies (they always do for a plan): the page adds them
-up again. Planners that share micro-batches share the tokens of experts, which are most of the bytes.
+Rank loads that follow from homes and copies (always, for a plan) are not stored: the page computes them. Planners with
+the same micro-batches share the expert tokens, which are most of the bytes.
+
+`pack` writes an array in its smallest type, one byte plane after the other, gzipped, in base64. High bytes of counts
+hardly change, so as a plane of their own they compress to almost nothing. `assets/data.js` unpacks it. The same array
+always gives the same text.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 from hashlib import sha256
 from typing import Any
 
@@ -13,10 +19,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.events.run import PlannerRecord, Run
-from equilibra.report.names import IDEAL, chosen_pair
-from equilibra.report.pack import pack, packed_size
+from equilibra.report.figures import IDEAL, chosen_pair
 
-__all__ = ["Detail", "collect_detail", "rank_tokens_of"]
+__all__ = ["Detail", "collect_detail", "pack", "packed_size", "rank_tokens_of"]
+
+
+INTEGERS = ("u1", "u2", "u4", "i1", "i2", "i4")
+
 
 FLASH = ("flash_expert", "flash_rank", "flash_origin", "flash_tokens")
 STANDING = ("standing_layer", "standing_expert", "standing_rank", "standing_tokens_CM")
@@ -80,3 +89,29 @@ def _packed_record(record: PlannerRecord, *, known: Detail) -> tuple[Detail, dic
         if key not in known and key not in new:
             new[key] = pack(array)
     return new, keys
+
+
+def pack(array: NDArray[Any]) -> dict[str, Any]:
+    """{dtype, shape, data}: the array as text. Whole numbers keep their values, others become 32-bit floats."""
+    if array.dtype == np.bool_ or np.issubdtype(array.dtype, np.integer):
+        small = array.astype(_smallest(array))
+    else:
+        small = array.astype(np.float32)
+    planes = np.ascontiguousarray(small).reshape(-1).view(np.uint8).reshape(-1, small.dtype.itemsize).T
+    text = base64.b64encode(gzip.compress(planes.tobytes(), compresslevel=9, mtime=0)).decode()
+    return {"dtype": f"{small.dtype.kind}{small.dtype.itemsize}", "shape": list(array.shape), "data": text}
+
+
+def packed_size(arrays: dict[str, dict[str, Any]]) -> int:
+    """Bytes that packed arrays take on the page."""
+    return sum(len(entry["data"]) for entry in arrays.values())
+
+
+def _smallest(array: NDArray[Any]) -> str:
+    """Little-endian type of fewest bytes that holds all values; a float where none does."""
+    low, high = int(array.min(initial=0)), int(array.max(initial=0))
+    for name in INTEGERS:
+        limits = np.iinfo(name)
+        if limits.min <= low and high <= limits.max:
+            return f"<{name}"
+    return "<f8"

@@ -18,12 +18,10 @@ from typing import Any
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 from equilibra.events.run import PASSES, Run
-from equilibra.report.answer import answer
+from equilibra.report.answer import answer, training
 from equilibra.report.detail import collect_detail
-from equilibra.report.figures import planner_figures
-from equilibra.report.names import chosen_pair, labels_of, predictions_in
+from equilibra.report.figures import chosen_pair, labels_of, planner_figures, predictions_in
 from equilibra.report.timeline import timeline
-from equilibra.report.training import training
 
 __all__ = ["PAGE_BYTES", "SCRIPTS", "render", "write_report"]
 

@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.load import Schedule
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.compute import ATTENTION_BACKWARD
 from equilibra.cost.hardware import Hardware
 from equilibra.plan.planner import Timing

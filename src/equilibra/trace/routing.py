@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
+    "INDEX_DTYPES",
     "MAX_EXPERTS",
     "Ids",
     "PolicySegments",
@@ -39,9 +40,12 @@ __all__ = [
     "RoutingTrace",
     "check_ids",
     "id_dtype",
+    "index_arrays",
+    "index_fields",
     "narrow_ids",
     "tokens_per_piece",
 ]
+
 
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 MAX_EXPERTS = 65_536
@@ -177,22 +181,18 @@ class Recording(ABC):
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.shape[0]
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.shape[1]
 
     @property
     def top_k(self) -> int:
-        """K."""
         return self.shape[2]
 
     @property
     def num_sequences(self) -> int:
-        """S."""
         return len(self.offsets) - 1
 
     @property
@@ -227,7 +227,6 @@ class RoutingTrace(Recording):
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(T, L, K)."""
         num_tokens, num_layers, top_k = self.ids.shape
         return num_tokens, num_layers, top_k
 
@@ -259,3 +258,43 @@ def _check_per_sequence(name: str, value: NDArray[np.int64], num_sequences: int)
         raise InputError(f"{name} must be int64 [{num_sequences}], not {value.dtype} {value.shape}")
     if value.min() < 0:
         raise InputError(f"{name} must not be negative, and holds {value.min()}")
+
+
+INDEX_DTYPES = {
+    "offsets": np.dtype("<i8"),
+    "recorded": np.dtype("|b1"),
+    "prompt_length_of_sequence": np.dtype("<i8"),
+    "group_of_sequence": np.dtype("<i8"),
+    "segment_offsets": np.dtype("<i8"),
+    "version_of_segment": np.dtype("<i8"),
+}
+
+
+def index_arrays(recording: Recording) -> dict[str, NDArray[Any]]:
+    """The arrays to store, by name; those that are not known are left out."""
+    segments = recording.segments
+    arrays = {
+        "offsets": recording.offsets,
+        "recorded": recording.recorded,
+        "prompt_length_of_sequence": recording.prompt_length_of_sequence,
+        "group_of_sequence": recording.group_of_sequence,
+        "segment_offsets": None if segments is None else segments.offsets,
+        "version_of_segment": None if segments is None else segments.version_of_segment,
+    }
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def index_fields(arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
+    """The fields of a `Recording` from stored arrays."""
+    fields: dict[str, Any] = {
+        name: array for name, array in arrays.items() if name not in ("segment_offsets", "version_of_segment")
+    }
+    if "offsets" not in fields:
+        raise InputError("sequence offsets are missing")
+    if ("segment_offsets" in arrays) != ("version_of_segment" in arrays):
+        raise InputError("segment_offsets and version_of_segment must come together, and one is missing")
+    if "segment_offsets" in arrays:
+        fields["segments"] = PolicySegments(
+            offsets=arrays["segment_offsets"], version_of_segment=arrays["version_of_segment"]
+        )
+    return fields

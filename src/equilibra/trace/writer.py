@@ -17,10 +17,8 @@ import numpy as np
 
 from equilibra.core.atomic import atomic_folder
 from equilibra.core.errors import InputError
-from equilibra.trace.index import INDEX_DTYPES, index_arrays
-from equilibra.trace.manifest import Manifest, StoredArray, StoredShard, to_json
-from equilibra.trace.routing import id_dtype, narrow_ids
-from equilibra.trace.store import stored_trace
+from equilibra.trace.routing import INDEX_DTYPES, id_dtype, index_arrays, narrow_ids
+from equilibra.trace.store import Manifest, StoredArray, StoredShard, stored_trace, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator

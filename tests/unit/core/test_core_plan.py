@@ -7,10 +7,9 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.core.schedule import Schedule
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 HOMES = contiguous(CLUSTER, num_layers=2, num_experts=4)  # expert e at home on rank e

@@ -10,10 +10,9 @@ from tests.references.runs import HOSTILE, SMALL, make_run
 from tests.unit.report.training_runs import curves, timed, training_run
 
 from equilibra.events.run import Run, load_run, save_run
-from equilibra.report.answer import answer
-from equilibra.report.names import chosen_pair, labels_of, predictions_in
+from equilibra.report.answer import answer, training, training_facts, training_sentence
+from equilibra.report.figures import chosen_pair, labels_of, predictions_in
 from equilibra.report.page import MIXED, SCRIPTS, TRAINING_SCRIPT, render
-from equilibra.report.training import training, training_facts, training_sentence
 
 ASSETS = files("equilibra.report") / "assets"
 

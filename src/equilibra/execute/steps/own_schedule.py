@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import BudgetError
-from equilibra.core.schedule import Schedule
+from equilibra.core.load import Schedule
 
 __all__ = ["OwnSchedule", "own_schedule"]
 

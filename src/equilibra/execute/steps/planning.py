@@ -12,10 +12,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup

@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, step_load
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule, step_load
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import PlannerRecord
 from equilibra.execute.runtime import Armed, Runtime
