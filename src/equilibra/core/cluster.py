@@ -1,4 +1,4 @@
-"""The expert-parallel group: ranks in nodes. Ranks of a node share fast links; nodes are joined by slow ones."""
+"""The expert-parallel group. Ranks of one node share fast links; nodes are connected by slow ones."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import InputError, check_whole
 
 __all__ = ["Cluster"]
 
@@ -22,22 +22,19 @@ class Cluster:
     """ranks that share fast links"""
 
     def __post_init__(self) -> None:
-        for name in ("num_nodes", "ranks_per_node"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or not 1 <= value <= 65_536:
-                raise InputError(f"{name} must be a whole number from 1 to 65536, not {value!r}")
+        check_whole("num_nodes", self.num_nodes, least=1, most=65_536)
+        check_whole("ranks_per_node", self.ranks_per_node, least=1, most=65_536)
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole group."""
         return self.num_nodes * self.ranks_per_node
 
     def node_of_rank(self) -> NDArray[np.int64]:
-        """[R] the node each rank is on."""
+        """[R] node of each rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def experts_per_rank(self, num_experts: int) -> int:
-        """Homes that each rank has when `num_experts` are spread evenly; an error when they cannot be."""
+        """Home experts of each rank when `num_experts` are spread evenly; InputError if they cannot be."""
         if num_experts < 1 or num_experts % self.num_ranks:
             raise InputError(
                 f"cannot give {num_experts} experts equal homes on {self.num_ranks} ranks "

@@ -1,7 +1,10 @@
-"""Loads: how many tokens each expert gets, before and after sequences are given to micro-batches.
+"""Loads: how many tokens each expert gets, per sequence and, with a schedule, per micro-batch.
 
-Symbols: S sequences, M micro-batches, L MoE layers, R ranks, E experts. A token routed to k experts counts
-once for each of them, so a load is a number of (token, expert) pairs, which is what an expert computes.
+Symbols: S sequences, M micro-batches, L MoE layers, R ranks, E experts. A token routed to k experts counts once for
+each of them, so a load is a number of (token, expert) pairs.
+
+A schedule gives every sequence to a micro-batch and a rank: what pack decides. A step may have several mini-batches,
+with an optimizer step after each. The mini-batch of a sequence is given, never decided; a micro-batch belongs to one.
 """
 
 from __future__ import annotations
@@ -19,12 +22,12 @@ __all__ = ["Schedule", "SequenceLoad", "StepLoad", "check_mini_batches", "step_l
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceLoad:
-    """The load of each sequence, the unit that can be given to a micro-batch."""
+    """The load of each sequence, the unit that pack assigns to micro-batches."""
 
     tokens_SLE: NDArray[np.int32]
-    """[S, L, E] tokens of each sequence that each expert of each layer gets."""
+    """[S, L, E] tokens that each expert of each layer gets from each sequence"""
     length_of_sequence: NDArray[np.int64]
-    """[S] tokens of each sequence, also those whose routing was not recorded."""
+    """[S] tokens, including those without recorded routing"""
 
     def __post_init__(self) -> None:
         tokens, lengths = self.tokens_SLE, self.length_of_sequence
@@ -33,9 +36,10 @@ class SequenceLoad:
         if tokens.dtype != np.int32:
             raise InputError(f"sequence loads must be int32, not {tokens.dtype}")
         if lengths.shape != tokens.shape[:1]:
-            raise InputError(f"{tokens.shape[0]} sequences need as many lengths, not shape {lengths.shape}")
+            raise InputError(f"{tokens.shape[0]} sequences need one length each, not lengths of shape {lengths.shape}")
         if lengths.min() < 1 or tokens.min() < 0:
-            raise InputError("sequence lengths must be at least 1 and loads not negative")
+            found = f"{lengths.min()} and {tokens.min()}"
+            raise InputError(f"lengths must be at least 1 and loads not negative; the smallest are {found}")
 
     @property
     def num_sequences(self) -> int:
@@ -52,10 +56,10 @@ class SequenceLoad:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepLoad:
-    """The load of one training step: what every planner sees."""
+    """The load of one training step: the input of every planner."""
 
     tokens_MLER: NDArray[np.int32]
-    """[M, L, E, R] tokens that each source rank holds in each micro-batch for each expert of each layer."""
+    """[M, L, E, R] tokens of each source rank for each expert, per micro-batch and layer"""
 
     def __post_init__(self) -> None:
         tokens = self.tokens_MLER
@@ -64,9 +68,9 @@ class StepLoad:
                 f"a step load must be [micro-batches, layers, experts, source ranks], all > 0, not {tokens.shape}"
             )
         if tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
-            raise InputError(f"a step load must be a contiguous int32 array, not {tokens.dtype}")
+            raise InputError(f"a step load must be a C-contiguous int32 array, not {tokens.dtype} {tokens.strides}")
         if tokens.min() < 0:
-            raise InputError("loads must not be negative")
+            raise InputError(f"loads must not be negative; the smallest is {tokens.min()}")
 
     @property
     def num_micro_batches(self) -> int:
@@ -85,34 +89,35 @@ class StepLoad:
         return int(self.tokens_MLER.shape[2])
 
     def expert_load(self) -> NDArray[np.int64]:
-        """[M, L, E] tokens each expert gets from all sources."""
+        """[M, L, E] tokens of each expert, summed over source ranks."""
         load_MLE: NDArray[np.int64] = self.tokens_MLER.sum(axis=3, dtype=np.int64)
         return load_MLE
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
-    """A place for every sequence of a step."""
+    """The micro-batch and rank of every sequence of a step."""
 
     micro_batch_of_sequence: NDArray[np.int32]
     """[S]"""
     rank_of_sequence: NDArray[np.int32]
-    """[S] the first of the ranks that hold the sequence's tokens and compute its attention"""
+    """[S] first of the ranks that hold the sequence's tokens and compute its attention"""
     num_micro_batches: int
     """M"""
     ranks_per_sequence: int = 1
-    """neighbouring ranks that share every sequence in equal parts (sequence or context parallelism)"""
+    """adjacent ranks that share each sequence equally (sequence or context parallelism)"""
     mini_batch_of_micro_batch: NDArray[np.int32] | None = None
-    """[M] rises from 0 without gaps: micro-batches of a mini-batch follow each other; None: there is one mini-batch"""
+    """[M] rises from 0 without gaps; None: one mini-batch"""
 
     def __post_init__(self) -> None:
         micro_batch, rank = self.micro_batch_of_sequence, self.rank_of_sequence
         if micro_batch.ndim != 1 or micro_batch.shape != rank.shape or micro_batch.size == 0:
-            raise InputError(f"a schedule needs as many micro-batches as ranks: {micro_batch.shape}, {rank.shape}")
+            shapes = f"{micro_batch.shape} and {rank.shape}"
+            raise InputError(f"a schedule needs a micro-batch and a rank per sequence, not shapes {shapes}")
         if micro_batch.min() < 0 or micro_batch.max() >= self.num_micro_batches or rank.min() < 0:
             raise InputError(
                 f"micro-batches must be 0 to {self.num_micro_batches - 1}, not {micro_batch.min()} to "
-                f"{micro_batch.max()}, and ranks not negative"
+                f"{micro_batch.max()}, and ranks not negative; the smallest is {rank.min()}"
             )
         if self.ranks_per_sequence < 1 or (rank % self.ranks_per_sequence).any():
             raise InputError(f"sequences on {self.ranks_per_sequence} ranks each must start on a multiple of that")
@@ -122,7 +127,7 @@ class Schedule:
             or not np.isin(np.diff(mini), (0, 1)).all()
         ):  # fmt: skip
             raise InputError(
-                f"mini-batches of {self.num_micro_batches} micro-batches must rise from 0 without gaps, not {mini}"
+                f"the mini-batches of {self.num_micro_batches} micro-batches must rise from 0 without gaps, not {mini}"
             )
 
     @property
@@ -131,7 +136,7 @@ class Schedule:
 
     @property
     def num_mini_batches(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return 1 if self.mini_batch_of_micro_batch is None else int(self.mini_batch_of_micro_batch[-1]) + 1
 
     @property
@@ -143,9 +148,9 @@ class Schedule:
 def check_mini_batches(
     mini_batch_of_sequence: NDArray[np.integer], num_sequences: int, *, complete: bool = True
 ) -> None:
-    """An error unless every sequence has a mini-batch, and every mini-batch up to the last has a sequence.
+    """Raise InputError unless every sequence has a mini-batch and every mini-batch up to the last has a sequence.
 
-    complete: whether these are the sequences of all ranks; those of one may leave mini-batches out.
+    With complete=False these are the sequences of one rank, which may leave mini-batches out.
     """
     mini = mini_batch_of_sequence
     required = f"mini-batches of {num_sequences} sequences must be as many whole numbers from 0 on"
@@ -157,20 +162,20 @@ def check_mini_batches(
     if complete and used.size and used.size <= used[-1]:
         missing = int(np.argmax(used != np.arange(used.size)))
         raise InputError(
-            f"mini-batch {missing} has no sequence on any rank, mini-batch {used[-1]} has: number mini-batches from 0 "
-            "on, each with a sequence"
+            f"mini-batch {missing} has no sequence on any rank, mini-batch {used[-1]} has: "
+            "number mini-batches from 0 without gaps"
         )
 
 
 def step_load(sequences: SequenceLoad, schedule: Schedule, cluster: Cluster) -> StepLoad:
-    """The load of every micro-batch when the sequences run as scheduled."""
+    """The load of every micro-batch under this schedule."""
     if schedule.num_sequences != sequences.num_sequences:
-        raise InputError(f"a schedule of {schedule.num_sequences} sequences for {sequences.num_sequences} of them")
+        raise InputError(f"the schedule has {schedule.num_sequences} sequences, the load {sequences.num_sequences}")
     width = schedule.ranks_per_sequence
     if schedule.rank_of_sequence.max() + width > cluster.num_ranks or cluster.num_ranks % width:
         raise InputError(
             f"the schedule uses rank {schedule.rank_of_sequence.max() + width - 1} and {width} ranks per sequence, "
-            f"the cluster has {cluster.num_ranks}"
+            f"the cluster has {cluster.num_ranks} ranks"
         )
     cells = cluster.num_ranks // width
     shape = (schedule.num_micro_batches, sequences.num_layers, sequences.num_experts, cells)
@@ -182,7 +187,7 @@ def step_load(sequences: SequenceLoad, schedule: Schedule, cluster: Cluster) -> 
 
 
 def _shared(tokens_MLEC: NDArray[np.int32], width: int) -> NDArray[np.int32]:
-    """[M, L, E, R] tokens of every cell in whole numbers over its ranks; odd ones of different experts to others."""
+    """[M, L, E, R] each cell's tokens split over its ranks in whole numbers; remainders rotate by expert."""
     num_experts, cells = tokens_MLEC.shape[2:]
     tokens_MLER = np.empty((*tokens_MLEC.shape[:3], cells * width), np.int32)
     turn_E = np.arange(num_experts)[:, None]

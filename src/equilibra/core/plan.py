@@ -1,10 +1,10 @@
-"""StepPlan: everything that is decided before a step, and the proof that it is complete.
+"""StepPlan: everything that is decided before a step.
 
 Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies, F flash copies of a stage.
 
-A plan says which copies exist and how many tokens of each source each copy serves. The home of an expert serves all
-its other tokens, so no token can be served twice or not at all, as long as no copy is given more tokens of a (source,
-expert) than there are. `StepPlan.check` verifies that and the budgets against a load.
+A plan lists the copies and how many tokens of each source rank each copy serves. The home of an expert serves the
+rest, so every token is served exactly once unless a copy gets more tokens of a (source, expert) than there are.
+`StepPlan.check` verifies that, and the slots, against a load.
 """
 
 from __future__ import annotations
@@ -31,28 +31,26 @@ __all__ = [
 ]
 
 STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
-"""arrays of a StagePlan, in the order of the digest"""
+"""arrays of a StagePlan, in digest order"""
 
 
 class Stage(StrEnum):
-    """The two passes over a rollout."""
+    """The two passes over a rollout: log-prob is forward only, update is forward and backward."""
 
     LOGPROB = "logprob"
-    """old log-probabilities: forward only"""
     UPDATE = "update"
-    """policy update: forward and backward"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StandingCopies:
-    """Second instances that stand for the whole step, sorted by layer, expert and rank."""
+    """Copies that stay for the whole step, sorted by layer, expert and rank."""
 
     layer: NDArray[np.int32]
     """[C]"""
     expert: NDArray[np.int32]
     """[C]"""
     rank: NDArray[np.int32]
-    """[C] the rank that holds it"""
+    """[C] rank that holds the copy"""
 
     def __post_init__(self) -> None:
         _check_same_length("standing copies", self.layer, self.expert, self.rank)
@@ -64,7 +62,6 @@ class StandingCopies:
 
     @classmethod
     def none(cls) -> StandingCopies:
-        """No standing copies."""
         empty = np.zeros(0, np.int32)
         return cls(layer=empty, expert=empty, rank=empty)
 
@@ -74,28 +71,23 @@ class StagePlan:
     """Flash copies of every layer and micro-batch of one stage, and the tokens that all copies serve."""
 
     first_of_problem: NDArray[np.int64]
-    """[L * M + 1] flash copies of layer l and micro-batch m are those from entry l * M + m on"""
+    """[L * M + 1] flash copies of layer l and micro-batch m start at entry l * M + m"""
     expert: NDArray[np.int32]
     """[F]"""
     rank: NDArray[np.int32]
-    """[F] the rank whose spare slot holds it"""
+    """[F] rank whose spare slot holds the copy"""
     origin: NDArray[np.int32]
-    """[F] the rank it is copied from: the home, or a standing copy of the same node"""
+    """[F] rank it is copied from: the home, or a standing copy on the same node"""
     tokens_FR: NDArray[np.int32]
-    """[F, R] tokens of each source that each flash copy serves"""
+    """[F, R] tokens of each source rank that each flash copy serves"""
     standing_tokens_CMR: NDArray[np.int32]
-    """[C, M, R] tokens of each source that each standing copy serves in each micro-batch"""
+    """[C, M, R] tokens of each source rank that each standing copy serves in each micro-batch"""
 
     def __post_init__(self) -> None:
         _check_same_length("flash copies", self.expert, self.rank, self.origin)
         first, tokens, standing = self.first_of_problem, self.tokens_FR, self.standing_tokens_CMR
-        if (
-            first.ndim != 1
-            or first.size < 2
-            or first[0] != 0
-            or first[-1] != self.num_copies
-            or (np.diff(first) < 0).any()
-        ):
+        ends = first[[0, -1]].tolist() if first.ndim == 1 and first.size > 1 else None
+        if ends != [0, self.num_copies] or (np.diff(first) < 0).any():
             raise PlanError(f"first_of_problem must rise from 0 to the {self.num_copies} flash copies")
         if tokens.ndim != 2 or len(tokens) != self.num_copies or standing.ndim != 3:
             raise PlanError(f"tokens of {self.num_copies} flash copies cannot be {tokens.shape} and {standing.shape}")
@@ -117,25 +109,24 @@ class StepPlan:
     """The plan of one step."""
 
     planner: str
-    """name of the planner that made it"""
+    """name of the planner"""
     placement: Placement
     """homes during the step"""
     previous: Placement
-    """homes before it"""
+    """homes before the step"""
     standing: StandingCopies
-    """copies for the whole step"""
     stages: dict[Stage, StagePlan]
-    """flash copies and splits, by stage; both may be the same object"""
+    """flash copies and splits; both stages may be the same object"""
     bound_LM: NDArray[np.int64]
-    """[L, M] tokens below which the slowest rank cannot be, whatever the plan"""
+    """[L, M] lower bound of the slowest rank's tokens under any plan"""
     schedule: Schedule | None = None
-    """where every sequence goes, if the planner packed them"""
+    """micro-batch and rank of every sequence, if the planner packed them"""
 
     def __post_init__(self) -> None:
         if set(self.stages) != set(Stage):
             raise PlanError(f"a plan needs the stages {', '.join(Stage)}, not {', '.join(self.stages)}")
         if self.bound_LM.ndim != 2 or len(self.bound_LM) != self.num_layers:
-            raise PlanError(f"{self.num_layers} layers cannot have bounds of shape {self.bound_LM.shape}")
+            raise PlanError(f"bounds of {self.num_layers} layers must be [layers, M], not {self.bound_LM.shape}")
         num_micro_batches, num_layers, num_experts, num_ranks = self.shape
         standing = self.standing
         _check_range("layers of standing copies", standing.layer, num_layers)
@@ -153,7 +144,6 @@ class StepPlan:
 
     @property
     def cluster(self) -> Cluster:
-        """The ranks."""
         return self.placement.cluster
 
     @property
@@ -166,7 +156,7 @@ class StepPlan:
 
     @property
     def migration(self) -> Migration:
-        """Homes that move before the step."""
+        """The experts whose home moves before the step."""
         return Migration(before=self.previous, after=self.placement)
 
     def rank_load(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> NDArray[np.int64]:
@@ -192,17 +182,17 @@ class StepPlan:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(M, L, E, R) of the loads it was made for."""
+        """(M, L, E, R) of the loads that the plan is for."""
         return (self.num_micro_batches, self.num_layers, self.placement.num_experts, self.cluster.num_ranks)
 
     def gap(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> float:
-        """How far the slowest ranks, summed over layers and micro-batches, are above the lower bound (0 is optimal)."""
+        """Slowest ranks summed over layers and micro-batches, relative to the lower bound, minus 1 (0 is optimal)."""
         slowest, bound = self.rank_load(load, stage).max(axis=2).sum(), int(self.bound_LM.sum())
         return float(slowest / bound - 1) if bound else 0.0
 
     @cached_property
     def digest(self) -> str:
-        """A hash of every decision: ranks compare it before they use the plan."""
+        """Hash of every decision; ranks compare it before they use the plan."""
         state = sha256(f"{self.planner} {self.cluster} {self.shape}".encode())
         if self.schedule is not None and self.schedule.ranks_per_sequence > 1:
             state.update(f"{self.schedule.ranks_per_sequence} ranks per sequence".encode())
@@ -235,7 +225,7 @@ class StepPlan:
     def check(self, load: StepLoad, *, spare_slots: int | None = None, standing_slots: int | None = None) -> None:
         """Raise PlanError unless every (token, expert) pair is computed exactly once and the slots suffice.
 
-        With spare_slots, flash copies must also stay within their node; standing_slots are per node and layer.
+        With spare_slots (per rank), flash copies must also stay on their node. standing_slots are per node and layer.
         """
         if load.tokens_MLER.shape != self.shape:
             raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")
@@ -248,26 +238,24 @@ class StepPlan:
 
 
 def _check_same_length(what: str, *arrays: NDArray[np.int32]) -> None:
-    """Arrays that describe the same copies must be int32 of one length."""
     if any(array.shape != arrays[0].shape or array.ndim != 1 or array.dtype != np.int32 for array in arrays):
         found = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
         raise PlanError(f"the arrays of {what} must be int32 of one length, not {found}")
 
 
 def _check_range(what: str, array: NDArray[np.int32], end: int) -> None:
-    """Numbers must be 0 to end - 1."""
     if array.size and not 0 <= array.min() <= array.max() < end:
         raise PlanError(f"{what} must be 0 to {end - 1}, not {array.min()} to {array.max()}")
 
 
 def _freeze(*arrays: NDArray[np.integer]) -> None:
-    """A plan never changes once it is made, so its digest holds."""
+    """Make arrays read-only, so that the digest stays valid."""
     for array in arrays:
         array.flags.writeable = False
 
 
 def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:
-    """Every (token, expert) pair is served exactly once, by an instance that exists."""
+    """Raise PlanError unless every (token, expert) pair is served exactly once, by an instance that exists."""
     num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
     if stage.tokens_FR.size and stage.tokens_FR.min() < 0:
         raise PlanError("a flash copy serves a negative number of tokens")
@@ -291,7 +279,7 @@ def _check_stage(plan: StepPlan, stage: StagePlan, load: StepLoad) -> None:
 
 
 def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64], m: NDArray[np.int64]) -> None:
-    """No expert twice on one rank, and every flash copy comes from where an instance is."""
+    """Raise PlanError if a rank has an expert twice, or a flash copy is copied from a rank without an instance."""
     num_micro_batches, num_layers, num_experts, num_ranks = plan.shape
     standing, home = plan.standing, plan.placement.home_of_expert
     has_LER = np.zeros((num_layers, num_experts, num_ranks), np.bool_)
@@ -307,7 +295,7 @@ def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64],
     if orphaned.size:
         at = orphaned[0]
         raise PlanError(
-            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, not there"
+            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, which lacks it"
         )
     key = ((layer * num_micro_batches + m) * num_experts + stage.expert) * num_ranks + stage.rank
     if np.unique(key).size != key.size:
@@ -315,7 +303,7 @@ def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64],
 
 
 def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
-    """No rank holds more flash copies at a time than it has spare slots."""
+    """Raise PlanError if a rank needs more spare slots than it has, or a flash copy leaves its node."""
     num_ranks = plan.cluster.num_ranks
     used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
     if used.size and used.max() > spare_slots:
@@ -330,7 +318,6 @@ def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
 
 
 def _check_standing_slots(plan: StepPlan, standing_slots: int) -> None:
-    """No node holds more standing copies of a layer than it has slots for."""
     node = plan.cluster.node_of_rank()[plan.standing.rank]
     used = np.bincount(plan.standing.layer * plan.cluster.num_nodes + node)
     if used.size and used.max() > standing_slots:

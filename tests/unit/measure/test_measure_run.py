@@ -79,7 +79,7 @@ def test_it_is_not_overwritten_unasked_and_never_over_something_else(run, folder
     save_run(run, folder, overwrite=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").write_text("x")
-    with pytest.raises(InputError, match="something else"):
+    with pytest.raises(InputError, match="not the same kind of folder"):
         save_run(run, tmp_path / "other", overwrite=True)
     assert (tmp_path / "other" / "precious").read_text() == "x"
     with pytest.raises(InputError, match="does not exist"):

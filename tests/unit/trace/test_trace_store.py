@@ -168,7 +168,7 @@ def test_nothing_is_overwritten_unasked(stored, full_trace, tmp_path, same):
     other = tmp_path / "other.eqtrace"
     other.mkdir()
     (other / "precious").write_text("x")
-    with pytest.raises(InputError, match="something else"):
+    with pytest.raises(InputError, match="not the same kind of folder"):
         write_trace(small, other, overwrite=True)
     assert (other / "precious").read_text() == "x"
 
