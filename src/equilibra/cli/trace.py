@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from equilibra.cli.progress import announced
@@ -90,7 +91,7 @@ def _info(arguments: argparse.Namespace) -> int:
         if arguments.distinct:
             require_distinct_experts(recording)
         summary = summarize(recording, cluster, arguments.tokens_per_microbatch)
-    _print(json.dumps(summary.to_dict()) if arguments.json else _table(arguments.file, summary))
+    _print(json.dumps(asdict(summary)) if arguments.json else _table(arguments.file, summary))
     return 0
 
 

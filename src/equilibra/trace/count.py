@@ -1,11 +1,10 @@
-"""Loads from routing: count, for groups of consecutive tokens, how many tokens each expert gets.
+"""Loads from routing: how many tokens each expert gets, for groups of consecutive tokens.
 
-Symbols: T tokens, S sequences, M micro-batches, G groups of consecutive sequences (a sequence or a
-micro-batch each), L layers, K experts per token, E experts.
+Symbols: T tokens, S sequences, M micro-batches, G groups (each a sequence or a micro-batch), L layers, K experts per
+token, E experts.
 
-One kernel does all of it: it walks the ids once, in file order, and adds one to a counter. It does not check
-bounds; every piece of ids is checked before it gets there. Counters of a block of groups are handed out when
-the block is full, so memory stays bounded whatever the number of groups.
+One kernel walks the ids once, in file order, and counts. It does not check bounds: every piece of ids is checked
+before. Loads are returned a block of groups at a time, so memory is bounded whatever the number of groups.
 """
 
 from __future__ import annotations
@@ -27,14 +26,7 @@ if TYPE_CHECKING:
 
     from equilibra.trace.routing import Ids, Recording
 
-__all__ = [
-    "GroupLoads",
-    "loads_of_groups",
-    "micro_batch_loads",
-    "micro_batches_in_file_order",
-    "require_distinct_experts",
-    "sequence_loads",
-]
+__all__ = ["loads_of_groups", "micro_batches_in_file_order", "require_distinct_experts", "sequence_loads"]
 
 BLOCK_BYTES = 64 << 20
 ALL_RECORDED = np.zeros(0, dtype=np.bool_)
@@ -42,18 +34,18 @@ ALL_RECORDED = np.zeros(0, dtype=np.bool_)
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupLoads:
-    """Loads of some consecutive groups."""
+    """Loads of consecutive groups."""
 
     first_group: int
-    """number of the first of them"""
+    """index of the first group"""
     tokens_GLE: NDArray[np.int32]
-    """[G, L, E] tokens of each group that each expert of each layer gets"""
+    """[G, L, E] tokens that each expert of each layer gets from each group"""
 
 
 def loads_of_groups(
     recording: Recording, token_offsets: NDArray[np.int64], *, groups_per_block: int | None = None
 ) -> Iterator[GroupLoads]:
-    """Loads of groups, a block at a time; group g is tokens token_offsets[g] to token_offsets[g + 1]."""
+    """Yield the loads of groups, a block at a time; group g is tokens token_offsets[g] to token_offsets[g + 1]."""
     _check_group_sizes(recording, token_offsets)
     num_groups = len(token_offsets) - 1
     _, num_layers, _ = recording.shape
@@ -83,7 +75,7 @@ def _check_group_sizes(recording: Recording, token_offsets: NDArray[np.int64]) -
             f"got {len(sizes)} from {token_offsets[0]} to {token_offsets[-1]}"
         )
     if int(sizes.max()) * recording.top_k > np.iinfo(np.int32).max:
-        raise InputError(f"a group of {sizes.max()} tokens is too large to count; split it")
+        raise InputError(f"cannot count a group of {sizes.max()} tokens in int32; split it")
 
 
 @kernel
@@ -97,7 +89,7 @@ def _count(
     first_group: int,
     counts: NDArray[np.int32],
 ) -> None:
-    """Add tokens start to stop to counts[group - first_group]; ids[0] is token first_token."""
+    """Count tokens start to stop in counts[group - first_group]; ids[0] is token first_token."""
     _, num_layers, top_k = ids.shape
     group = np.searchsorted(token_offsets, start, side="right") - 1
     token = start
@@ -115,15 +107,15 @@ def _count(
 
 
 def sequence_loads(recording: Recording) -> SequenceLoad:
-    """The load of each sequence: [S, L, E]."""
+    """The load of each sequence."""
     (loads,) = loads_of_groups(recording, recording.offsets, groups_per_block=recording.num_sequences)
     return SequenceLoad(tokens_SLE=loads.tokens_GLE, length_of_sequence=recording.length_of_sequence)
 
 
 def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatch: int) -> NDArray[np.int64]:
-    """[M + 1] sequence offsets of micro-batches: whole sequences in file order, filled up to the budget.
+    """[M + 1] sequence offsets of micro-batches: whole sequences in file order, up to the token budget.
 
-    A sequence longer than the budget gets a micro-batch of its own. The last micro-batch may be short.
+    A sequence longer than the budget gets its own micro-batch. The last micro-batch may be short.
     """
     if tokens_per_microbatch < 1:
         raise InputError(f"tokens per micro-batch must be at least 1, not {tokens_per_microbatch}")
@@ -136,15 +128,8 @@ def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatc
     return np.array(offsets, dtype=np.int64)
 
 
-def micro_batch_loads(recording: Recording, sequence_offsets: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[M, L, E] loads of micro-batches; m is sequences sequence_offsets[m] to sequence_offsets[m + 1]."""
-    token_offsets = recording.offsets[sequence_offsets]
-    (loads,) = loads_of_groups(recording, token_offsets, groups_per_block=len(token_offsets) - 1)
-    return loads.tokens_GLE
-
-
 def require_distinct_experts(recording: Recording) -> None:
-    """Refuse a recording in which a token goes to one expert twice in a layer: a filled-in row."""
+    """Raise InputError if a token goes to one expert twice in a layer, which marks a filler row."""
     repeats = 0
     for piece in recording.pieces():
         recorded = ALL_RECORDED if piece.recorded is None else np.ascontiguousarray(piece.recorded)
@@ -152,7 +137,7 @@ def require_distinct_experts(recording: Recording) -> None:
     if repeats:
         raise InputError(
             f"{repeats} of {recording.num_tokens} tokens go to one expert twice in a layer: "
-            "these are filler rows; mark them as not recorded"
+            "they are filler rows; mark them as not recorded"
         )
 
 

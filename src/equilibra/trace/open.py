@@ -19,7 +19,7 @@ import zipfile
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -55,7 +55,7 @@ log = logging.getLogger("equilibra.trace")
 def load_trace(path: Path | str, *, num_experts: int | None = None, verify: bool = True) -> Recording:
     """Open a folder NAME.eqtrace (ids stay on disk) or read a file NAME.npz.
 
-    `num_experts` where an .npz does not say it; `verify=False` leaves out the checksums of stored ids.
+    Give `num_experts` if the .npz does not; `verify=False` skips the checksums of stored ids.
     """
     path = Path(path)
     try:
@@ -70,14 +70,14 @@ def load_trace(path: Path | str, *, num_experts: int | None = None, verify: bool
             )
         return trace
     if not is_file:
-        raise TraceFormatError(f"cannot open {path}: there is no such file or folder")
+        raise TraceFormatError(f"cannot open {path}: no such file or folder")
     if path.suffix != ".npz":
         raise TraceFormatError(f"cannot open {path}: a trace is a file NAME.npz or a folder NAME.eqtrace")
     return read_npz(path, num_experts=num_experts)
 
 
 def save_trace(recording: Recording, path: Path | str, *, overwrite: bool = False) -> None:
-    """Write NAME.eqtrace or NAME.npz; it appears when it is complete."""
+    """Write NAME.eqtrace or NAME.npz; it appears at `path` when it is complete."""
     path = Path(path)
     if path.suffix == ".eqtrace":
         write_trace(recording, path, overwrite=overwrite)
@@ -88,7 +88,7 @@ def save_trace(recording: Recording, path: Path | str, *, overwrite: bool = Fals
 
 
 def read_npz(path: Path | str, *, num_experts: int | None = None) -> RoutingTrace:
-    """Read a trace; `num_experts` where the file does not say it."""
+    """Read a trace; give `num_experts` if the file does not."""
     path = Path(path)
     try:
         with zipfile.ZipFile(path) as archive:
@@ -97,12 +97,10 @@ def read_npz(path: Path | str, *, num_experts: int | None = None) -> RoutingTrac
         raise TraceFormatError(f"cannot read {path}: {error.strerror or error}") from error
     except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
         raise TraceFormatError(
-            f"{path} is not a readable .npz ({error}): truncated, corrupted or no .npz at all; write it again"
+            f"{path} is not a readable .npz ({error}): truncated, corrupted or another format; write it again"
         ) from error
     except MemoryError as error:
-        raise TraceFormatError(
-            f"{path} does not fit in memory; store it as .eqtrace, which is read in pieces"
-        ) from error
+        raise TraceFormatError(f"{path} does not fit in memory; use .eqtrace, which is read in pieces") from error
     except ValueError as error:
         raise TraceFormatError(f"{path}: {error}") from error
 
@@ -112,7 +110,7 @@ def _read(archive: zipfile.ZipFile, path: Path, num_experts: int | None) -> Rout
     if "ids" not in present or "offsets" not in present:
         raise InputError(
             "it must hold the arrays ids [tokens, layers, k] and offsets [sequences + 1]; "
-            f"its arrays are: {', '.join(sorted(present)[:10]) or 'none'}"
+            f"it has: {', '.join(sorted(present)[:10]) or 'none'}"
         )
     arrays = {name: _index_array(archive, name) for name in INDEX_DTYPES if name in present}
     if "num_experts" in present:
@@ -122,10 +120,9 @@ def _read(archive: zipfile.ZipFile, path: Path, num_experts: int | None) -> Rout
         raise InputError(f"ids must be whole numbers [tokens, layers, k], all > 0, not {ids.dtype} {ids.shape}")
     if num_experts is None:
         num_experts = max(int(piece.max()) for piece in ids.pieces()) + 1
-        log.warning("%s does not say num_experts: taking %d, the largest expert id + 1", path, num_experts)
+        log.warning("%s has no num_experts: taking %d, the largest expert id + 1", path, num_experts)
     narrow, recorded = _narrow(ids, num_experts, arrays.pop("recorded", None))
-    fields = index_fields(arrays)
-    return RoutingTrace(ids=narrow, num_experts=num_experts, recorded=recorded, **fields)
+    return RoutingTrace(ids=narrow, num_experts=num_experts, recorded=recorded, **index_fields(arrays))
 
 
 def _narrow(
@@ -147,7 +144,7 @@ def _narrow(
 
 @dataclass(frozen=True, kw_only=True)
 class _Member:
-    """One array of the archive, whose header has been read and compared with the size of its entry."""
+    """One array of the archive; its header matches the size of its entry."""
 
     archive: zipfile.ZipFile
     name: str
@@ -169,43 +166,33 @@ class _Member:
             shape, fortran_order, dtype = read_header(file)
             data_offset = file.tell()
         if dtype.hasobject:
-            raise InputError(f"array {name!r} holds Python objects, which are never read; save whole numbers")
+            raise InputError(f"array {name!r} holds Python objects, which are not read; save whole numbers")
         claimed = data_offset + int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
         if min((0, *shape)) < 0 or claimed != info.file_size:
-            raise InputError(f"array {name!r} says it is {dtype} {shape}, {claimed} bytes, and has {info.file_size}")
+            raise InputError(f"array {name!r} says it is {dtype} {shape}, {claimed} bytes, but has {info.file_size}")
         if info.file_size > BOMB_BYTES and info.file_size > BOMB_RATIO * info.compress_size:
             raise InputError(
                 f"array {name!r} grows from {info.compress_size} to {info.file_size} bytes: no recording does"
             )
         return cls(
-            archive=archive,
-            name=name,
-            shape=shape,
-            dtype=dtype,
-            fortran_order=fortran_order,
-            data_offset=data_offset,
+            archive=archive, name=name, shape=shape, dtype=dtype, fortran_order=fortran_order, data_offset=data_offset
         )
 
     def pieces(self) -> Iterator[NDArray[Any]]:
-        """The array along its first axis, a few MiB at a time (whole, if it is in Fortran order)."""
+        """The array along its first axis, a few MiB at a time; in one piece if it is in Fortran order."""
         row_shape = self.shape[1:]
         row_bytes = self.dtype.itemsize * int(np.prod(row_shape))
         step = self.shape[0] if self.fortran_order else tokens_per_piece(row_bytes)
+        order: Literal["F", "C"] = "F" if self.fortran_order else "C"
         with self.archive.open(f"{self.name}.npy") as file:
             file.read(self.data_offset)
             for first in range(0, self.shape[0], step):
                 rows = min(step, self.shape[0] - first)
-                flat = np.frombuffer(_read_exactly(file, rows * row_bytes), dtype=self.dtype)
-                order: Literal["F", "C"] = "F" if self.fortran_order else "C"
-                yield flat.reshape((rows, *row_shape), order=order)
-            file.read(1)  # reaching the end makes zipfile compare the CRC
-
-
-def _read_exactly(file: IO[bytes], num_bytes: int) -> bytes:
-    content = file.read(num_bytes)
-    if len(content) != num_bytes:
-        raise EOFError("the archive ends early")
-    return content
+                content = file.read(rows * row_bytes)
+                if len(content) != rows * row_bytes:
+                    raise EOFError("the archive ends early")
+                yield np.frombuffer(content, dtype=self.dtype).reshape((rows, *row_shape), order=order)
+            file.read(1)  # reading to the end makes zipfile compare the CRC
 
 
 def _index_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
@@ -232,7 +219,7 @@ def _stored_num_experts(archive: zipfile.ZipFile, asked: int | None) -> int:
 
 
 def write_npz(recording: Recording, path: Path | str, *, overwrite: bool = False) -> None:
-    """Write any recording as a compressed `.npz`, a few MiB at a time; it appears when it is complete."""
+    """Write any recording as a compressed `.npz`, a few MiB at a time; it appears at `path` when it is complete."""
     path = Path(path)
     if path.suffix != ".npz":
         raise InputError(f"cannot write {path}: its name must end in .npz")

@@ -1,14 +1,16 @@
-"""Kernels that draw routing: random numbers that depend on names, not on order, and experts drawn without
-replacement.
+"""Kernels that draw synthetic routing and synthetic loads.
 
-Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each (sequence, layer) has a weight
-per expert, and each of its tokens draws K different experts, one after the other, with probability
-proportional to weight among those left. That is what top-k does to router scores with Gumbel noise.
+Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each (sequence, layer) has a weight per
+expert, and each of its tokens draws K experts without replacement, with probability proportional to weight among those
+left. That is what top-k does to router scores with Gumbel noise.
 
-Random numbers come from SplitMix64, started from a hash of (seed, purpose, sequence or group, layer): any
-thread can compute any sequence, and the result is the same. Draws use an alias table (one random number, one
-look-up); a draw that hits an expert already taken is repeated, and after `TRIES` draws per expert wanted the
-rest is scanned instead, so skewed weights cannot stall it.
+Random numbers come from SplitMix64, seeded with a hash of (seed, purpose, sequence or group, layer), so the result
+does not depend on the order in which sequences are drawn. Draws use an alias table (one random number, one look-up). A
+draw that hits an expert already taken is repeated; after `TRIES` draws per expert the rest is scanned instead, so that
+skewed weights cannot stall it.
+
+`draw_loads` draws the load of a sequence without its tokens: exact for short sequences, within about 2 % in the mean
+load of an expert for long ones.
 """
 
 from __future__ import annotations
@@ -27,19 +29,7 @@ if TYPE_CHECKING:
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-__all__ = [
-    "GOLDEN",
-    "SCALE_53",
-    "TOKENS",
-    "add_normals",
-    "draw_ids",
-    "draw_loads",
-    "draw_tokens",
-    "fill_alias",
-    "fill_weights",
-    "mix",
-    "stream",
-]
+__all__ = ["draw_ids", "draw_loads"]
 
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -59,7 +49,7 @@ def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
 
 @kernel
 def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN401 - numba uint64
-    """State of the random stream with this name."""
+    """Initial state of a random stream."""
     state = mix(np.uint64(seed) + GOLDEN)
     state = mix(state + np.uint64(purpose) * GOLDEN)
     state = mix(state + np.uint64(item) * GOLDEN)
@@ -91,7 +81,7 @@ def fill_weights(
     sequence: int,
     layer: int,
 ) -> None:
-    """Weights of the experts for one sequence and layer; the largest is 1."""
+    """Expert weights of one sequence and layer, scaled so that the largest is 1."""
     weight[:] = log_popularity
     if group_scale > 0.0:
         add_normals(weight, group_scale, stream(seed, GROUP, group, layer))
@@ -138,7 +128,7 @@ def fill_alias(
 
 @kernel
 def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int, uniform: float) -> int:
-    """One expert among those not taken, by weight."""
+    """One expert that is not taken, by weight."""
     total, last = 0.0, -1
     for e in range(len(weight)):
         if taken[e] != mark:
@@ -163,7 +153,7 @@ def draw_tokens(
     first_mark: int,
     state: Any,  # noqa: ANN401 - numba uint64
 ) -> None:
-    """K different experts for each token. Token t writes first_mark + t in `taken` for its experts."""
+    """K different experts for each token; token t marks its experts in `taken` with first_mark + t."""
     num_tokens, top_k = ids_TK.shape
     num_experts = np.uint64(len(weight))
     for t in range(num_tokens):
@@ -175,7 +165,7 @@ def draw_tokens(
             column = ((z >> np.uint64(32)) * num_experts) >> np.uint64(32)
             below = ((z & LOW_32) - threshold[column]) >> np.uint64(63)  # sign bit: a branch would be mispredicted
             e = choice[column, below]
-            ids_TK[t, drawn] = e  # stays only if it is a new one
+            ids_TK[t, drawn] = e  # overwritten by the next draw if e was taken
             drawn += taken[e] != mark
             taken[e] = mark
             tries += 1
@@ -235,7 +225,7 @@ def draw_loads(
     seed: int,
     top_k: int,
 ) -> None:
-    """Fill the loads of sequences first_sequence to last_sequence; only short ones token by token."""
+    """Fill the loads of sequences first_sequence to last_sequence; short sequences are drawn token by token."""
     _, num_layers, num_experts = tokens_SLE.shape
     weight, share = np.empty(num_experts), np.empty(num_experts)
     threshold = np.empty(num_experts, np.uint64)
@@ -265,9 +255,8 @@ def draw_loads(
 def _fill_inclusion(weight: NDArray[np.float64], inclusion: NDArray[np.float64], top_k: int) -> None:
     """Probability that an expert is among the K drawn: 1 - exp(-c * weight), with c such that the sum is K.
 
-    Weighted draws without replacement are a race of exponential clocks, stopped at the K-th; c is the time it
-    stops, taken as its typical value (for K = 1 the probability is known exactly). Newton's method rises to c
-    from below, since the sum is concave in c.
+    Weighted draws without replacement are a race of exponential clocks that stops at the K-th; c is its typical
+    stopping time (for K = 1 the probability is exact). The sum is concave in c, so Newton's method rises to c.
     """
     clock = top_k / weight.sum()
     if top_k == 1:
@@ -294,10 +283,10 @@ def _draw_counts(
     real: NDArray[np.float64],
     state: Any,  # noqa: ANN401 - numba uint64
 ) -> None:
-    """Tokens of each expert among `length` tokens: they add up to length * K.
+    """Tokens of each expert among `length` tokens; they add up to length * K.
 
-    Rare experts are Poisson. The others are normal, with the mean and variance of `length` independent draws of yes
-    or no, conditioned on the total, which gives them the covariance of draws of K. `real` is scratch.
+    Rare experts are Poisson. The others are normal with binomial mean and variance, conditioned on the total, which
+    gives the covariance of draws of K. `real` is scratch.
     """
     num_experts = len(inclusion)
     real[:] = 0.0
@@ -328,7 +317,7 @@ def _draw_counts(
         left -= counts[e]
     turn = np.int64(mix(state + GOLDEN) % np.uint64(num_experts))
     visits = 0
-    while left != 0:  # rounding is settled among the common experts, and among all if those are full
+    while left != 0:  # the rounding error goes to common experts, or to all if those are full
         step = 1 if left > 0 else -1
         common = length * inclusion[turn] >= RARE or visits > 2 * num_experts
         if common and 0 <= counts[turn] + step <= length:

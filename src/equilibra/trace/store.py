@@ -22,16 +22,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from equilibra.core.errors import InputError, TraceFormatError
+from equilibra.core.errors import InputError, TraceFormatError, check_whole
 from equilibra.trace.routing import (
     INDEX_DTYPES,
     MAX_EXPERTS,
     Recording,
     RoutingPiece,
-    RoutingTrace,
     check_ids,
     id_dtype,
-    index_arrays,
     index_fields,
     tokens_per_piece,
 )
@@ -41,18 +39,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "FORMAT",
-    "VERSION",
-    "Manifest",
-    "StoredArray",
-    "StoredShard",
-    "StoredTrace",
-    "open_trace",
-    "parse_manifest",
-    "stored_trace",
-    "to_json",
-]
+__all__ = ["Manifest", "StoredArray", "StoredShard", "StoredTrace", "open_trace", "stored_trace", "to_json"]
 
 
 FORMAT = "equilibra-routing-trace"
@@ -65,37 +52,30 @@ SHA256 = re.compile(r"[0-9a-f]{64}")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredShard:
-    """One file of ids."""
+    """One file of ids; sha256 is hexadecimal."""
 
     name: str
-    """file name in the folder"""
     first_token: int
-    """number of its first token in the recording"""
+    """index of its first token in the recording"""
     num_tokens: int
-    """tokens it holds"""
     num_bytes: int
-    """size of the file"""
     sha256: str
-    """of the file, in hexadecimal"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredArray:
-    """One file with a one-dimensional array of the recording's index."""
+    """One file with a one-dimensional array of the index; sha256 is hexadecimal."""
 
     name: str
-    """file name in the folder"""
     length: int
-    """elements of it"""
+    """number of elements"""
     num_bytes: int
-    """size of the file"""
     sha256: str
-    """of the file, in hexadecimal"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a stored trace holds."""
+    """The content of manifest.json."""
 
     num_tokens: int
     """T"""
@@ -112,7 +92,7 @@ class Manifest:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of ids of one token."""
+        """Bytes of one token's ids."""
         return self.num_layers * self.top_k * id_dtype(self.num_experts).itemsize
 
 
@@ -126,11 +106,11 @@ def _digest(body: dict[str, Any]) -> str:
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
-def parse_manifest(path: Path) -> Manifest:
-    """Read and check manifest.json; every way in which it can be wrong is a TraceFormatError."""
+def _parse_manifest(path: Path) -> Manifest:
+    """Read and check manifest.json; any defect raises TraceFormatError."""
     try:
         if path.stat().st_size > MAX_MANIFEST_BYTES:
-            raise TraceFormatError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes: it is no trace manifest")
+            raise TraceFormatError(f"{path} is larger than {MAX_MANIFEST_BYTES} bytes: not a trace manifest")
         body = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise TraceFormatError(f"cannot read {path}: {error.strerror or error}") from error
@@ -140,12 +120,10 @@ def parse_manifest(path: Path) -> Manifest:
         raise TraceFormatError(f"{path} is not the manifest of a routing trace: its format must be {FORMAT!r}")
     version = body.get("version")
     if version != VERSION:
-        raise TraceFormatError(
-            f"{path} is of trace format version {version!r:.40}, and this Equilibra reads version {VERSION}; "
-            "use a newer Equilibra"
-        )
+        found = f"{path} has trace format version {version!r:.40}"
+        raise TraceFormatError(f"{found}, this Equilibra reads version {VERSION}; use a newer Equilibra")
     if body.pop("sha256", None) != _digest(body):
-        raise TraceFormatError(f"{path} is corrupted: its own checksum does not match; write the trace again")
+        raise TraceFormatError(f"{path} is corrupted: its checksum does not match; write the trace again")
     try:
         return _manifest(body)
     except (InputError, KeyError, TypeError) as error:
@@ -164,12 +142,10 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     token = 0
     for shard in manifest.shards:
         if shard.first_token != token or shard.num_bytes != shard.num_tokens * manifest.bytes_per_token:
-            raise InputError(
-                f"shard {shard.name} does not follow the one before it, or its size does not fit its tokens"
-            )
+            raise InputError(f"shard {shard.name} does not follow the one before, or its size does not fit its tokens")
         token += shard.num_tokens
     if token != manifest.num_tokens:
-        raise InputError(f"its shards hold {token} tokens, not {manifest.num_tokens}")
+        raise InputError(f"its shards have {token} tokens, not {manifest.num_tokens}")
     names = [shard.name for shard in manifest.shards] + [array.name for array in manifest.arrays.values()]
     if len(set(names)) != len(names):
         raise InputError("two entries name the same file")
@@ -201,9 +177,8 @@ def _array(field: str, entry: dict[str, Any]) -> StoredArray:
 
 
 def _whole(entry: dict[str, Any], key: str, most: int, *, least: int = 1) -> int:
-    value = entry[key]
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
-        raise InputError(f"{key} must be a whole number from {least} to {most}, not {value!r:.40}")
+    value: int = entry[key]
+    check_whole(key, value, least=least, most=most)
     return value
 
 
@@ -224,7 +199,6 @@ class StoredTrace(Recording):
     path: Path
     """the folder"""
     manifest: Manifest
-    """what it holds"""
     verify: bool = True
     """compare the checksum of every shard that is read"""
 
@@ -233,7 +207,6 @@ class StoredTrace(Recording):
         return self.manifest.num_tokens, self.manifest.num_layers, self.manifest.top_k
 
     def pieces(self) -> Iterator[RoutingPiece]:
-        """All tokens in order, each piece a window of a memory-mapped shard."""
         step = tokens_per_piece(self.manifest.bytes_per_token)
         for shard in self.manifest.shards:
             digest = hashlib.sha256()
@@ -243,7 +216,10 @@ class StoredTrace(Recording):
                 if self.verify:
                     digest.update(ids.data.cast("B"))
                 recorded = None if self.recorded is None else self.recorded[token : token + len(ids)]
-                _check_piece(self.path / shard.name, ids, self.num_experts, recorded)
+                try:
+                    check_ids(ids, self.num_experts, recorded)
+                except InputError as error:
+                    raise TraceFormatError(f"{self.path / shard.name}: {error}") from error
                 yield RoutingPiece(first_token=token, ids=ids, recorded=recorded)
             if self.verify and digest.hexdigest() != shard.sha256:
                 raise _corrupted(self.path / shard.name)
@@ -262,20 +238,13 @@ class StoredTrace(Recording):
         except (OSError, ValueError) as error:
             raise TraceFormatError(f"cannot read {file}: {error}") from error
 
-    def load(self) -> RoutingTrace:
-        """The whole recording in memory."""
-        ids = np.empty(self.shape, dtype=id_dtype(self.num_experts))
-        for piece in self.pieces():
-            ids[piece.first_token : piece.first_token + len(piece.ids)] = piece.ids
-        return RoutingTrace(ids=ids, num_experts=self.num_experts, **index_fields(index_arrays(self)))
-
 
 def open_trace(path: Path | str, *, verify: bool = True) -> StoredTrace:
-    """Open the folder NAME.eqtrace; its index is read and checked now, its ids when they are asked for."""
+    """Open the folder NAME.eqtrace: read and check its index; ids are read on demand."""
     path = Path(path)
     if not path.is_dir():
         raise TraceFormatError(f"cannot open {path}: there is no such folder")
-    manifest = parse_manifest(path / "manifest.json")
+    manifest = _parse_manifest(path / "manifest.json")
     for shard in manifest.shards:
         _check_size(path / shard.name, shard.num_bytes)
     arrays = {field: _read_array(path, field, stored) for field, stored in manifest.arrays.items()}
@@ -288,7 +257,7 @@ def open_trace(path: Path | str, *, verify: bool = True) -> StoredTrace:
 def stored_trace(
     path: Path, manifest: Manifest, arrays: dict[str, NDArray[Any]], *, verify: bool = True
 ) -> StoredTrace:
-    """The trace in folder `path`, whose manifest and index arrays are already known."""
+    """The trace in folder `path` with a known manifest and index."""
     fields = index_fields(arrays)
     return StoredTrace(path=path, manifest=manifest, verify=verify, num_experts=manifest.num_experts, **fields)
 
@@ -313,17 +282,8 @@ def _check_size(file: Path, num_bytes: int) -> None:
     except OSError as error:
         raise TraceFormatError(f"cannot read {file}: {error.strerror or error}; {AGAIN}") from error
     if size != num_bytes or not file.is_file():
-        raise TraceFormatError(f"{file} has {size} bytes where its manifest says {num_bytes}: truncated; {AGAIN}")
-
-
-def _check_piece(
-    file: Path, ids: NDArray[np.unsignedinteger[Any]], num_experts: int, recorded: NDArray[np.bool_] | None
-) -> None:
-    try:
-        check_ids(ids, num_experts, recorded)
-    except InputError as error:
-        raise TraceFormatError(f"{file}: {error}") from error
+        raise TraceFormatError(f"{file} is truncated: {size} bytes, its manifest says {num_bytes}; {AGAIN}")
 
 
 def _corrupted(file: Path) -> TraceFormatError:
-    return TraceFormatError(f"{file} is corrupted: its checksum is not the one in its manifest; {AGAIN}")
+    return TraceFormatError(f"{file} is corrupted: its checksum differs from its manifest; {AGAIN}")

@@ -1,13 +1,12 @@
-"""What a recording holds, and how unbalanced it would be on a cluster: the first question anybody asks.
+"""What a recording holds, and how unbalanced it is on a cluster under static placement.
 
-Symbols: T tokens, S sequences, M micro-batches, L layers, E experts, R ranks. Homes are contiguous (expert e
-lives on rank e // (E / R)), and micro-batches are whole sequences in file order, filled up to the token
-budget, the last one included. The recording is read once, a few MiB at a time.
+Symbols: T tokens, S sequences, M micro-batches, L layers, E experts, R ranks. Homes are contiguous (expert e on rank
+e // (E / R)); micro-batches are whole sequences in file order, up to the token budget. The recording is read once.
 """
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -26,7 +25,7 @@ __all__ = ["TraceSummary", "summarize"]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSummary:
-    """Sizes and imbalances of a recording on a cluster."""
+    """Sizes and imbalances of a recording on a cluster; imbalance is slowest over mean."""
 
     tokens: int
     """T"""
@@ -41,49 +40,44 @@ class TraceSummary:
     tokens_without_routing: int
     """tokens that will be routed live"""
     groups: int | None
-    """prompt groups; None: not known"""
+    """prompt groups; None: unknown"""
     policy_versions: int | None
-    """different policy versions; None: not known"""
+    """distinct policy versions; None: unknown"""
     length_median: float
-    """tokens of a sequence"""
+    """tokens per sequence, median"""
     length_p99: float
-    """tokens of a sequence, 99th percentile"""
+    """tokens per sequence, 99th percentile"""
     length_max: int
     """tokens of the longest sequence"""
     ranks: int
     """R"""
     nodes: int
-    """nodes of the cluster"""
     tokens_per_microbatch: int
     """token budget of a micro-batch"""
     microbatches: int
     """M"""
     imbalance_batch: float
-    """slowest rank over mean rank of the batch totals, mean over layers"""
+    """imbalance of ranks over the whole batch, mean over layers"""
     imbalance_microbatch_mean: float
-    """the same of each micro-batch and layer, mean over both"""
+    """imbalance of ranks, mean over micro-batches and layers"""
     imbalance_microbatch_p99: float
-    """99th percentile of them"""
+    """imbalance of ranks, 99th percentile over micro-batches and layers"""
     imbalance_microbatch_worst: float
-    """largest of them"""
+    """imbalance of ranks, largest over micro-batches and layers"""
     node_imbalance_batch: float
-    """slowest node over mean node of the batch totals, mean over layers"""
+    """imbalance of nodes over the whole batch, mean over layers"""
     node_imbalance_microbatch_mean: float
-    """the same of each micro-batch and layer, mean over both"""
+    """imbalance of nodes, mean over micro-batches and layers"""
     worst_layer: int
-    """layer with the largest imbalance of the batch totals"""
+    """layer with the largest imbalance over the whole batch"""
     imbalance_of_layer: tuple[float, ...]
-    """[L] slowest rank over mean rank of the batch totals"""
+    """[L] imbalance of ranks over the whole batch"""
     load_share_of_rank: tuple[float, ...]
-    """[R] share of the worst layer's load that each rank gets; the mean is 1 / R"""
-
-    def to_dict(self) -> dict[str, Any]:
-        """For JSON."""
-        return asdict(self)
+    """[R] share of the worst layer's load; the mean is 1 / R"""
 
 
 def summarize(recording: Recording, cluster: Cluster, tokens_per_microbatch: int) -> TraceSummary:
-    """Read the recording once and say what it holds."""
+    """Sizes and imbalances of the recording on this cluster."""
     lengths, groups, segments = recording.length_of_sequence, recording.group_of_sequence, recording.segments
     micro_batches = micro_batches_in_file_order(lengths, tokens_per_microbatch)
     return TraceSummary(

@@ -1,17 +1,27 @@
-"""Synthetic RL routing: traces and loads with the skew of a real one, of any size.
+"""Synthetic RL routing of any size, as skewed as a real recording, and the fit of its knobs to one.
 
 Symbols: S sequences, L layers, K experts per token, E experts. A step has `num_prompts` prompts with
-`answers_per_prompt` answers each; answers of one prompt stand together. The log-weight of an expert for one
-sequence is
+`answers_per_prompt` consecutive answers each. The log-weight of an expert for one sequence is
 
-    popularity_skew * A[layer, expert]                                 what the model does to any text
-    + sequence_noise * (sqrt(c) * G[prompt, layer, expert]             what it does to this prompt
-                        + sqrt(1 - c) * N[sequence, layer, expert])    and to this answer
+    popularity_skew * A[layer, expert]                                 any text
+    + sequence_noise * (sqrt(c) * G[prompt, layer, expert]             this prompt
+                        + sqrt(1 - c) * N[sequence, layer, expert])    this answer
 
-with A, G, N standard normal and c = group_correlation. Each token draws K different experts by weight. From
-step to step popularity drifts: A' = sqrt(1 - drift^2) * A + drift * (new normals), so its spread stays and
-its memory fades; prompts are always new. Lengths are log-normal, cut at `max_length`. The same arguments give
-the same trace, however it is read.
+with A, G, N standard normal and c = group_correlation. Each token draws K different experts by weight. Popularity
+drifts from step to step, A' = sqrt(1 - drift^2) * A + drift * (new normals), so its spread stays the same; prompts are
+always new. Lengths are log-normal, cut at `max_length`. The same arguments always give the same trace.
+
+`fit_knobs` inverts this by moments. Let pi be the probability that a token of a sequence goes to an expert. Counts of
+real sequences give unbiased means of pi * pi' (over experts, layers and pairs of tokens) for
+
+    two tokens of one sequence            -> M_sequence: all variance,        correlation 1
+    two sequences of one prompt group     -> M_group:    popularity + group,  correlation r_group
+    two sequences of different groups     -> M_batch:    popularity alone,    correlation r_batch
+
+Log-weights are normal with standard deviation s, and drawing K of E turns log-weight x into pi = 1 - exp(-c e^x), with
+c such that the mean is K / E. So M = E[pi(s z) pi(s z')] / (K / E)^2 for correlated normals z, z': a two-dimensional
+integral (Gauss-Hermite) that grows with s and with the correlation. Solve it for s, then for both correlations. All
+pairs of tokens count the same, so long sequences count more, as they do in a load.
 """
 
 from __future__ import annotations
@@ -34,15 +44,7 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
-__all__ = [
-    "SynthKnobs",
-    "SynthShape",
-    "SyntheticRecording",
-    "fit_knobs",
-    "synthesize",
-    "synthesize_loads",
-    "synthetic_recording",
-]
+__all__ = ["SynthKnobs", "SynthShape", "fit_knobs", "synthesize", "synthesize_loads", "synthetic_recording"]
 
 
 POPULARITY, LENGTHS, ROUTING = 1, 2, 3
@@ -50,18 +52,18 @@ POPULARITY, LENGTHS, ROUTING = 1, 2, 3
 
 @dataclass(frozen=True, kw_only=True)
 class SynthKnobs:
-    """How unbalanced, how correlated, how long."""
+    """Skew, correlation and lengths of synthetic routing."""
 
     popularity_skew: float = 0.7
-    """standard deviation of log-popularity over the experts of a layer; 0: all equally popular"""
+    """standard deviation of log-popularity over the experts of a layer; 0: uniform"""
     sequence_noise: float = 0.8
-    """standard deviation of how a sequence's log-weights differ from popularity; 0: all sequences alike"""
+    """standard deviation of a sequence's log-weights around popularity; 0: all sequences alike"""
     group_correlation: float = 0.4
-    """correlation of those differences between two answers to one prompt, 0 to 1"""
+    """correlation of this noise between two answers to one prompt, 0 to 1"""
     drift: float = 0.1
-    """how much of popularity is new after one step, 0 (frozen) to 1 (forgotten)"""
+    """share of popularity that is new after one step, 0 (frozen) to 1 (forgotten)"""
     median_length: float = 2048.0
-    """tokens of a sequence, median"""
+    """median tokens per sequence"""
     length_tail: float = 0.8
     """standard deviation of log-length; 0: all of one length"""
     max_length: int = 16_384
@@ -85,12 +87,10 @@ class SynthKnobs:
 
 @dataclass(frozen=True, kw_only=True)
 class SynthShape:
-    """How much to make, and for which model."""
+    """Size of a synthetic step, and the shape of its model."""
 
     num_prompts: int
-    """prompts of the step"""
     answers_per_prompt: int
-    """answers to each prompt"""
     num_layers: int
     """L"""
     num_experts: int
@@ -103,10 +103,10 @@ class SynthShape:
             if not 1 <= getattr(self, name) <= 10**7:
                 raise InputError(f"{name} must be from 1 to 10000000, not {getattr(self, name)}")
         if self.num_sequences > 10**7:
-            raise InputError(f"{self.num_sequences} sequences are too many: at most 10000000")
+            raise InputError(f"{self.num_sequences} sequences are too many: use at most 10000000")
         id_dtype(self.num_experts)
         if self.top_k > self.num_experts:
-            raise InputError(f"{self.top_k} different experts per token need as many experts, not {self.num_experts}")
+            raise InputError(f"{self.top_k} experts per token need at least as many experts, not {self.num_experts}")
 
     @property
     def num_sequences(self) -> int:
@@ -119,23 +119,19 @@ class SynthShape:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SyntheticRecording(Recording):
-    """A recording that is made while it is read, so that it can be written or counted whatever its size."""
+    """A recording that is generated while it is read, so that its size is not limited by memory."""
 
     size: SynthShape
-    """how much"""
     knobs: SynthKnobs
-    """of what kind"""
     seed: int
-    """of all random numbers"""
     step: int
-    """steps of drift behind it"""
+    """steps of drift"""
 
     @property
     def shape(self) -> tuple[int, int, int]:
         return int(self.offsets[-1]), self.size.num_layers, self.size.top_k
 
     def pieces(self) -> Iterator[RoutingPiece]:
-        """All tokens in order, some whole sequences at a time."""
         dtype = id_dtype(self.num_experts)
         step = tokens_per_piece(self.num_layers * self.top_k * dtype.itemsize)
         popularity = _log_popularity(self.size, self.knobs, self.seed, self.step)
@@ -152,7 +148,7 @@ class SyntheticRecording(Recording):
 def synthetic_recording(
     size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step: int = 0, record_last_token: bool = True
 ) -> SyntheticRecording:
-    """One step, made while it is read. `record_last_token=False`: last tokens have none, as in rollouts."""
+    """One step, generated while it is read; with record_last_token=False last tokens lack routing, as in rollouts."""
     offsets = np.concatenate([[0], np.cumsum(_lengths(size, knobs, seed, step))]).astype(np.int64)
     recorded = None
     if not record_last_token:
@@ -173,22 +169,12 @@ def synthetic_recording(
 def synthesize(
     size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step: int = 0, record_last_token: bool = True
 ) -> RoutingTrace:
-    """One step in memory."""
-    made = synthetic_recording(size, knobs, seed=seed, step=step, record_last_token=record_last_token)
-    ids = np.empty(made.shape, dtype=id_dtype(size.num_experts))
-    for piece in made.pieces():
-        ids[piece.first_token : piece.first_token + len(piece.ids)] = piece.ids
-    return RoutingTrace(
-        ids=ids,
-        offsets=made.offsets,
-        num_experts=size.num_experts,
-        recorded=made.recorded,
-        group_of_sequence=made.group_of_sequence,
-    )
+    """One step in memory; see `synthetic_recording`."""
+    return synthetic_recording(size, knobs, seed=seed, step=step, record_last_token=record_last_token).load()
 
 
 def synthesize_loads(size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step: int = 0) -> SequenceLoad:
-    """The loads of such a step without its tokens: those of long sequences are drawn as totals."""
+    """The loads of a step without its tokens; those of long sequences are drawn as totals."""
     lengths = _lengths(size, knobs, seed, step)
     tokens_SLE = np.empty((size.num_sequences, size.num_layers, size.num_experts), dtype=np.int32)
     popularity = _log_popularity(size, knobs, seed, step)
@@ -222,7 +208,7 @@ def _lengths(size: SynthShape, knobs: SynthKnobs, seed: int, step: int) -> NDArr
 
 
 def _log_popularity(size: SynthShape, knobs: SynthKnobs, seed: int, step: int) -> NDArray[np.float64]:
-    """[L, E] log-popularity at a step: popularity_skew * A after `step` steps of drift."""
+    """[L, E] popularity_skew * A after `step` steps of drift."""
     if step > 100_000:
         raise InputError(f"step must be at most 100000, not {step}")
     grid = (size.num_layers, size.num_experts)
@@ -239,7 +225,11 @@ NODE_WEIGHTS = NODE_WEIGHTS / NODE_WEIGHTS.sum()
 
 
 def fit_knobs(recording: Recording, *, answers_per_prompt: int = 8, drift: float = 0.1) -> SynthKnobs:
-    """Knobs with which `synthesize` makes routing as skewed and as correlated as this recording."""
+    """Knobs with which `synthesize` makes routing as skewed and correlated as this recording.
+
+    Without known prompt groups, runs of `answers_per_prompt` neighbours stand for them: recordings are often sorted by
+    domain. One recording cannot show drift, so the caller gives it.
+    """
     if answers_per_prompt < 1:
         raise InputError(f"answers per prompt must be at least 1, not {answers_per_prompt}")
     groups = recording.group_of_sequence
@@ -264,7 +254,7 @@ def fit_knobs(recording: Recording, *, answers_per_prompt: int = 8, drift: float
 
 
 def _moments(recording: Recording, groups: NDArray[np.int64]) -> tuple[float, float, float]:
-    """M_sequence, M_group, M_batch over (K / E)^2; a missing kind takes the next wider value."""
+    """M_sequence, M_group and M_batch; a kind without pairs takes the next wider one."""
     loads = sequence_loads(recording).tokens_SLE.reshape(recording.num_sequences, -1).astype(np.float64)
     tokens = loads[:, : recording.num_experts].sum(axis=1) / recording.top_k
     _, group_number = np.unique(groups, return_inverse=True)
@@ -289,7 +279,7 @@ def _moments(recording: Recording, groups: NDArray[np.int64]) -> tuple[float, fl
 
 
 def _moment(spread: float, correlation: float, share: float) -> float:
-    """E[pi(s z) pi(s z')] / share^2 for normals z, z' of this correlation."""
+    """E[pi(s z) pi(s z')] / share^2 for normals z, z' with this correlation."""
     clock = _clock(spread, share)
     own = math.sqrt(max(0.0, 1.0 - correlation**2))
     pi = 1.0 - np.exp(-clock * np.exp(spread * NODES))
@@ -310,7 +300,7 @@ def _clock(spread: float, share: float) -> float:
 
 
 def _solve(function: Callable[[float], float], value: float, most: float, *, least: float = 0.0) -> float:
-    """The x from least to most at which a rising function reaches `value`, or the nearer end."""
+    """The x from least to most at which a rising function reaches `value`, or the nearer end (bisection)."""
     for _ in range(60):
         middle = (least + most) / 2
         if function(middle) < value:

@@ -5,7 +5,6 @@ from equilibra.core.errors import InputError
 from equilibra.trace import routing
 from equilibra.trace.count import (
     loads_of_groups,
-    micro_batch_loads,
     micro_batches_in_file_order,
     require_distinct_experts,
     sequence_loads,
@@ -72,10 +71,10 @@ def test_a_budget_of_nothing_is_refused():
         micro_batches_in_file_order(np.array([1]), 0)
 
 
-def test_micro_batch_loads_are_sums_of_sequences(full_trace):
-    loads = micro_batch_loads(full_trace, np.array([0, 2, 3]))
+def test_loads_of_micro_batches_are_sums_of_sequences(full_trace):
+    (block,) = loads_of_groups(full_trace, full_trace.offsets[[0, 2, 3]])
     of_sequence = slow_sequence_loads(full_trace)
-    assert np.array_equal(loads, [of_sequence[0] + of_sequence[1], of_sequence[2]])
+    assert np.array_equal(block.tokens_GLE, [of_sequence[0] + of_sequence[1], of_sequence[2]])
 
 
 @pytest.mark.parametrize("token_offsets", [[0, 20], [0, 60], [5, 50], [0, 20, 20, 50], [0]])
