@@ -1,7 +1,8 @@
 """Events: what ran where and when, with one schema for predicted and measured ones.
 
-An event is one span on one resource of one rank. The simulator writes predicted events, the runtime measured ones, with
-the same columns. Times are microseconds since the step began. Columns that do not apply are -1 (indices) or 0 (amounts).
+An event is one span on one resource of one rank. The simulator writes predicted events, the runtime measured ones,
+with the same columns. Times are microseconds since the step began. Columns that do not apply are -1 (indices) or 0
+(amounts).
 """
 
 from __future__ import annotations

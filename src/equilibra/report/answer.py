@@ -36,9 +36,9 @@ Column = list[float | None]
 
 
 def answer(run: Run) -> dict[str, Any]:
-    """{sentence, facts: [{value, label}]}: of the pair that the page compares, or of the only planner there is.
+    """{sentence, facts: [{metric, value, label}]} of the two planners that the page compares, or of the only one.
 
-    Of a training run they are about the run, and {step} is the sentence about its last step.
+    For a training run they are about the run, and "step" is the sentence about its last step.
     """
     of_step = _answer_of_step(run)
     curves = training(run)
@@ -52,54 +52,42 @@ def _answer_of_step(run: Run) -> dict[str, Any]:
     if after is None:
         return {"sentence": "This run has no plan to show.", "facts": []}
     record, baseline = run.planners[after], run.planners[before] if before is not None else None
-    if before is not None and before in predictions_in(run):
-        return {
-            "sentence": _measured_sentence(run, after, before),
-            "facts": [
-                fact for fact in _facts(record, baseline, before) if fact is not None and "time" not in fact["metric"]
-            ],
-        }
-    predicted = run.about.get("kind") != "measured"
-    return {
-        "sentence": _sentence(after, before, record, baseline, predicted=predicted),
-        "facts": [fact for fact in _facts(record, baseline, before) if fact is not None],
-    }
+    facts = _facts(record, baseline, before)
+    if before is not None and before in predictions_in(run):  # a measured time does not compare with a predicted one
+        facts = [fact for fact in facts if "time" not in fact["metric"]]
+        return {"sentence": _measured_sentence(run, after, before), "facts": facts}
+    verb = "took" if run.about.get("kind") == "measured" else "would take"
+    return {"sentence": _sentence(after, before, record, baseline, verb), "facts": facts}
 
 
 def _measured_sentence(run: Run, after: str, before: str) -> str:
-    """What was measured, and apart from it what is predicted: two predictions compare, a measurement does not."""
+    """The measured step time, then the predicted gain: predictions are compared only with predictions."""
     step = _metric(run.planners[after], "step_time_s")
     same = _metric(run.planners.get(PREDICTED), "step_time_s")
-    other = _metric(run.planners[before], "step_time_s")
-    name = _capital(label_of(after))
+    name, ratio = _capital(label_of(after)), _ratio(same, _metric(run.planners[before], "step_time_s"))
     took = f"{name}: this run has no step time." if step is None else f"{name} took {_seconds(step)} for the step."
-    ratio = _ratio(same, other)
     if before == PREDICTED or ratio is None:
         return took if same is None else f"{took} The cost model predicts {_seconds(same)} for log-prob and update."
+    gain = f"{ratio:.2f} of the time of {label_of(before)}, {_speed(ratio)}"
     if abs(ratio - 1) < 0.005:
         gain = f"as long as {label_of(before)}"
-    else:
-        gain = f"{ratio:.2f} of the time of {label_of(before)}, {_speed(ratio)}"
     return (
-        f"{took} For log-prob and update the cost model, at the rates of this step, predicts {gain}, were every rank "
-        "on a processor of its own."
+        f"{took} For log-prob and update the cost model, at the rates of this step, predicts {gain}, with every rank "
+        "on its own processor."
     )
 
 
-def _sentence(
-    after: str, before: str | None, record: PlannerRecord, baseline: PlannerRecord | None, *, predicted: bool
-) -> str:
-    name = _capital(label_of(after))
-    step = _metric(record, "step_time_s")
+def _sentence(after: str, before: str | None, record: PlannerRecord, baseline: PlannerRecord | None, verb: str) -> str:
+    name, step, share = _capital(label_of(after)), _metric(record, "step_time_s"), _metric(record, "share_of_balanced")
     ratio = _ratio(step, _metric(baseline, "step_time_s"))
+    speed = "" if share is None else f", {share * 100:.1f}\u00a0% of the speed of a perfectly balanced one"
     if step is None:
         return f"{name}: this run has no step time."
     if ratio is None or before is None:
-        return f"{name} {'would take' if predicted else 'took'} {_seconds(step)} for the step{_share(record)}."
-    verb = "would take" if predicted else "took"
+        return f"{name} {verb} {_seconds(step)} for the step{speed}."
     if abs(ratio - 1) < 0.005:
-        return f"{name} {verb} as long as {label_of(before)}: there is nothing to gain here{_share(record)}."
-    return f"{name} {verb} {ratio:.2f} of the time of {label_of(before)}: {_speed(ratio)}{_share(record)}."
+        return f"{name} {verb} as long as {label_of(before)}: there is nothing to gain here{speed}."
+    return f"{name} {verb} {ratio:.2f} of the time of {label_of(before)}: {_speed(ratio)}{speed}."
 
 
 def _speed(ratio: float) -> str:
@@ -110,29 +98,15 @@ def _capital(name: str) -> str:
     return name[0].upper() + name[1:] if name else name
 
 
-def _share(record: PlannerRecord) -> str:
-    share = _metric(record, "share_of_balanced")
-    return "" if share is None else f", {share * 100:.1f}\u00a0% of the speed of a perfectly balanced one"
-
-
-def _facts(record: PlannerRecord, baseline: PlannerRecord | None, before: str | None) -> list[dict[str, str] | None]:
-    beside = "" if before is None else f"; {label_of(before)} " + "{}"
-    return [
-        _fact(record, baseline, "step_time_s", f"step time{beside}", _seconds),
-        _fact(record, baseline, "imbalance_mean", f"imbalance, slowest rank over mean{beside}", "{:.3f}".format),
-        _fact(record, None, "exposed_overhead_s", "overhead that is not hidden", _seconds),
-        _fact(record, baseline, "peak_memory_bytes", f"peak memory of a rank{beside}", _bytes),
-    ]
-
-
-def _fact(
-    record: PlannerRecord, baseline: PlannerRecord | None, key: str, label: str, show: Callable[[float], str]
-) -> dict[str, str] | None:
-    value, other = _metric(record, key), _metric(baseline, key)
-    if value is None:
-        return None
-    label = label.format(show(other)) if other is not None else label.partition(";")[0]
-    return {"metric": key, "value": show(value), "label": label}
+def _facts(record: PlannerRecord, baseline: PlannerRecord | None, before: str | None) -> list[dict[str, str]]:
+    facts = []
+    for key, label, show in FACTS:
+        value, other = _metric(record, key), _metric(baseline, key)
+        if value is not None:
+            compared = before if other is not None and key != "exposed_overhead_s" else None
+            against = "" if compared is None or other is None else f"; {label_of(compared)} {show(other)}"
+            facts.append({"metric": key, "value": show(value), "label": f"{label}{against}"})
+    return facts
 
 
 def _metric(record: PlannerRecord | None, key: str) -> float | None:
@@ -157,16 +131,23 @@ def _bytes(value: float) -> str:
     return f"{value:.0f}\u00a0B"
 
 
+FACTS: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    ("step_time_s", "step time", _seconds),
+    ("imbalance_mean", "imbalance, slowest rank over mean", "{:.3f}".format),
+    ("exposed_overhead_s", "overhead that is not hidden", _seconds),
+    ("peak_memory_bytes", "peak memory of a rank", _bytes),
+)
+"""metric, label and format of the figures about a step"""
+
+
 def training(run: Run) -> Curves | None:
-    """The curves for the page; None if the run has none that can be read."""
+    """The training curves for the page; None if the run has no readable ones."""
     said = run.about.get("training")
     steps = said.get("steps") if isinstance(said, dict) else None
     step = _steps(steps)
     if not isinstance(said, dict) or not isinstance(steps, dict) or not step:
         return None
-    stages = [
-        name for name in steps if isinstance(name, str) and name.startswith(STAGE) and len(name) <= MAX_NAME
-    ]  # fmt: skip
+    stages = [name for name in steps if isinstance(name, str) and name.startswith(STAGE) and len(name) <= MAX_NAME]
     columns = {name: _column(steps.get(name), len(step)) for name in (*METRICS, *stages[:MAX_STAGES])}
     columns = {name: column for name, column in columns.items() if any(value is not None for value in column)}
     points = _held_out(said.get("held_out"))
@@ -182,7 +163,7 @@ def training(run: Run) -> Curves | None:
 
 
 def _held_out(said: object) -> list[tuple[int, float]]:
-    """(step, reward) of evaluations that came to a number."""
+    """(step, reward) of evaluations with a finite reward."""
     if not isinstance(said, dict):
         return []
     steps = _steps(said)
@@ -191,7 +172,7 @@ def _held_out(said: object) -> list[tuple[int, float]]:
 
 
 def _steps(columns: object) -> list[int]:
-    """Numbers of steps that rise; none if they do not."""
+    """The column "step" if it is a rising list of whole numbers, else nothing."""
     found = columns.get("step") if isinstance(columns, dict) else None
     if not isinstance(found, list) or len(found) > MAX_POINTS:
         return []
@@ -208,10 +189,8 @@ def _count(value: object, otherwise: int) -> int:
 
 
 def training_sentence(curves: Curves) -> str:
-    """What the run learned and how even its ranks were: what the page opens with."""
-    parts = [_learned(curves), _evened(curves)]
-    sentence = "; ".join(part for part in parts if part)
-    return sentence[0].upper() + sentence[1:] + "."
+    """How much reward the run gained and how balanced its ranks were."""
+    return _capital("; ".join(part for part in (_learned(curves), _balanced(curves)) if part)) + "."
 
 
 def _learned(curves: Curves) -> str:
@@ -226,8 +205,8 @@ def _learned(curves: Curves) -> str:
     return f"{_steps_of(curves['num_steps'])} of training"
 
 
-def _evened(curves: Curves) -> str:
-    """Means over the steps that say both."""
+def _balanced(curves: Curves) -> str:
+    """Mean imbalances over the steps that have both."""
     columns, planner = curves["columns"], curves["planner"]
     both = [
         (before, now)
@@ -238,15 +217,13 @@ def _evened(curves: Curves) -> str:
         return ""
     before, now = fmean(one for one, _ in both), fmean(one for _, one in both)
     if planner == BASELINE:
-        return f"the slowest rank carried {now:.2f} times the mean, with static placement"
-    return (
-        f"the slowest rank carried {now:.2f} times the mean with {label_of(planner)}, with static placement it would "
-        f"have carried {before:.2f}"
-    )
+        return f"the slowest rank carried {now:.2f} times the mean under static placement"
+    against = f"against {before:.2f} under static placement"
+    return f"the slowest rank carried {now:.2f} times the mean with {label_of(planner)}, {against}"
 
 
 def training_facts(curves: Curves) -> list[dict[str, str]]:
-    """A few figures of the whole run; those there are."""
+    """Figures of the whole run, without those that it lacks."""
     rewards, evaluated = curves["held_out"]["reward"], curves["held_out"]["step"]
     before, now = _numbers(curves, "imbalance_static"), _numbers(curves, "imbalance")
     static = f"; static placement {fmean(before):.3f}" if before and curves["planner"] != BASELINE else ""
@@ -260,7 +237,7 @@ def training_facts(curves: Curves) -> list[dict[str, str]]:
         *_curve_fact("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
                f"a step, median, on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
         *_curve_fact("exposed", _numbers(curves, "exposed"), lambda found: f"{100 * median(found):.1f}\u00a0%",
-               "of a step is exposed: waiting for planning, copies and moves"),
+               "of a step is exposed: waiting for planning, copies and migration"),
         *_curve_fact("mismatch_max", _numbers(curves, "mismatch_max"), lambda found: _power(max(found)),
                "largest difference between replayed log-probabilities and the rollout's"),
     ]  # fmt: skip
@@ -290,7 +267,6 @@ def _whole(number: float) -> str:
 
 
 def _power(value: float) -> str:
-    """4.7 x 10^-7, as it is printed in books."""
     if not value:
         return "0"
     digits, _, power = f"{value:.1e}".partition("e")

@@ -21,23 +21,20 @@ from numpy.typing import NDArray
 from equilibra.events.run import PlannerRecord, Run
 from equilibra.report.figures import IDEAL, chosen_pair
 
-__all__ = ["Detail", "collect_detail", "pack", "packed_size", "rank_tokens_of"]
-
+__all__ = ["collect_detail", "pack", "packed_size", "rank_tokens_of"]
 
 INTEGERS = ("u1", "u2", "u4", "i1", "i2", "i4")
-
-
 FLASH = ("flash_expert", "flash_rank", "flash_origin", "flash_tokens")
 STANDING = ("standing_layer", "standing_expert", "standing_rank", "standing_tokens_CM")
 
 Detail = dict[str, dict[str, Any]]
-"""packed arrays by name"""
+"""packed arrays by key"""
 
 
 def collect_detail(run: Run, *, budget_bytes: int) -> tuple[Detail, dict[str, dict[str, str]]]:
-    """(packed arrays by key, key of every array of every planner that has detail).
+    """(packed arrays by key, keys of the arrays of every planner that has detail).
 
-    The two planners that the page compares always have it; others while `budget_bytes` last.
+    The two planners that the page compares always have detail; others while `budget_bytes` lasts.
     """
     arrays: Detail = {}
     keys_of_planner: dict[str, dict[str, str]] = {}
@@ -52,7 +49,7 @@ def collect_detail(run: Run, *, budget_bytes: int) -> tuple[Detail, dict[str, di
 
 
 def rank_tokens_of(record: PlannerRecord) -> NDArray[np.int64]:
-    """[L, M, R] loads of ranks that follow from homes and copies: what the page computes."""
+    """[L, M, R] rank loads that follow from homes and copies, as the page computes them."""
     layers, micro_batches, ranks = record.rank_tokens_LMR.shape
     loads = np.zeros((layers, micro_batches, ranks), np.int64)
     layer_L, batch_M = np.arange(layers)[:, None, None], np.arange(micro_batches)[None, :, None]
@@ -64,9 +61,8 @@ def rank_tokens_of(record: PlannerRecord) -> NDArray[np.int64]:
     np.subtract.at(loads, (layer, batch, home[layer, record.flash_expert]), record.flash_tokens)
     layer_C, served = record.standing_layer[:, None], record.standing_tokens_CM
     np.add.at(loads, (layer_C, batch_M[:, :, 0], record.standing_rank[:, None]), served)
-    np.subtract.at(
-        loads, (layer_C, batch_M[:, :, 0], home[record.standing_layer, record.standing_expert][:, None]), served
-    )
+    home_C = home[record.standing_layer, record.standing_expert][:, None]
+    np.subtract.at(loads, (layer_C, batch_M[:, :, 0], home_C), served)
     return loads
 
 
@@ -92,23 +88,20 @@ def _packed_record(record: PlannerRecord, *, known: Detail) -> tuple[Detail, dic
 
 
 def pack(array: NDArray[Any]) -> dict[str, Any]:
-    """{dtype, shape, data}: the array as text. Whole numbers keep their values, others become 32-bit floats."""
-    if array.dtype == np.bool_ or np.issubdtype(array.dtype, np.integer):
-        small = array.astype(_smallest(array))
-    else:
-        small = array.astype(np.float32)
+    """{dtype, shape, data}: the array as text. Integers keep their values, other numbers become float32."""
+    small = array.astype(_smallest(array) if array.dtype.kind in "biu" else np.float32)
     planes = np.ascontiguousarray(small).reshape(-1).view(np.uint8).reshape(-1, small.dtype.itemsize).T
     text = base64.b64encode(gzip.compress(planes.tobytes(), compresslevel=9, mtime=0)).decode()
     return {"dtype": f"{small.dtype.kind}{small.dtype.itemsize}", "shape": list(array.shape), "data": text}
 
 
 def packed_size(arrays: dict[str, dict[str, Any]]) -> int:
-    """Bytes that packed arrays take on the page."""
+    """Bytes of packed arrays on the page."""
     return sum(len(entry["data"]) for entry in arrays.values())
 
 
 def _smallest(array: NDArray[Any]) -> str:
-    """Little-endian type of fewest bytes that holds all values; a float where none does."""
+    """The smallest little-endian integer type that holds all values; float64 if none does."""
     low, high = int(array.min(initial=0)), int(array.max(initial=0))
     for name in INTEGERS:
         limits = np.iinfo(name)
