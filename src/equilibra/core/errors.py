@@ -17,20 +17,10 @@ A message says what was asked, with the values, what is required, and what to do
 """
 
 __all__ = [
-    "BrokenStateError",
-    "BudgetError",
-    "EquilibraError",
-    "ExecuteError",
-    "InputError",
-    "MismatchError",
-    "NonFiniteError",
-    "PlanError",
-    "RankLostError",
-    "StaleError",
-    "TraceFormatError",
-    "UnreadableError",
+    "BrokenStateError", "BudgetError", "EquilibraError", "ExecuteError", "InputError", "MismatchError",
+    "NonFiniteError", "PlanError", "RankLostError", "StaleError", "TraceFormatError", "UnreadableError",
     "check_whole",
-]
+]  # fmt: skip
 
 
 class EquilibraError(Exception):

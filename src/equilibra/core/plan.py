@@ -22,13 +22,7 @@ from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import Migration, Placement
 
-__all__ = [
-    "STAGE_ARRAYS",
-    "Stage",
-    "StagePlan",
-    "StandingCopies",
-    "StepPlan",
-]
+__all__ = ["STAGE_ARRAYS", "Stage", "StagePlan", "StandingCopies", "StepPlan"]
 
 STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "standing_tokens_CMR")
 """arrays of a StagePlan, in digest order"""

@@ -21,7 +21,6 @@ from equilibra.report.figures import BASELINE, PREDICTED, chosen_pair, finite, l
 
 __all__ = ["Curves", "answer", "training", "training_facts", "training_sentence"]
 
-
 METRICS = (
     "reward", "kl", "entropy", "loss", "imbalance_static", "imbalance", "exposed", "mismatch_max", "tokens_per_s",
     "seconds",

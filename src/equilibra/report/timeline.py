@@ -161,13 +161,12 @@ def _trace_events(rows: NDArray[np.void]) -> list[dict[str, Any]]:
 def _names(rows: NDArray[np.void]) -> list[dict[str, Any]]:
     named: list[dict[str, Any]] = []
     for rank in np.unique(rows["rank"]).tolist():
+        resources = np.unique(rows["resource"][rows["rank"] == rank]).tolist()
         title = f"rank {rank}" if rank >= 0 else "all ranks"
-        named.append({"ph": "M", "name": "process_name", "pid": rank, "tid": 0, "args": {"name": title}})
-        named.append({"ph": "M", "name": "process_sort_index", "pid": rank, "tid": 0, "args": {"sort_index": rank}})
-        for resource in np.unique(rows["resource"][rows["rank"] == rank]).tolist():
-            for name, value in (("thread_name", words_of(Resource(resource))), ("thread_sort_index", resource)):
-                key = "name" if name == "thread_name" else "sort_index"
-                named.append({"ph": "M", "name": name, "pid": rank, "tid": resource, "args": {key: value}})
+        lines = [("process", 0, title, rank), *(("thread", n, words_of(Resource(n)), n) for n in resources)]
+        for what, thread, name, index in lines:
+            for key, value in (("name", name), ("sort_index", index)):
+                named.append({"ph": "M", "name": f"{what}_{key}", "pid": rank, "tid": thread, "args": {key: value}})
     return named
 
 

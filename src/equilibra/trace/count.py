@@ -9,7 +9,6 @@ before. Loads are returned a block of groups at a time, so memory is bounded wha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -32,20 +31,10 @@ BLOCK_BYTES = 64 << 20
 ALL_RECORDED = np.zeros(0, dtype=np.bool_)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GroupLoads:
-    """Loads of consecutive groups."""
-
-    first_group: int
-    """index of the first group"""
-    tokens_GLE: NDArray[np.int32]
-    """[G, L, E] tokens that each expert of each layer gets from each group"""
-
-
 def loads_of_groups(
     recording: Recording, token_offsets: NDArray[np.int64], *, groups_per_block: int | None = None
-) -> Iterator[GroupLoads]:
-    """Yield the loads of groups, a block at a time; group g is tokens token_offsets[g] to token_offsets[g + 1]."""
+) -> Iterator[NDArray[np.int32]]:
+    """Yield [G, L, E] loads of consecutive groups; group g is tokens token_offsets[g] to token_offsets[g + 1]."""
     _check_group_sizes(recording, token_offsets)
     num_groups = len(token_offsets) - 1
     _, num_layers, _ = recording.shape
@@ -62,7 +51,7 @@ def loads_of_groups(
             _count(ids, recorded, token_offsets, piece.first_token, start, end, first_group, counts)
             start = end
             if end == token_offsets[after]:
-                yield GroupLoads(first_group=first_group, tokens_GLE=counts)
+                yield counts
                 first_group, after = after, min(after + block, num_groups)
                 counts = np.zeros((after - first_group, *counts.shape[1:]), dtype=np.int32)
 
@@ -108,8 +97,8 @@ def _count(
 
 def sequence_loads(recording: Recording) -> SequenceLoad:
     """The load of each sequence."""
-    (loads,) = loads_of_groups(recording, recording.offsets, groups_per_block=recording.num_sequences)
-    return SequenceLoad(tokens_SLE=loads.tokens_GLE, length_of_sequence=recording.length_of_sequence)
+    (tokens_SLE,) = loads_of_groups(recording, recording.offsets, groups_per_block=recording.num_sequences)
+    return SequenceLoad(tokens_SLE=tokens_SLE, length_of_sequence=recording.length_of_sequence)
 
 
 def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatch: int) -> NDArray[np.int64]:

@@ -47,7 +47,6 @@ if TYPE_CHECKING:
 
 __all__ = ["load_trace", "read_npz", "save_trace", "write_npz"]
 
-
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 256
 log = logging.getLogger("equilibra.trace")
 

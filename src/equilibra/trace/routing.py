@@ -28,21 +28,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "INDEX_DTYPES",
-    "MAX_EXPERTS",
-    "Ids",
-    "PolicySegments",
-    "Recording",
-    "RoutingPiece",
-    "RoutingTrace",
-    "check_ids",
-    "id_dtype",
-    "index_arrays",
-    "index_fields",
-    "narrow_ids",
-    "tokens_per_piece",
-]
-
+    "INDEX_DTYPES", "MAX_EXPERTS", "Ids", "PolicySegments", "Recording", "RoutingPiece", "RoutingTrace",
+    "check_ids", "id_dtype", "index_arrays", "index_fields", "narrow_ids", "tokens_per_piece",
+]  # fmt: skip
 
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 MAX_EXPERTS = 65_536

@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 
 __all__ = ["draw_ids", "draw_loads"]
 
-
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LOW_32 = np.uint64(0xFFFFFFFF)
 GROUP, NOISE, TOKENS = 1, 2, 3
@@ -216,8 +215,6 @@ RARE = 8.0
 def draw_loads(
     tokens_SLE: NDArray[np.int32],
     length_of_sequence: NDArray[np.int64],
-    first_sequence: int,
-    last_sequence: int,
     group_of_sequence: NDArray[np.int64],
     log_popularity_LE: NDArray[np.float64],
     group_scale: float,
@@ -225,15 +222,15 @@ def draw_loads(
     seed: int,
     top_k: int,
 ) -> None:
-    """Fill the loads of sequences first_sequence to last_sequence; short sequences are drawn token by token."""
-    _, num_layers, num_experts = tokens_SLE.shape
+    """Fill the loads of all sequences; short sequences are drawn token by token."""
+    num_sequences, num_layers, num_experts = tokens_SLE.shape
     weight, share = np.empty(num_experts), np.empty(num_experts)
     threshold = np.empty(num_experts, np.uint64)
     choice, work = np.empty((num_experts, 2), np.int64), np.empty(num_experts, np.int64)
     taken = np.zeros(num_experts, np.int64)
     ids_TK = np.empty((EXACT_DRAWS_PER_EXPERT * num_experts // top_k, top_k), np.uint16)
     mark = 1
-    for s in range(first_sequence, last_sequence):
+    for s in range(num_sequences):
         length = length_of_sequence[s]
         for layer in range(num_layers):
             log_popularity, counts = log_popularity_LE[layer], tokens_SLE[s, layer]

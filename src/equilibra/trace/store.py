@@ -41,13 +41,13 @@ if TYPE_CHECKING:
 
 __all__ = ["Manifest", "StoredArray", "StoredShard", "StoredTrace", "open_trace", "stored_trace", "to_json"]
 
-
 FORMAT = "equilibra-routing-trace"
 VERSION = 1
 MAX_TOKENS = 1 << 44
 MAX_MANIFEST_BYTES = 64 << 20
 FILE_NAME = re.compile(r"[a-z0-9_-]+\.bin")
 SHA256 = re.compile(r"[0-9a-f]{64}")
+AGAIN = "copy or write the trace again"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -131,14 +131,19 @@ def _parse_manifest(path: Path) -> Manifest:
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:
+    shape = {"num_tokens": MAX_TOKENS, "num_layers": 65_536, "top_k": MAX_EXPERTS, "num_experts": MAX_EXPERTS}
+    for key, most in shape.items():
+        check_whole(key, body[key], least=1, most=most)
     manifest = Manifest(
-        num_tokens=_whole(body, "num_tokens", MAX_TOKENS),
-        num_layers=_whole(body, "num_layers", 65_536),
-        top_k=_whole(body, "top_k", MAX_EXPERTS),
-        num_experts=_whole(body, "num_experts", MAX_EXPERTS),
-        shards=tuple(_shard(entry) for entry in body["shards"]),
-        arrays={str(field): _array(str(field), entry) for field, entry in dict(body["arrays"]).items()},
+        **{key: body[key] for key in shape},
+        shards=tuple(StoredShard(**_entry(shard, "first_token", "num_tokens")) for shard in body["shards"]),
+        arrays={str(field): StoredArray(**_entry(array, "length")) for field, array in dict(body["arrays"]).items()},
     )
+    for field, array in manifest.arrays.items():
+        if field not in INDEX_DTYPES:
+            raise InputError(f"unknown array {field!r}")
+        if array.num_bytes != array.length * INDEX_DTYPES[field].itemsize:
+            raise InputError(f"the size of {array.name} does not fit its {array.length} elements")
     token = 0
     for shard in manifest.shards:
         if shard.first_token != token or shard.num_bytes != shard.num_tokens * manifest.bytes_per_token:
@@ -152,44 +157,15 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     return manifest
 
 
-def _shard(entry: dict[str, Any]) -> StoredShard:
-    return StoredShard(
-        name=_text(entry, "name", FILE_NAME),
-        first_token=_whole(entry, "first_token", MAX_TOKENS, least=0),
-        num_tokens=_whole(entry, "num_tokens", MAX_TOKENS),
-        num_bytes=_whole(entry, "num_bytes", 1 << 60),
-        sha256=_text(entry, "sha256", SHA256),
-    )
-
-
-def _array(field: str, entry: dict[str, Any]) -> StoredArray:
-    if field not in INDEX_DTYPES:
-        raise InputError(f"unknown array {field!r}")
-    array = StoredArray(
-        name=_text(entry, "name", FILE_NAME),
-        length=_whole(entry, "length", MAX_TOKENS),
-        num_bytes=_whole(entry, "num_bytes", 1 << 60),
-        sha256=_text(entry, "sha256", SHA256),
-    )
-    if array.num_bytes != array.length * INDEX_DTYPES[field].itemsize:
-        raise InputError(f"the size of {array.name} does not fit its {array.length} elements")
-    return array
-
-
-def _whole(entry: dict[str, Any], key: str, most: int, *, least: int = 1) -> int:
-    value: int = entry[key]
-    check_whole(key, value, least=least, most=most)
-    return value
-
-
-def _text(entry: dict[str, Any], key: str, pattern: re.Pattern[str]) -> str:
-    value = entry[key]
-    if not isinstance(value, str) or not pattern.fullmatch(value):
-        raise InputError(f"{key} must match {pattern.pattern}, not {value!r:.80}")
-    return value
-
-
-AGAIN = "copy or write the trace again"
+def _entry(entry: dict[str, Any], *counts: str) -> dict[str, Any]:
+    """The checked fields of a file in the manifest: its counts, name, size and checksum."""
+    for key, pattern in (("name", FILE_NAME), ("sha256", SHA256)):
+        if not isinstance(entry[key], str) or not pattern.fullmatch(entry[key]):
+            raise InputError(f"{key} must match {pattern.pattern}, not {entry[key]!r:.80}")
+    for key in counts:
+        check_whole(key, entry[key], least=0 if key == "first_token" else 1, most=MAX_TOKENS)
+    check_whole("num_bytes", entry["num_bytes"], least=1, most=1 << 60)
+    return {key: entry[key] for key in ("name", *counts, "num_bytes", "sha256")}
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -228,12 +204,9 @@ class StoredTrace(Recording):
         file = self.path / shard.name
         _check_size(file, shard.num_bytes)
         try:
+            dtype, offset = id_dtype(self.num_experts), first * self.manifest.bytes_per_token
             return np.memmap(
-                file,
-                dtype=id_dtype(self.num_experts),
-                mode="r",
-                offset=first * self.manifest.bytes_per_token,
-                shape=(num_tokens, self.num_layers, self.top_k),
+                file, dtype=dtype, mode="r", offset=offset, shape=(num_tokens, self.num_layers, self.top_k)
             )
         except (OSError, ValueError) as error:
             raise TraceFormatError(f"cannot read {file}: {error}") from error
@@ -243,7 +216,7 @@ def open_trace(path: Path | str, *, verify: bool = True) -> StoredTrace:
     """Open the folder NAME.eqtrace: read and check its index; ids are read on demand."""
     path = Path(path)
     if not path.is_dir():
-        raise TraceFormatError(f"cannot open {path}: there is no such folder")
+        raise TraceFormatError(f"cannot open {path}: no such folder")
     manifest = _parse_manifest(path / "manifest.json")
     for shard in manifest.shards:
         _check_size(path / shard.name, shard.num_bytes)
@@ -282,7 +255,7 @@ def _check_size(file: Path, num_bytes: int) -> None:
     except OSError as error:
         raise TraceFormatError(f"cannot read {file}: {error.strerror or error}; {AGAIN}") from error
     if size != num_bytes or not file.is_file():
-        raise TraceFormatError(f"{file} is truncated: {size} bytes, its manifest says {num_bytes}; {AGAIN}")
+        raise TraceFormatError(f"{file} has {size} bytes, its manifest says {num_bytes}; {AGAIN}")
 
 
 def _corrupted(file: Path) -> TraceFormatError:

@@ -105,8 +105,8 @@ def _imbalances(recording: Recording, cluster: Cluster, token_offsets: NDArray[n
     experts_per_rank = cluster.experts_per_rank(recording.num_experts)
     total = np.zeros((recording.num_layers, cluster.num_ranks), dtype=np.int64)
     of_ranks, of_nodes = [], []
-    for block in loads_of_groups(recording, token_offsets):
-        by_home = block.tokens_GLE.reshape(*block.tokens_GLE.shape[:2], cluster.num_ranks, experts_per_rank)
+    for tokens_MLE in loads_of_groups(recording, token_offsets):
+        by_home = tokens_MLE.reshape(*tokens_MLE.shape[:2], cluster.num_ranks, experts_per_rank)
         load = by_home.sum(axis=-1, dtype=np.int64)
         total += load.sum(axis=0)
         of_ranks.append(imbalance(load))

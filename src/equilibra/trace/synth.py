@@ -46,7 +46,6 @@ if TYPE_CHECKING:
 
 __all__ = ["SynthKnobs", "SynthShape", "fit_knobs", "synthesize", "synthesize_loads", "synthetic_recording"]
 
-
 POPULARITY, LENGTHS, ROUTING = 1, 2, 3
 
 
@@ -179,7 +178,7 @@ def synthesize_loads(size: SynthShape, knobs: SynthKnobs, *, seed: int = 0, step
     tokens_SLE = np.empty((size.num_sequences, size.num_layers, size.num_experts), dtype=np.int32)
     popularity = _log_popularity(size, knobs, seed, step)
     groups, stream = size.group_of_sequence(), _stream_seed(seed, step)
-    draw_loads(tokens_SLE, lengths, 0, len(lengths), groups, popularity, *_scales(knobs), stream, size.top_k)
+    draw_loads(tokens_SLE, lengths, groups, popularity, *_scales(knobs), stream, size.top_k)
     return SequenceLoad(tokens_SLE=tokens_SLE, length_of_sequence=lengths)
 
 
