@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from equilibra.trace.summary import TraceSummary
+    from equilibra.trace.count import TraceSummary
     from equilibra.trace.synth import SynthKnobs, SynthShape
 
 __all__ = ["add_parser"]
@@ -81,9 +81,8 @@ def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _info(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
-    from equilibra.trace.count import require_distinct_experts
+    from equilibra.trace.count import require_distinct_experts, summarize
     from equilibra.trace.open import load_trace
-    from equilibra.trace.summary import summarize
 
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
     with announced(f"reading {arguments.file}"):

@@ -3,7 +3,6 @@
 routing   `Recording`, `RoutingTrace`: which experts each token went to
 open      `load_trace`, `save_trace` for both file formats; the plain one, `.npz`
 store     the format for large recordings, `.eqtrace`; writer: writing it
-count     loads of sequences and micro-batches
-summary   what a recording holds and how unbalanced it is on a cluster
+count     loads of sequences and micro-batches, and how unbalanced they are on a cluster
 synth     synthetic RL routing, and its knobs from a real recording; sampling: its kernels
 """
