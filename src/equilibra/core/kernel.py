@@ -11,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from numba import njit
 
@@ -39,18 +39,12 @@ def kernel(function: Function) -> Function:
     try:
         compiled: Any = njit(cache=True, nogil=True)(function)
     except RuntimeError:  # no writable cache folder: compile in every process
-        return _uncached(function, "never")
+        return njit(nogil=True)(function)
     if hasattr(compiled, "_cache"):  # absent under NUMBA_DISABLE_JIT
         compiled._cache._cache_file._source_stamp = source_stamp()  # noqa: SLF001
-    function_compiled: Function = compiled
-    return function_compiled
+    return compiled  # type: ignore[no-any-return]
 
 
 def inlined(function: Function) -> Function:
     """Inline the function into every kernel that calls it: passing arrays costs more than a small function's work."""
-    return _uncached(function, "always")
-
-
-def _uncached(function: Function, inline: Literal["always", "never"]) -> Function:
-    compiled: Function = njit(inline=inline, nogil=True)(function)
-    return compiled
+    return njit(inline="always", nogil=True)(function)

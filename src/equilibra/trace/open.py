@@ -159,9 +159,7 @@ class _Member:
             version = np.lib.format.read_magic(file)
             if version not in ((1, 0), (2, 0)):
                 raise InputError(f"array {name!r} has .npy version {version}, not 1.0 or 2.0")
-            read_header = (
-                np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0
-            )
+            read_header = getattr(np.lib.format, f"read_array_header_{version[0]}_0")
             shape, fortran_order, dtype = read_header(file)
             data_offset = file.tell()
         if dtype.hasobject:
@@ -170,9 +168,8 @@ class _Member:
         if min((0, *shape)) < 0 or claimed != info.file_size:
             raise InputError(f"array {name!r} says it is {dtype} {shape}, {claimed} bytes, but has {info.file_size}")
         if info.file_size > BOMB_BYTES and info.file_size > BOMB_RATIO * info.compress_size:
-            raise InputError(
-                f"array {name!r} grows from {info.compress_size} to {info.file_size} bytes: no recording does"
-            )
+            sizes = f"from {info.compress_size} to {info.file_size} bytes"
+            raise InputError(f"array {name!r} grows {sizes}: no recording does")
         return cls(
             archive=archive, name=name, shape=shape, dtype=dtype, fortran_order=fortran_order, data_offset=data_offset
         )
@@ -226,11 +223,8 @@ def write_npz(recording: Recording, path: Path | str, *, overwrite: bool = False
         atomic_file(path, overwrite=overwrite) as part,
         zipfile.ZipFile(part, "x", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,
     ):
-        header = {
-            "descr": np.lib.format.dtype_to_descr(id_dtype(recording.num_experts)),
-            "fortran_order": False,
-            "shape": recording.shape,
-        }
+        descr = np.lib.format.dtype_to_descr(id_dtype(recording.num_experts))
+        header = {"descr": descr, "fortran_order": False, "shape": recording.shape}
         with archive.open("ids.npy", "w", force_zip64=True) as file:
             np.lib.format.write_array_header_1_0(file, header)
             for piece in recording.pieces():

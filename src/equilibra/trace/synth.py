@@ -70,14 +70,9 @@ class SynthKnobs:
 
     def __post_init__(self) -> None:
         limits = {
-            "popularity_skew": (0.0, 20.0),
-            "sequence_noise": (0.0, 20.0),
-            "group_correlation": (0.0, 1.0),
-            "drift": (0.0, 1.0),
-            "median_length": (1.0, 1e9),
-            "length_tail": (0.0, 10.0),
-            "max_length": (1, 10**9),
-        }
+            "popularity_skew": (0.0, 20.0), "sequence_noise": (0.0, 20.0), "group_correlation": (0.0, 1.0),
+            "drift": (0.0, 1.0), "median_length": (1.0, 1e9), "length_tail": (0.0, 10.0), "max_length": (1, 10**9),
+        }  # fmt: skip
         for name, (least, most) in limits.items():
             value = getattr(self, name)
             if not least <= value <= most:
