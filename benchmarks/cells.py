@@ -18,10 +18,9 @@ from equilibra.cost.presets import prices_named
 from equilibra.plan.planner import Planner
 from equilibra.simulate.entry import Question, simulate
 from equilibra.simulate.setting import RunSetting
-from equilibra.trace.fit import fit_knobs
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace
-from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
+from equilibra.trace.synth import SynthKnobs, SynthShape, fit_knobs, synthesize_loads
 
 __all__ = ["SLOTS", "Case", "knobs_of_prompts", "mean_of_seeds", "metrics_of", "row_of"]
 

@@ -11,9 +11,8 @@ from numpy.typing import NDArray
 from benchmarks.suite import Setting
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, step_load
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule, step_load
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.exact import exact_makespan
 from equilibra.plan.micro_batch import balance

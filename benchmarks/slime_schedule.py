@@ -23,9 +23,8 @@ import numpy as np
 from tests.references import slime_schedule
 
 from equilibra.core.cluster import Cluster
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad, step_load
 from equilibra.core.placement import Placement
-from equilibra.core.schedule import Schedule, step_load
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule

@@ -4,7 +4,7 @@ import tempfile
 from pathlib import Path
 
 from equilibra import Cluster, load_plan, plan_step, save_plan, sequence_loads
-from equilibra.core.schedule import step_load
+from equilibra.core.load import step_load
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
 # A recording of your own run would come from `equilibra.load_trace("routing.npz")`.

@@ -8,7 +8,7 @@ import pytest
 
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import Run
-from equilibra.report.names import label_of
+from equilibra.report.figures import label_of
 from equilibra.report.timeline import kind_totals
 
 

@@ -8,11 +8,10 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.model import model_named
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan import bounds
 from equilibra.plan.planner import (

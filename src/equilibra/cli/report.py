@@ -32,7 +32,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Write the page and the trace."""
     from equilibra.events.run import load_run
     from equilibra.report.page import write_report
-    from equilibra.report.perfetto import write_perfetto
+    from equilibra.report.timeline import write_perfetto
 
     if arguments.planner is not None and arguments.perfetto is None:
         raise InputError("--planner goes with --perfetto: it says whose timeline to write")

@@ -214,7 +214,7 @@ def _input(path: str, recording: Recording) -> dict[str, Any]:
 def _write(run: Run, arguments: argparse.Namespace) -> None:
     from equilibra.events.run import save_run
     from equilibra.report.page import write_report
-    from equilibra.report.perfetto import write_perfetto
+    from equilibra.report.timeline import write_perfetto
 
     if arguments.output:
         save_run(run, arguments.output, overwrite=arguments.overwrite)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import sys
+from dataclasses import asdict
 from typing import TYPE_CHECKING
 
 from equilibra.cli.progress import announced
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
     import argparse
     from collections.abc import Sequence
 
-    from equilibra.trace.summary import TraceSummary
+    from equilibra.trace.count import TraceSummary
     from equilibra.trace.synth import SynthKnobs, SynthShape
 
 __all__ = ["add_parser"]
@@ -80,9 +81,8 @@ def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _info(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
-    from equilibra.trace.count import require_distinct_experts
+    from equilibra.trace.count import require_distinct_experts, summarize
     from equilibra.trace.open import load_trace
-    from equilibra.trace.summary import summarize
 
     cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
     with announced(f"reading {arguments.file}"):
@@ -90,7 +90,7 @@ def _info(arguments: argparse.Namespace) -> int:
         if arguments.distinct:
             require_distinct_experts(recording)
         summary = summarize(recording, cluster, arguments.tokens_per_microbatch)
-    _print(json.dumps(summary.to_dict()) if arguments.json else _table(arguments.file, summary))
+    _print(json.dumps(asdict(summary)) if arguments.json else _table(arguments.file, summary))
     return 0
 
 
@@ -130,8 +130,8 @@ def _wanted(arguments: argparse.Namespace) -> tuple[SynthShape, SynthKnobs]:
     knobs = SynthKnobs()
     model = {"num_layers": 48, "num_experts": 128, "top_k": 8}
     if arguments.like is not None:
-        from equilibra.trace.fit import fit_knobs
         from equilibra.trace.open import load_trace
+        from equilibra.trace.synth import fit_knobs
 
         real = load_trace(arguments.like)
         knobs = fit_knobs(real, answers_per_prompt=arguments.answers)

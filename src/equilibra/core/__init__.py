@@ -1,1 +1,1 @@
-"""Nouns: immutable, self-checking values, and what every other room needs."""
+"""Immutable, self-checking values that every other package uses, and the errors they raise."""

@@ -1,9 +1,8 @@
-"""Writing so that a reader sees the old file, or the whole new one, and never a part.
+"""Atomic writes: a reader sees the old file or the complete new one, never a part.
 
-Everything goes to a hidden neighbour first, is flushed to the disk, and is then renamed over the target.
-Whatever ends the `with` block early (an error, a full disk, Ctrl-C) removes the neighbour and leaves the
-target as it was. A folder cannot be renamed over another one: the old folder steps aside first, and comes
-back if the rename fails.
+Content goes to a hidden temporary path in the same folder, is flushed to disk, and is renamed over the target. If the
+`with` block ends early (an error, a full disk, Ctrl-C), the temporary path is removed and the target is unchanged. A
+folder cannot be renamed over another, so the old folder is moved aside first and restored if the rename fails.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ __all__ = ["atomic_file", "atomic_folder", "cannot", "flush_to_disk"]
 
 
 def cannot(verb: str, path: Path, error: OSError) -> InputError:
-    """The error to raise when the operating system refuses `verb` (read, write) on `path`."""
-    there = verb == "read" and not isinstance(error, FileNotFoundError | NotADirectoryError)
-    kind = UnreadableError if there else InputError
+    """The error to raise when the operating system refuses to `verb` (read, write) `path`."""
+    exists = verb == "read" and not isinstance(error, FileNotFoundError | NotADirectoryError)
+    kind = UnreadableError if exists else InputError
     return kind(f"cannot {verb} {path}: {error.strerror or error}")
 
 
 def flush_to_disk(path: Path) -> None:
-    """Return when the file or folder entry at `path` is on the disk."""
+    """Flush the file or folder entry at `path` to disk (fsync)."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)
@@ -39,7 +38,7 @@ def flush_to_disk(path: Path) -> None:
         os.close(handle)
 
 
-def _neighbour(path: Path) -> Path:
+def _temporary(path: Path) -> Path:
     return path.parent / f".{path.name}.{os.getpid()}-{secrets.token_hex(4)}.part"
 
 
@@ -47,17 +46,17 @@ def _check_target(path: Path, *, overwrite: bool) -> None:
     if not path.parent.is_dir():
         raise InputError(f"cannot write {path}: the folder {path.parent} does not exist; create it first")
     if os.path.lexists(path) and not overwrite:
-        raise InputError(f"cannot write {path}: it exists; choose another name, or ask to overwrite it (--overwrite)")
+        raise InputError(f"cannot write {path}: it exists; choose another name or overwrite it (--overwrite)")
 
 
 @contextmanager
 def atomic_file(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
-    """Give a neighbour to write; when the block ends without an error it becomes `path`."""
-    part = _neighbour(path)
+    """Yield a temporary path to write; it becomes `path` when the block ends without an error."""
+    part = _temporary(path)
     try:
         _check_target(path, overwrite=overwrite)
         if path.is_dir():
-            raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
+            raise InputError(f"cannot write {path}: it is a folder; give a file name")
         yield part
         flush_to_disk(part)
         _check_target(path, overwrite=overwrite)
@@ -66,22 +65,21 @@ def atomic_file(path: Path, *, overwrite: bool = False) -> Iterator[Path]:
     except OSError as error:
         raise cannot("write", path, error) from error
     finally:
-        with suppress(OSError):  # a disk that cannot be written has nothing to remove
+        with suppress(OSError):  # an unwritable disk has nothing to remove
             part.unlink(missing_ok=True)
 
 
 @contextmanager
 def atomic_folder(path: Path, *, overwrite: bool = False, replaceable_if: str = "manifest.json") -> Iterator[Path]:
-    """Give a neighbour folder to fill; when the block ends without an error it becomes `path`.
+    """Yield a temporary folder to fill; it becomes `path` when the block ends without an error.
 
-    Only a folder that holds a file `replaceable_if` is ever overwritten, so that a slip of the hand cannot
-    delete a folder of something else.
+    Only a folder that contains a file `replaceable_if` is overwritten, so a typo cannot delete an unrelated folder.
     """
-    part, aside = _neighbour(path), _neighbour(path)
+    part, aside = _temporary(path), _temporary(path)
     try:
         _check_target(path, overwrite=overwrite)
         if os.path.lexists(path) and not (path / replaceable_if).is_file():
-            raise InputError(f"cannot overwrite {path}: it holds no {replaceable_if}, so it is something else")
+            raise InputError(f"cannot overwrite {path}: not the same kind of folder (no {replaceable_if})")
         part.mkdir()
         yield part
         for file in part.iterdir():

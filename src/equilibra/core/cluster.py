@@ -1,4 +1,4 @@
-"""The expert-parallel group: ranks in nodes. Ranks of a node share fast links; nodes are joined by slow ones."""
+"""The expert-parallel group. Ranks of one node share fast links; nodes are connected by slow ones."""
 
 from __future__ import annotations
 
@@ -28,15 +28,14 @@ class Cluster:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the whole group."""
         return self.num_nodes * self.ranks_per_node
 
     def node_of_rank(self) -> NDArray[np.int64]:
-        """[R] the node each rank is on."""
+        """[R] node of each rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def experts_per_rank(self, num_experts: int) -> int:
-        """Homes that each rank has when `num_experts` are spread evenly; an error when they cannot be."""
+        """Home experts of each rank when `num_experts` are spread evenly; InputError if they cannot be."""
         if num_experts < 1 or num_experts % self.num_ranks:
             raise InputError(
                 f"cannot give {num_experts} experts equal homes on {self.num_ranks} ranks "

@@ -1,4 +1,4 @@
-"""`environment_with`: variables that are set for a while, for processes and libraries that read them meanwhile."""
+"""`environment_with`: temporary environment variables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ __all__ = ["environment_with"]
 
 @contextmanager
 def environment_with(values: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and leave it as it was."""
+    """Set environment variables for the `with` block, then restore the previous values."""
     before = {name: os.environ.get(name) for name in values}
     os.environ.update(values)
     try:

@@ -1,75 +1,65 @@
 """Every error Equilibra raises on purpose.
 
     EquilibraError
-    ├── InputError            what the user handed in cannot be used: exit code 2
-    │   ├── TraceFormatError  a recording is missing, truncated, corrupted or of another format
-    │   ├── BudgetError       a plan would need more slots, tokens or bytes than allowed
-    │   └── UnreadableError   a file is there and the operating system cannot read it now: it may be good
+    ├── InputError            invalid user input: exit code 2
+    │   ├── TraceFormatError  a recording is missing, truncated, corrupted or in another format
+    │   ├── BudgetError       a plan needs more slots, tokens or bytes than allowed
+    │   └── UnreadableError   a file exists but cannot be read now; its content may be fine
     ├── PlanError             a plan breaks an invariant: a bug, or a plan for another load
-    └── ExecuteError          a step cannot go on, on any rank
-        ├── MismatchError     ranks hold different plans, versions or settings, or the rollout engine other weights
-        ├── NonFiniteError    a gradient or a weight is NaN or infinite: nothing was changed or written
-        ├── RankLostError     another rank is gone, failed, or was slower than the timeout
-        ├── StaleError        weights changed without notice: copies of them would be stale
-        └── BrokenStateError  a migration was cut off: the state in memory is mixed, load the last checkpoint
+    └── ExecuteError          a step cannot continue, on any rank
+        ├── MismatchError     plans, versions or settings differ between ranks, or weights between trainer and engine
+        ├── NonFiniteError    a gradient or weight is NaN or infinite; nothing was changed or written
+        ├── RankLostError     another rank died, failed, or exceeded the timeout
+        ├── StaleError        weights changed without notice, so copies of them would be stale
+        └── BrokenStateError  a migration was interrupted: state in memory is mixed, load the last checkpoint
 
 A message says what was asked, with the values, what is required, and what to do.
 """
 
 __all__ = [
-    "BrokenStateError",
-    "BudgetError",
-    "EquilibraError",
-    "ExecuteError",
-    "InputError",
-    "MismatchError",
-    "NonFiniteError",
-    "PlanError",
-    "RankLostError",
-    "StaleError",
-    "TraceFormatError",
-    "UnreadableError",
-]
+    "BrokenStateError", "BudgetError", "EquilibraError", "ExecuteError", "InputError", "MismatchError",
+    "NonFiniteError", "PlanError", "RankLostError", "StaleError", "TraceFormatError", "UnreadableError",
+]  # fmt: skip
 
 
 class EquilibraError(Exception):
-    """Root of the tree: catch this to catch everything Equilibra raises on purpose."""
+    """Base of all errors that Equilibra raises on purpose."""
 
 
 class InputError(EquilibraError, ValueError):
-    """What the user handed in cannot be used."""
+    """Invalid user input."""
 
 
 class TraceFormatError(InputError):
-    """A recording is missing, truncated, corrupted or of another format."""
+    """A recording is missing, truncated, corrupted or in another format."""
 
 
 class BudgetError(InputError):
-    """A plan would need more slots, tokens or bytes than allowed."""
+    """A plan needs more slots, tokens or bytes than allowed."""
 
 
 class UnreadableError(InputError):
-    """A file is there, and the operating system cannot read it now. It may be good: that is not known."""
+    """A file exists but cannot be read now; its content may be fine."""
 
 
 class PlanError(EquilibraError):
-    """A plan breaks an invariant, or belongs to another load."""
+    """A plan breaks an invariant or was made for another load."""
 
 
 class ExecuteError(EquilibraError):
-    """A step cannot go on. Every rank gets one, within the configured time."""
+    """A step cannot continue. Every rank raises one within the configured time."""
 
 
 class MismatchError(ExecuteError):
-    """Ranks hold different plans, versions or settings, or the rollout engine has other weights than the trainer."""
+    """Plans, versions or settings differ between ranks, or weights between the trainer and the rollout engine."""
 
 
 class NonFiniteError(ExecuteError):
-    """A gradient or a weight is NaN or infinite; nothing was changed or written because of it."""
+    """A gradient or weight is NaN or infinite; nothing was changed or written."""
 
 
 class RankLostError(ExecuteError):
-    """Another rank is gone, failed, or was slower than the timeout."""
+    """Another rank died, failed, or exceeded the timeout."""
 
 
 class StaleError(ExecuteError):
@@ -77,4 +67,4 @@ class StaleError(ExecuteError):
 
 
 class BrokenStateError(ExecuteError):
-    """A migration was cut off: the state in memory is mixed and must not be used."""
+    """A migration was interrupted: the state in memory is mixed and must not be used."""

@@ -1,9 +1,8 @@
-"""`kernel`: compile a function with numba, free of the GIL, and keep the machine code on disk.
+"""`kernel`: compile a function with numba, without the GIL, and cache the machine code on disk.
 
-numba's cache looks only at the file of the function itself. A kernel that calls another one from another file would
-go on running the old code of that one after it changed, and a stale planner makes wrong plans. So the stamp that
-numba compares is replaced by one over all files of this package that have kernels: a change to any of them compiles
-all of them anew, once.
+numba invalidates its cache by the function's own file only. A kernel that calls one from another file would keep
+running that one's old code after a change, and a stale planner makes wrong plans. So numba's stamp is replaced by a
+hash of all files of this package that have kernels: a change to any of them recompiles all of them once.
 """
 
 from __future__ import annotations
@@ -12,7 +11,7 @@ from collections.abc import Callable
 from functools import cache
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from numba import njit
 
@@ -23,7 +22,7 @@ Function = Callable[..., Any]
 
 @cache
 def source_stamp() -> str:
-    """A hash of the name and content of every source file that has kernels: no edit of them keeps it."""
+    """Hash of the names and contents of all source files that have kernels."""
     package = Path(__file__).parents[1]
     state = sha256()
     for file in sorted(package.rglob("*.py")):
@@ -36,23 +35,16 @@ def source_stamp() -> str:
 
 
 def kernel(function: Function) -> Function:
-    """Compile on first use; raises at import if numba no longer has the stamp that is replaced here."""
+    """Compile on first use. Raises at import if numba no longer has the stamp that is replaced here."""
     try:
         compiled: Any = njit(cache=True, nogil=True)(function)
-    except RuntimeError:  # no folder to write to: compile in every process
-        return _uncached(function, "never")
-    if hasattr(compiled, "_cache"):  # not under NUMBA_DISABLE_JIT
+    except RuntimeError:  # no writable cache folder: compile in every process
+        return njit(nogil=True)(function)
+    if hasattr(compiled, "_cache"):  # absent under NUMBA_DISABLE_JIT
         compiled._cache._cache_file._source_stamp = source_stamp()  # noqa: SLF001
-    function_compiled: Function = compiled
-    return function_compiled
+    return compiled  # type: ignore[no-any-return]
 
 
 def inlined(function: Function) -> Function:
-    """Compile into every kernel that calls it: a call that passes arrays costs more than a small function does."""
-    return _uncached(function, "always")
-
-
-def _uncached(function: Function, inline: Literal["always", "never"]) -> Function:
-    """Compile without keeping the machine code."""
-    compiled: Function = njit(inline=inline, nogil=True)(function)
-    return compiled
+    """Inline the function into every kernel that calls it: passing arrays costs more than a small function's work."""
+    return njit(inline="always", nogil=True)(function)

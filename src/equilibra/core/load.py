@@ -1,32 +1,33 @@
-"""Loads: how many tokens each expert gets, before and after sequences are given to micro-batches.
+"""Loads: how many tokens each expert gets, per sequence and, with a schedule, per micro-batch.
 
-Symbols: S sequences, M micro-batches, L MoE layers, R ranks, E experts. A token routed to k experts counts
-once for each of them, so a load is a number of (token, expert) pairs, which is what an expert computes.
+Symbols: S sequences, M micro-batches, L MoE layers, R ranks, E experts. A token routed to k experts counts once for
+each of them, so a load is a number of (token, expert) pairs.
+
+A schedule gives every sequence to a micro-batch and a rank: what pack decides. A step may have several mini-batches,
+with an optimizer step after each. The mini-batch of a sequence is given, never decided; a micro-batch belongs to one.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-__all__ = ["SequenceLoad", "StepLoad"]
+__all__ = ["Schedule", "SequenceLoad", "StepLoad", "check_mini_batches", "step_load"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SequenceLoad:
-    """The load of each sequence, the unit that can be given to a micro-batch."""
+    """The load of each sequence, the unit that pack assigns to micro-batches."""
 
     tokens_SLE: NDArray[np.int32]
-    """[S, L, E] tokens of each sequence that each expert of each layer gets."""
+    """[S, L, E] tokens that each expert of each layer gets from each sequence"""
     length_of_sequence: NDArray[np.int64]
-    """[S] tokens of each sequence, also those whose routing was not recorded."""
+    """[S] tokens, including those without recorded routing"""
 
     def __post_init__(self) -> None:
         tokens, lengths = self.tokens_SLE, self.length_of_sequence
@@ -35,32 +36,30 @@ class SequenceLoad:
         if tokens.dtype != np.int32:
             raise InputError(f"sequence loads must be int32, not {tokens.dtype}")
         if lengths.shape != tokens.shape[:1]:
-            raise InputError(f"{tokens.shape[0]} sequences need as many lengths, not shape {lengths.shape}")
+            raise InputError(f"{tokens.shape[0]} sequences need one length each, not lengths of shape {lengths.shape}")
         if lengths.min() < 1 or tokens.min() < 0:
-            raise InputError("sequence lengths must be at least 1 and loads not negative")
+            found = f"{lengths.min()} and {tokens.min()}"
+            raise InputError(f"lengths must be at least 1 and loads not negative; the smallest are {found}")
 
     @property
     def num_sequences(self) -> int:
-        """S."""
         return int(self.tokens_SLE.shape[0])
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return int(self.tokens_SLE.shape[1])
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.tokens_SLE.shape[2])
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepLoad:
-    """The load of one training step: what every planner sees."""
+    """The load of one training step: the input of every planner."""
 
     tokens_MLER: NDArray[np.int32]
-    """[M, L, E, R] tokens that each source rank holds in each micro-batch for each expert of each layer."""
+    """[M, L, E, R] tokens of each source rank for each expert, per micro-batch and layer"""
 
     def __post_init__(self) -> None:
         tokens = self.tokens_MLER
@@ -69,31 +68,130 @@ class StepLoad:
                 f"a step load must be [micro-batches, layers, experts, source ranks], all > 0, not {tokens.shape}"
             )
         if tokens.dtype != np.int32 or not tokens.flags.c_contiguous:
-            raise InputError(f"a step load must be a contiguous int32 array, not {tokens.dtype}")
+            raise InputError(f"a step load must be a C-contiguous int32 array, not {tokens.dtype} {tokens.strides}")
         if tokens.min() < 0:
-            raise InputError("loads must not be negative")
+            raise InputError(f"loads must not be negative; the smallest is {tokens.min()}")
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
         return int(self.tokens_MLER.shape[0])
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return int(self.tokens_MLER.shape[1])
 
     @property
     def num_ranks(self) -> int:
-        """R."""
         return int(self.tokens_MLER.shape[3])
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.tokens_MLER.shape[2])
 
     def expert_load(self) -> NDArray[np.int64]:
-        """[M, L, E] tokens each expert gets from all sources."""
+        """[M, L, E] tokens of each expert, summed over source ranks."""
         load_MLE: NDArray[np.int64] = self.tokens_MLER.sum(axis=3, dtype=np.int64)
         return load_MLE
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Schedule:
+    """The micro-batch and rank of every sequence of a step."""
+
+    micro_batch_of_sequence: NDArray[np.int32]
+    """[S]"""
+    rank_of_sequence: NDArray[np.int32]
+    """[S] first of the ranks that hold the sequence's tokens and compute its attention"""
+    num_micro_batches: int
+    """M"""
+    ranks_per_sequence: int = 1
+    """adjacent ranks that share each sequence equally (sequence or context parallelism)"""
+    mini_batch_of_micro_batch: NDArray[np.int32] | None = None
+    """[M] rises from 0 without gaps; None: one mini-batch"""
+
+    def __post_init__(self) -> None:
+        micro_batch, rank = self.micro_batch_of_sequence, self.rank_of_sequence
+        if micro_batch.ndim != 1 or micro_batch.shape != rank.shape or micro_batch.size == 0:
+            shapes = f"{micro_batch.shape} and {rank.shape}"
+            raise InputError(f"a schedule needs a micro-batch and a rank per sequence, not shapes {shapes}")
+        if micro_batch.min() < 0 or micro_batch.max() >= self.num_micro_batches or rank.min() < 0:
+            raise InputError(
+                f"micro-batches must be 0 to {self.num_micro_batches - 1}, not {micro_batch.min()} to "
+                f"{micro_batch.max()}, and ranks not negative; the smallest is {rank.min()}"
+            )
+        if self.ranks_per_sequence < 1 or (rank % self.ranks_per_sequence).any():
+            raise InputError(f"sequences on {self.ranks_per_sequence} ranks each must start on a multiple of that")
+        mini = self.mini_batch_of_micro_batch
+        if mini is not None and (
+            mini.shape != (self.num_micro_batches,) or mini.dtype.kind not in "iu" or mini[0] != 0
+            or not np.isin(np.diff(mini), (0, 1)).all()
+        ):  # fmt: skip
+            raise InputError(
+                f"the mini-batches of {self.num_micro_batches} micro-batches must rise from 0 without gaps, not {mini}"
+            )
+
+    @property
+    def num_sequences(self) -> int:
+        return int(self.micro_batch_of_sequence.size)
+
+    @property
+    def num_mini_batches(self) -> int:
+        """Number of optimizer steps."""
+        return 1 if self.mini_batch_of_micro_batch is None else int(self.mini_batch_of_micro_batch[-1]) + 1
+
+    @property
+    def mini_batch_of_sequence(self) -> NDArray[np.int32]:
+        mini = self.mini_batch_of_micro_batch
+        return np.zeros(self.num_sequences, np.int32) if mini is None else mini[self.micro_batch_of_sequence]
+
+
+def check_mini_batches(
+    mini_batch_of_sequence: NDArray[np.integer], num_sequences: int, *, complete: bool = True
+) -> None:
+    """Raise InputError unless every sequence has a mini-batch and every mini-batch up to the last has a sequence.
+
+    With complete=False these are the sequences of one rank, which may leave mini-batches out.
+    """
+    mini = mini_batch_of_sequence
+    required = f"mini-batches of {num_sequences} sequences must be as many whole numbers from 0 on"
+    if mini.shape != (num_sequences,) or mini.dtype.kind not in "iu":
+        raise InputError(f"{required}, not {mini.dtype} {list(mini.shape)}")
+    if mini.min(initial=0) < 0:
+        raise InputError(f"{required}, not from {mini.min()} on")
+    used = np.unique(mini)
+    if complete and used.size and used.size <= used[-1]:
+        missing = int(np.argmax(used != np.arange(used.size)))
+        raise InputError(
+            f"mini-batch {missing} has no sequence on any rank, mini-batch {used[-1]} has: "
+            "number mini-batches from 0 without gaps"
+        )
+
+
+def step_load(sequences: SequenceLoad, schedule: Schedule, cluster: Cluster) -> StepLoad:
+    """The load of every micro-batch under this schedule."""
+    if schedule.num_sequences != sequences.num_sequences:
+        raise InputError(f"the schedule has {schedule.num_sequences} sequences, the load {sequences.num_sequences}")
+    width = schedule.ranks_per_sequence
+    if schedule.rank_of_sequence.max() + width > cluster.num_ranks or cluster.num_ranks % width:
+        raise InputError(
+            f"the schedule uses rank {schedule.rank_of_sequence.max() + width - 1} and {width} ranks per sequence, "
+            f"the cluster has {cluster.num_ranks} ranks"
+        )
+    cells = cluster.num_ranks // width
+    shape = (schedule.num_micro_batches, sequences.num_layers, sequences.num_experts, cells)
+    tokens_MLEC = np.zeros(shape, np.int32)
+    for s in range(sequences.num_sequences):
+        m, cell = schedule.micro_batch_of_sequence[s], schedule.rank_of_sequence[s] // width
+        tokens_MLEC[m, :, :, cell] += sequences.tokens_SLE[s]
+    return StepLoad(tokens_MLER=tokens_MLEC if width == 1 else _shared(tokens_MLEC, width))
+
+
+def _shared(tokens_MLEC: NDArray[np.int32], width: int) -> NDArray[np.int32]:
+    """[M, L, E, R] each cell's tokens split over its ranks in whole numbers; remainders rotate by expert."""
+    num_experts, cells = tokens_MLEC.shape[2:]
+    tokens_MLER = np.empty((*tokens_MLEC.shape[:3], cells * width), np.int32)
+    turn_E = np.arange(num_experts)[:, None]
+    for part in range(width):
+        extra = ((part - turn_E) % width) < tokens_MLEC % width
+        tokens_MLER[..., part::width] = tokens_MLEC // width + extra
+    return tokens_MLER

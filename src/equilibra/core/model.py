@@ -1,4 +1,4 @@
-"""The MoE model, as far as balancing it goes: shapes, and from them bytes and FLOPs."""
+"""Shapes of MoE models, and the parameters and bytes that follow from them."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ from equilibra.core.errors import InputError
 
 __all__ = ["MODELS", "Heads", "Latent", "MoEModel", "model_named", "moe_model"]
 
+AT_LEAST_ONE = ("num_layers", "hidden", "expert_ffn", "num_experts", "top_k", "weight_bytes")
+
 
 @dataclass(frozen=True, kw_only=True)
 class MoEModel:
     """Shapes of the MoE layers; experts are SwiGLU blocks of three matrices hidden x expert_ffn."""
 
     name: str
-    """lower case, as in the command line"""
+    """lower case, as on the command line"""
     num_layers: int
-    """MoE layers (dense layers do not count)"""
+    """MoE layers, without dense layers"""
     hidden: int
     """width of a token"""
     expert_ffn: int
@@ -26,15 +28,15 @@ class MoEModel:
     num_experts: int
     """routed experts per layer"""
     top_k: int
-    """experts each token goes to"""
+    """experts per token"""
     dense_parameters: int = 0
-    """weights of a layer that every token passes: attention, router, shared experts; 0 stands for 4 hidden²"""
+    """weights of a layer that every token uses: attention, router, shared experts; 0 means 4 hidden²"""
     attention_width: int = 0
-    """heads x head size of attention, mean of the query-key and the value side; 0 stands for hidden"""
+    """attention heads x head size, mean of the query-key and value sides; 0 means hidden"""
     quadratic_share: float = 1.0
-    """share of layers whose attention looks at the whole sequence; the others cost no more than their projections"""
+    """share of layers with full attention; the others cost only their projections"""
     outer_parameters: int = 0
-    """weights outside the MoE layers that every token passes: dense layers and the output head"""
+    """weights outside the MoE layers that every token uses: dense layers and the output head"""
     embedding_parameters: int = 0
     """weights that are looked up, not multiplied"""
     weight_bytes: int = 2
@@ -61,27 +63,26 @@ class MoEModel:
 
     @property
     def expert_parameters(self) -> int:
-        """Weights of one expert."""
         return 3 * self.hidden * self.expert_ffn
 
     @property
     def expert_bytes(self) -> int:
-        """What a copy of one expert weighs."""
+        """Bytes of a copy: weights."""
         return self.expert_parameters * self.weight_bytes
 
     @property
     def expert_gradient_bytes(self) -> int:
-        """What returns home from a copy."""
+        """Bytes that a copy returns home: gradients."""
         return self.expert_parameters * self.gradient_bytes
 
     @property
     def expert_home_bytes(self) -> int:
-        """What moves when an expert moves home: weights and optimizer state."""
+        """Bytes that a migration moves: weights and optimizer state."""
         return self.expert_parameters * (self.weight_bytes + self.state_bytes)
 
 
 class Latent(NamedTuple):
-    """Multi-head latent attention: keys and values from a small common vector, queries too if query_rank is not 0."""
+    """Multi-head latent attention: low-rank keys and values, and queries too if query_rank is not 0."""
 
     query_rank: int
     heads: int
@@ -91,7 +92,7 @@ class Latent(NamedTuple):
     value: int = 128
 
     def width(self) -> int:
-        """Heads x head size, mean of the query-key and the value side."""
+        """Heads x head size, mean of the query-key and value sides."""
         return self.heads * (self.plain + self.rotary + self.value) // 2
 
     def parameters(self, hidden: int) -> int:
@@ -103,14 +104,13 @@ class Latent(NamedTuple):
 
 
 class Heads(NamedTuple):
-    """Attention with fewer key-value heads than query heads."""
+    """Grouped-query attention: fewer key-value heads than query heads."""
 
     heads: int
     size: int
     key_value_heads: int
 
     def width(self) -> int:
-        """Heads x head size."""
         return self.heads * self.size
 
     def parameters(self, hidden: int) -> int:
@@ -128,7 +128,7 @@ def moe_model(
     dense: tuple[int, int] = (0, 0),
     quadratic_share: float = 1.0,
 ) -> MoEModel:
-    """A model: shape is (MoE layers, hidden, expert FFN, experts, top-k), dense is (layers, FFN)."""
+    """A model of shape (MoE layers, hidden, expert FFN, experts, top-k); dense is (layers, FFN)."""
     layers, hidden, ffn, experts, top_k = shape
     of_attention = attention.parameters(hidden)
     dense_layers, dense_ffn = dense
@@ -141,8 +141,8 @@ def moe_model(
     )  # fmt: skip
 
 
-# The shapes are those of the models' published configurations. Qwen3-Next's three linear-attention layers of four are
-# counted like its full ones, but for the square of the length; gpt-oss' windowed layers likewise.
+# Shapes from the published configurations. Linear-attention layers (three of four in Qwen3-Next) and windowed layers
+# (gpt-oss) count like full ones, except for the cost that is quadratic in length.
 MODELS: dict[str, MoEModel] = {
     model.name: model
     for model in (
@@ -166,7 +166,7 @@ MODELS: dict[str, MoEModel] = {
 
 
 def model_named(name: str) -> MoEModel:
-    """The preset of that name; an error that lists the names otherwise."""
+    """The preset of that name; InputError lists the names if there is none."""
     try:
         return MODELS[name]
     except KeyError:

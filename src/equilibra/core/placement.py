@@ -1,6 +1,6 @@
-"""Placement: the home of every expert, per layer. The one canonical map; every other map is derived from it.
+"""Placement: the home of every expert, per layer. It is the canonical map; every other map is derived from it.
 
-Symbols: L layers, E experts. Expert numbers are logical, as in the checkpoint, whatever the placement.
+Symbols: L layers, E experts, R ranks. Expert numbers are logical, as in the checkpoint, whatever the placement.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ __all__ = ["Migration", "Placement", "contiguous"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Placement:
-    """Which rank owns each expert's weights, optimizer state and checkpoint shard during a step."""
+    """The rank that owns each expert's weights, optimizer state and checkpoint shard during a step."""
 
     home_of_expert: NDArray[np.int32]
-    """[L, E] rank that is home of each expert of each layer"""
+    """[L, E] home rank of each expert of each layer"""
     cluster: Cluster
-    """the ranks"""
 
     def __post_init__(self) -> None:
         home, num_ranks = self.home_of_expert, self.cluster.num_ranks
@@ -39,20 +38,18 @@ class Placement:
             and np.array_equal(self.home_of_expert, other.home_of_expert)
         )
 
-    __hash__ = None  # type: ignore[assignment]  # compared by value, never a key
+    __hash__ = None  # type: ignore[assignment]  # compared by value, never used as a key
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return int(self.home_of_expert.shape[0])
 
     @property
     def num_experts(self) -> int:
-        """E."""
         return int(self.home_of_expert.shape[1])
 
     def num_homes(self) -> NDArray[np.int64]:
-        """[L, R] experts at home on each rank."""
+        """[L, R] number of experts whose home is each rank."""
         num_ranks = self.cluster.num_ranks
         entry = np.arange(self.num_layers)[:, None] * num_ranks + self.home_of_expert
         return np.bincount(entry.ravel(), minlength=self.num_layers * num_ranks).reshape(-1, num_ranks)
@@ -62,7 +59,7 @@ class Placement:
         return np.flatnonzero(self.home_of_expert[layer] == rank).astype(np.int32)
 
     def is_even(self) -> bool:
-        """Whether every rank is home of the same number of experts, as an unbalanced layout has it."""
+        """Whether every rank is home to the same number of experts, as in plain expert parallelism."""
         homes = self.num_homes()
         return bool((homes == homes.flat[0]).all())
 
@@ -72,20 +69,18 @@ class Migration:
     """The experts whose home changes from one placement to the next."""
 
     before: Placement
-    """where they are"""
     after: Placement
-    """where they go"""
 
     def __post_init__(self) -> None:
         a, b = self.before, self.after
         if a.cluster != b.cluster or a.home_of_expert.shape != b.home_of_expert.shape:
             raise InputError(
-                f"no migration between placements of {a.home_of_expert.shape} on {a.cluster} "
-                f"and {b.home_of_expert.shape} on {b.cluster}: layers, experts and cluster must be the same"
+                f"cannot migrate from homes {a.home_of_expert.shape} on {a.cluster} "
+                f"to {b.home_of_expert.shape} on {b.cluster}: layers, experts and cluster must be the same"
             )
 
     def moves(self) -> NDArray[np.int32]:
-        """[moves, 4] rows of (layer, expert, rank it leaves, rank it goes to), sorted."""
+        """[moves, 4] sorted rows of (layer, expert, source rank, target rank)."""
         layer, expert = np.nonzero(self.before.home_of_expert != self.after.home_of_expert)
         source = self.before.home_of_expert[layer, expert]
         target = self.after.home_of_expert[layer, expert]
@@ -93,19 +88,16 @@ class Migration:
 
     @property
     def num_moves(self) -> int:
-        """Experts that change their home."""
         return int(np.count_nonzero(self.before.home_of_expert != self.after.home_of_expert))
 
     @property
     def num_moves_across_nodes(self) -> int:
-        """Experts that change their node."""
         node_of_rank = self.before.cluster.node_of_rank()
         moved = node_of_rank[self.before.home_of_expert] != node_of_rank[self.after.home_of_expert]
         return int(np.count_nonzero(moved))
 
 
 def contiguous(cluster: Cluster, *, num_layers: int, num_experts: int) -> Placement:
-    """The placement of plain expert parallelism: rank r is home of experts r*E/R to (r+1)*E/R - 1."""
-    per_rank = cluster.experts_per_rank(num_experts)
-    home_of_expert = np.tile(np.arange(num_experts, dtype=np.int32) // per_rank, (num_layers, 1))
-    return Placement(home_of_expert=home_of_expert.astype(np.int32), cluster=cluster)
+    """The placement of plain expert parallelism: rank r is home to experts r*E/R to (r+1)*E/R - 1."""
+    home = np.arange(num_experts, dtype=np.int32) // cluster.experts_per_rank(num_experts)
+    return Placement(home_of_expert=np.tile(home.astype(np.int32), (num_layers, 1)), cluster=cluster)

@@ -1,10 +1,10 @@
-"""StepPlan: everything that is decided before a step, and the proof that it is complete.
+"""StepPlan: everything that is decided before a step.
 
 Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies, F flash copies of a stage.
 
-A plan says which copies exist and how many tokens of each source each copy serves. The home of an expert serves all
-its other tokens, so no token can be served twice or not at all, as long as no copy is given more tokens of a (source,
-expert) than there are. `StepPlan.check` verifies that and the budgets against a load.
+A plan lists the copies and how many tokens of each source rank each copy serves. The home of an expert serves the
+rest, so every token is served exactly once unless a copy gets more tokens of a (source, expert) than there are.
+`StepPlan.check` verifies that, and the slots, against a load.
 """
 
 from __future__ import annotations
@@ -18,9 +18,8 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import Migration, Placement
-from equilibra.core.schedule import Schedule
 from equilibra.core.stage_plan import STAGE_ARRAYS, StagePlan, StandingCopies, check_range, freeze
 from equilibra.core.visit import Stage, Visit, VisitKey
 
@@ -32,25 +31,24 @@ class StepPlan:
     """The plan of one step."""
 
     planner: str
-    """name of the planner that made it"""
+    """name of the planner"""
     placement: Placement
     """homes during the step"""
     previous: Placement
-    """homes before it"""
+    """homes before the step"""
     standing: StandingCopies
-    """copies for the whole step"""
     stages: dict[Stage, StagePlan]
-    """flash copies and splits, by stage; both may be the same object"""
+    """flash copies and splits; both stages may be the same object"""
     bound_LM: NDArray[np.int64]
-    """[L, M] tokens below which the slowest rank cannot be, whatever the plan"""
+    """[L, M] lower bound of the slowest rank's tokens under any plan"""
     schedule: Schedule | None = None
-    """where every sequence goes, if the planner packed them"""
+    """micro-batch and rank of every sequence, if the planner packed them"""
 
     def __post_init__(self) -> None:
         if set(self.stages) != set(Stage):
             raise PlanError(f"a plan needs the stages {', '.join(Stage)}, not {', '.join(self.stages)}")
         if self.bound_LM.ndim != 2 or len(self.bound_LM) != self.num_layers:
-            raise PlanError(f"{self.num_layers} layers cannot have bounds of shape {self.bound_LM.shape}")
+            raise PlanError(f"bounds of {self.num_layers} layers must be [layers, M], not {self.bound_LM.shape}")
         num_micro_batches, num_layers, num_experts, num_ranks = self.shape
         standing = self.standing
         check_range("layers of standing copies", standing.layer, num_layers)
@@ -68,22 +66,19 @@ class StepPlan:
 
     @property
     def cluster(self) -> Cluster:
-        """The ranks."""
         return self.placement.cluster
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.placement.num_layers
 
     @property
     def num_micro_batches(self) -> int:
-        """M."""
         return int(self.bound_LM.shape[1])
 
     @property
     def migration(self) -> Migration:
-        """Homes that move before the step."""
+        """The experts whose home moves before the step."""
         return Migration(before=self.previous, after=self.placement)
 
     def rank_load(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> NDArray[np.int64]:
@@ -109,7 +104,7 @@ class StepPlan:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(M, L, E, R) of the loads it was made for."""
+        """(M, L, E, R) of the loads that the plan is for."""
         return (self.num_micro_batches, self.num_layers, self.placement.num_experts, self.cluster.num_ranks)
 
     @cached_property
@@ -139,13 +134,13 @@ class StepPlan:
         )  # fmt: skip
 
     def gap(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> float:
-        """How far the slowest ranks, summed over layers and micro-batches, are above the lower bound (0 is optimal)."""
+        """Slowest ranks summed over layers and micro-batches, relative to the lower bound, minus 1 (0 is optimal)."""
         slowest, bound = self.rank_load(load, stage).max(axis=2).sum(), int(self.bound_LM.sum())
         return float(slowest / bound - 1) if bound else 0.0
 
     @cached_property
     def digest(self) -> str:
-        """A hash of every decision: ranks compare it before they use the plan."""
+        """Hash of every decision; ranks compare it before they use the plan."""
         state = sha256(f"{self.planner} {self.cluster} {self.shape}".encode())
         if self.schedule is not None and self.schedule.ranks_per_sequence > 1:
             state.update(f"{self.schedule.ranks_per_sequence} ranks per sequence".encode())
@@ -178,7 +173,7 @@ class StepPlan:
     def check(self, load: StepLoad, *, spare_slots: int | None = None, standing_slots: int | None = None) -> None:
         """Raise PlanError unless every (token, expert) pair is computed exactly once and the slots suffice.
 
-        With spare_slots, flash copies must also stay within their node; standing_slots are per node and layer.
+        With spare_slots (per rank), flash copies must also stay on their node. standing_slots are per node and layer.
         """
         if load.tokens_MLER.shape != self.shape:
             raise PlanError(f"a plan for loads of shape {self.shape} does not fit loads of {load.tokens_MLER.shape}")

@@ -1,1 +1,1 @@
-"""What is measured, and how it is named: one meaning for predicted and measured figures."""
+"""Imbalance, and events and run folders with one schema for predicted and measured figures."""

@@ -1,11 +1,10 @@
-"""A run on disk: what was asked, what came out, and the events behind it. What `equilibra report` reads.
+"""A run folder: settings, results and events of one step under several planners. `equilibra report` reads it.
 
-    RUN/run.json          what was asked, inputs, and one record of figures per planner
-    RUN/<planner>.npz     exact token counts, copies, times per layer and micro-batch, and events of that planner
+    RUN/run.json          settings, inputs, and the figures of each planner
+    RUN/<planner>.npz     token counts, copies, times per layer and micro-batch, and events of that planner
 
 Symbols: L layers, M micro-batches, R ranks, E experts, C standing copies, F flash copies, P passes through a layer.
-Arrays hold values only (never pickled objects) and are checked when they are read. The folder appears when it is
-complete.
+Arrays are checked when they are read; pickled objects are refused. The folder appears when it is complete.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ VERSION = 1
 PASSES = ("log-prob forward", "update forward", "update backward")
 """passes of a step through every layer and micro-batch, in the order of `layer_us_PLM`"""
 DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
-"""what reading a damaged archive raises: the last two where it now claims another version, or a password"""
+"""raised by damaged archives; the last two where a flipped byte claims another version or a password"""
 
 
 def columns_of_plan(plan: StepPlan, load: StepLoad) -> dict[str, Any]:
-    """What a PlannerRecord has straight from a plan."""
+    """The fields of a PlannerRecord that come straight from a plan."""
     part, standing = plan.stages[Stage.UPDATE], plan.standing
     return {
         "expert_tokens_LME": load.expert_load().transpose(1, 0, 2).astype(np.int32),
@@ -58,12 +57,12 @@ def columns_of_plan(plan: StepPlan, load: StepLoad) -> dict[str, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannerRecord:
-    """What one planner's step came to. Copies are those of the update stage."""
+    """One planner's step. Copies are those of the update stage."""
 
     metrics: dict[str, float]
-    """figures by name; seconds, bytes or plain numbers as the name says"""
+    """figures by name, which carries the unit"""
     memory: dict[str, float]
-    """bytes on the rank that needs most, by what they hold"""
+    """bytes on the rank that needs most, by purpose"""
     rank_tokens_LMR: NDArray[np.int32]
     """[L, M, R] (token, expert) pairs that each rank computes"""
     expert_tokens_LME: NDArray[np.int32]
@@ -71,13 +70,13 @@ class PlannerRecord:
     home_of_expert_LE: NDArray[np.int32]
     """[L, E] home rank of each expert"""
     flash_first_of_problem: NDArray[np.int64]
-    """[L * M + 1] flash copies of layer l and micro-batch m are those from entry l * M + m on"""
+    """[L * M + 1] flash copies of layer l and micro-batch m start at entry l * M + m"""
     flash_expert: NDArray[np.int32]
     """[F]"""
     flash_rank: NDArray[np.int32]
-    """[F] the rank that holds it"""
+    """[F] rank that holds the copy"""
     flash_origin: NDArray[np.int32]
-    """[F] the rank it is copied from"""
+    """[F] rank it is copied from"""
     flash_tokens: NDArray[np.int32]
     """[F] pairs it serves"""
     standing_layer: NDArray[np.int32]
@@ -85,15 +84,15 @@ class PlannerRecord:
     standing_expert: NDArray[np.int32]
     """[C]"""
     standing_rank: NDArray[np.int32]
-    """[C] the rank that holds it"""
+    """[C] rank that holds the copy"""
     standing_tokens_CM: NDArray[np.int32]
     """[C, M] pairs it serves in each micro-batch"""
     layer_us_PLM: NDArray[np.float32]
-    """[P, L, M] time of each pass through each layer and micro-batch"""
+    """[P, L, M] time of each pass through each layer and micro-batch, microseconds"""
     bound_LM: NDArray[np.int64]
-    """[L, M] pairs below which the slowest rank cannot be, whatever the plan"""
+    """[L, M] lower bound of the slowest rank's pairs under any plan"""
     events: Events
-    """the timeline of the micro-batch `run.about["window"]["micro_batch"]`, and what happens once a step"""
+    """events of micro-batch `run.about["window"]["micro_batch"]`, and those that happen once a step"""
 
     def __post_init__(self) -> None:
         tokens, home = self.rank_tokens_LMR, self.home_of_expert_LE
@@ -119,7 +118,7 @@ class PlannerRecord:
             raise InputError(f"flash_first_of_problem must rise from 0 to {self.flash_expert.size}")
 
     def _check_values(self) -> None:
-        """Numbers of things must be things of this step, and amounts not negative."""
+        """Raise InputError if an index is out of range or an amount is negative."""
         num_layers, _, num_ranks = self.rank_tokens_LMR.shape
         num_experts = self.home_of_expert_LE.shape[1]
         below = {"home_of_expert_LE": num_ranks, "flash_rank": num_ranks, "flash_origin": num_ranks,
@@ -129,9 +128,9 @@ class PlannerRecord:
             array = getattr(self, name)
             if array.dtype.kind not in ("f" if name == "layer_us_PLM" else "iu"):
                 raise InputError(f"{name} cannot hold {array.dtype}")
-            if array.size and not (array.min() >= 0 and array.max() < below.get(name, 2**62)):
-                raise InputError(f"{name} holds {array.min()} to {array.max()}, it must be from 0 to below "
-                                 f"{below.get(name, 2**62)}")  # fmt: skip
+            most = below.get(name, 2**62) - 1
+            if array.size and not (array.min() >= 0 and array.max() <= most):
+                raise InputError(f"{name} must be from 0 to {most}, not {array.min()} to {array.max()}")
         for kind in (self.metrics, self.memory):
             for name, value in kind.items():
                 if not isinstance(value, (int, float)) or not np.isfinite(value):
@@ -140,13 +139,12 @@ class PlannerRecord:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Run:
-    """One step under several planners. Their names are file names."""
+    """One step under several planners, whose names are file names."""
 
     about: dict[str, Any]
-    """what was asked: kind (simulated or measured), command, version, model, hardware, cluster, settings, inputs,
-    window, warnings"""
+    """kind (simulated or measured), command, version, model, hardware, cluster, settings, inputs, window, warnings"""
     planners: dict[str, PlannerRecord] = field(default_factory=dict)
-    """records by planner, in the order they are shown"""
+    """records by planner, in display order"""
 
     def __post_init__(self) -> None:
         for name in self.planners:
@@ -159,16 +157,10 @@ def _array_names() -> list[str]:
 
 
 def save_run(run: Run, path: Path | str, *, overwrite: bool = False) -> None:
-    """Write a run; the folder appears when it is complete."""
+    """Write a run; the folder appears at `path` when it is complete."""
     path = Path(path)
-    about = {
-        **run.about,
-        "format": FORMAT,
-        "format_version": VERSION,
-        "planners": {
-            name: {"metrics": record.metrics, "memory": record.memory} for name, record in run.planners.items()
-        },
-    }
+    figures = {name: {"metrics": record.metrics, "memory": record.memory} for name, record in run.planners.items()}
+    about = {**run.about, "format": FORMAT, "format_version": VERSION, "planners": figures}
     with atomic_folder(path, overwrite=overwrite, replaceable_if="run.json") as part:
         (part / "run.json").write_text(json.dumps(about, indent=1, allow_nan=False) + "\n")
         for name, record in run.planners.items():
@@ -178,25 +170,23 @@ def save_run(run: Run, path: Path | str, *, overwrite: bool = False) -> None:
 
 
 def load_run(path: Path | str) -> Run:
-    """Read a run; an error if it is damaged or something else."""
+    """Read a run; InputError if it is damaged or not a run folder."""
     path = Path(path)
     if not (path / "run.json").is_file():
-        raise InputError(f"{path} is no run: it holds no run.json; make one with equilibra simulate --output {path}")
+        raise InputError(f"{path} is no run folder (no run.json); make one with equilibra simulate --output {path}")
     try:
         about = json.loads((path / "run.json").read_text())
     except OSError as error:
         raise cannot("read", path / "run.json", error) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: run.json is damaged ({error})") from error
+        raise InputError(f"cannot read {path}: run.json is not valid JSON ({error})") from error
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"cannot read {path}: it is not an {FORMAT}")
-    if about.get("format_version") != VERSION:
-        raise InputError(
-            f"{path} has version {about.get('format_version')} of the run format, this program reads {VERSION}"
-        )
+    if (found := about.get("format_version")) != VERSION:
+        raise InputError(f"{path} has version {found} of the run format, this program reads {VERSION}")
     for key in ("model", "hardware", "cluster", "settings"):
         if key in about and not isinstance(about[key], dict):
-            raise InputError(f"cannot read {path}: {key} in run.json must hold keys and values, not {about[key]!r}")
+            raise InputError(f"cannot read {path}: {key} in run.json must be an object, not {about[key]!r}")
     try:
         records = about.pop("planners")
         planners = {name: _load_record(path / f"{Path(name).name}.npz", record) for name, record in records.items()}
@@ -214,11 +204,11 @@ def _load_record(path: Path, record: dict[str, Any]) -> PlannerRecord:
     except OSError as error:
         raise cannot("read", path, error) from error
     except (ValueError, TypeError, AttributeError, KeyError, EOFError, MemoryError, EquilibraError, *DAMAGED) as error:
-        raise InputError(f"cannot read {path}: it is no record of a planner, or damaged ({error})") from error
+        raise InputError(f"cannot read {path}: damaged or not a planner record ({error})") from error
 
 
 def _checked(record: PlannerRecord) -> PlannerRecord:
-    """The record, if its events are of layers, micro-batches, ranks and experts of this step."""
+    """The record, if its events have layers, micro-batches, ranks and experts of this step."""
     rows, (layers, micro_batches, ranks) = record.events.rows, record.rank_tokens_LMR.shape
     below = {"layer": layers, "micro_batch": micro_batches, "rank": ranks, "peer": ranks,
              "expert": record.home_of_expert_LE.shape[1]}  # fmt: skip
@@ -226,5 +216,5 @@ def _checked(record: PlannerRecord) -> PlannerRecord:
         least, most = -1 if name in below else 0, below.get(name, 2**62)
         if rows.size and not (rows[name].min() >= least and rows[name].max() < most):
             found = f"{rows[name].min()} to {rows[name].max()}"
-            raise InputError(f"events hold a {name} of {found}, it must be from {least} to below {most}")
+            raise InputError(f"{name} of events must be from {least} to {most - 1}, not {found}")
     return record

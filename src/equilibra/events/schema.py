@@ -1,8 +1,8 @@
-"""Events: what ran where and when. One schema for predicted and measured, so that the two can be compared.
+"""Events: what ran where and when, with one schema for predicted and measured ones.
 
-An event is one span on one resource of one rank. The simulator writes predicted ones; a runtime writes measured ones
-with the same columns. Times are microseconds since the step began. Columns that do not apply hold -1 (numbers of
-things) or 0 (amounts).
+An event is one span on one resource of one rank. The simulator writes predicted events, the runtime measured ones,
+with the same columns. Times are microseconds since the step began. Columns that do not apply are -1 (indices) or 0
+(amounts).
 """
 
 from __future__ import annotations
@@ -26,48 +26,43 @@ class Kind(IntEnum):
     ATTENTION = 0
     """attention and the other dense parts of a layer"""
     EXPERTS = 1
-    """matrix products of the experts; `tokens` are (token, expert) pairs"""
+    """expert GEMMs; `tokens` are (token, expert) pairs"""
     DISPATCH = 2
-    """tokens to their experts; `bytes` leave or reach this rank, whichever are more"""
+    """tokens to their experts; `bytes` is the larger of sent and received"""
     COMBINE = 3
-    """results back to their tokens"""
+    """expert outputs back to their tokens"""
     COUNTS = 4
     """exchange of counts, where split sizes are not known ahead"""
     PLAN = 5
-    """planning"""
     FLASH_COPY = 6
     """weights of `expert` from rank `peer` into a spare slot of `rank`"""
     FLASH_GRADIENT = 7
     """gradient of a flash copy from `rank` home to `peer`"""
     STANDING_COPY = 8
-    """weights of a standing copy"""
     STANDING_GRADIENT = 9
-    """gradient of a standing copy home"""
     MIGRATION = 10
     """a home moves, with optimizer state"""
     REDUCE = 11
     """gradients summed over data-parallel replicas"""
     OPTIMIZER = 12
-    """optimizer step"""
     WAIT = 13
-    """a rank stands still for others (`layer`'s slowest rank) or for a copy"""
+    """a rank waits for `layer`'s slowest rank or for a copy"""
 
 
 class Resource(IntEnum):
-    """What it occupied."""
+    """What an event occupied."""
 
     COMPUTE = 0
     """compute stream of the device"""
     COPY_ENGINE = 1
-    """copy engines, and the link behind them"""
+    """copy engines and their link"""
     NVLINK = 2
     """links inside a node"""
     NIC = 3
-    """network across nodes"""
+    """network between nodes"""
     HOST_LINK = 4
     """link to host memory"""
     CPU = 5
-    """host processor"""
 
 
 class Direction(IntEnum):
@@ -76,7 +71,7 @@ class Direction(IntEnum):
     FORWARD = 0
     BACKWARD = 1
     FORWARD_AGAIN = 2
-    """activations computed anew for the backward pass"""
+    """activation recompute for the backward pass"""
 
 
 EVENT = np.dtype([
@@ -84,12 +79,11 @@ EVENT = np.dtype([
     ("layer", "i2"), ("micro_batch", "i4"), ("rank", "i4"), ("peer", "i4"), ("expert", "i4"),
     ("tokens", "i8"), ("bytes", "i8"), ("start_us", "f8"), ("end_us", "f8"),
 ])  # fmt: skip
-"""columns of one event"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Events:
-    """A table of events, sorted by start."""
+    """A table of events, sorted by start time."""
 
     rows: NDArray[np.void]
     """[N] of EVENT"""
@@ -97,7 +91,7 @@ class Events:
     def __post_init__(self) -> None:
         rows = self.rows
         if rows.ndim != 1 or rows.dtype != EVENT:
-            raise InputError(f"events must be one list with the columns {', '.join(EVENT.names or ())}")
+            raise InputError(f"events must be one table with the columns {', '.join(EVENT.names or ())}")
         if not (np.isfinite(rows["start_us"]).all() and np.isfinite(rows["end_us"]).all()):
             raise InputError("events must start and end at finite times")
         if (rows["end_us"] < rows["start_us"]).any() or rows["start_us"].min(initial=0) < 0:
@@ -113,12 +107,12 @@ class Events:
 
     @classmethod
     def of(cls, *parts: NDArray[np.void]) -> Events:
-        """Events of several unsorted tables."""
+        """Events from unsorted tables."""
         rows = np.concatenate([np.zeros(0, EVENT), *parts])
         return cls(rows=rows[np.argsort(rows["start_us"], kind="stable")])
 
     def where(self, **columns: int) -> NDArray[np.void]:
-        """The events whose columns have these values."""
+        """The rows whose columns have these values."""
         chosen = np.ones(self.rows.size, np.bool_)
         for name, value in columns.items():
             chosen &= self.rows[name] == value
@@ -126,7 +120,7 @@ class Events:
 
 
 def event_table(count: int, **columns: Any) -> NDArray[np.void]:  # noqa: ANN401
-    """`count` events with these columns (numbers or arrays); things that are not given are -1, amounts 0."""
+    """`count` events with these columns (numbers or arrays); indices that are not given are -1, amounts 0."""
     rows = np.zeros(count, EVENT)
     for name in ("layer", "micro_batch", "rank", "peer", "expert"):
         rows[name] = -1

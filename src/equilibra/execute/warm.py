@@ -9,9 +9,9 @@ from __future__ import annotations
 import numpy as np
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.load import step_load
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
-from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import recorded_experts

@@ -26,9 +26,8 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.kernel import kernel
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.placement import Placement
-from equilibra.core.schedule import Schedule
 from equilibra.plan.spread import spread_experts
 
 __all__ = [

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.limits import PlanLimits
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, check_mini_batches, step_load
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import StepPlan
-from equilibra.core.schedule import Schedule, check_mini_batches, step_load
 from equilibra.cost.rates import Rates
 
 __all__ = [

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
 from equilibra.plan import bounds
 from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us

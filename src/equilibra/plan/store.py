@@ -13,9 +13,9 @@ from numpy.typing import NDArray
 from equilibra.core.atomic import atomic_file, cannot
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError
+from equilibra.core.load import Schedule
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.core.stage_plan import STAGE_ARRAYS
 
 __all__ = ["load_plan", "save_plan"]

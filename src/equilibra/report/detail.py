@@ -1,11 +1,17 @@
-"""Drill-down: what every rank, expert and copy does in every layer and micro-batch, packed for the page.
+"""Drill-down: what every rank, expert and copy does in every layer and micro-batch, packed as text for the page.
 
-Loads of ranks are not stored where they follow from homes and copies (they always do for a plan): the page adds them
-up again. Planners that share micro-batches share the tokens of experts, which are most of the bytes.
+Rank loads that follow from homes and copies (always, for a plan) are not stored: the page computes them. Planners with
+the same micro-batches share the expert tokens, which are most of the bytes.
+
+`pack` writes an array in its smallest type, one byte plane after the other, gzipped, in base64. High bytes of counts
+hardly change, so as a plane of their own they compress to almost nothing. `assets/data.js` unpacks it. The same array
+always gives the same text.
 """
 
 from __future__ import annotations
 
+import base64
+import gzip
 from hashlib import sha256
 from typing import Any
 
@@ -13,22 +19,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.events.run import PlannerRecord, Run
-from equilibra.report.names import IDEAL, chosen_pair
-from equilibra.report.pack import pack, packed_size
+from equilibra.report.figures import IDEAL, chosen_pair
 
-__all__ = ["Detail", "collect_detail", "rank_tokens_of"]
+__all__ = ["collect_detail", "pack", "packed_size", "rank_tokens_of"]
 
+INTEGERS = ("u1", "u2", "u4", "i1", "i2", "i4")
 FLASH = ("flash_expert", "flash_rank", "flash_origin", "flash_tokens")
 STANDING = ("standing_layer", "standing_expert", "standing_rank", "standing_tokens_CM")
 
 Detail = dict[str, dict[str, Any]]
-"""packed arrays by name"""
+"""packed arrays by key"""
 
 
 def collect_detail(run: Run, *, budget_bytes: int) -> tuple[Detail, dict[str, dict[str, str]]]:
-    """(packed arrays by key, key of every array of every planner that has detail).
+    """(packed arrays by key, keys of the arrays of every planner that has detail).
 
-    The two planners that the page compares always have it; others while `budget_bytes` last.
+    The two planners that the page compares always have detail; others while `budget_bytes` lasts.
     """
     arrays: Detail = {}
     keys_of_planner: dict[str, dict[str, str]] = {}
@@ -43,7 +49,7 @@ def collect_detail(run: Run, *, budget_bytes: int) -> tuple[Detail, dict[str, di
 
 
 def rank_tokens_of(record: PlannerRecord) -> NDArray[np.int64]:
-    """[L, M, R] loads of ranks that follow from homes and copies: what the page computes."""
+    """[L, M, R] rank loads that follow from homes and copies, as the page computes them."""
     layers, micro_batches, ranks = record.rank_tokens_LMR.shape
     loads = np.zeros((layers, micro_batches, ranks), np.int64)
     layer_L, batch_M = np.arange(layers)[:, None, None], np.arange(micro_batches)[None, :, None]
@@ -55,9 +61,8 @@ def rank_tokens_of(record: PlannerRecord) -> NDArray[np.int64]:
     np.subtract.at(loads, (layer, batch, home[layer, record.flash_expert]), record.flash_tokens)
     layer_C, served = record.standing_layer[:, None], record.standing_tokens_CM
     np.add.at(loads, (layer_C, batch_M[:, :, 0], record.standing_rank[:, None]), served)
-    np.subtract.at(
-        loads, (layer_C, batch_M[:, :, 0], home[record.standing_layer, record.standing_expert][:, None]), served
-    )
+    home_C = home[record.standing_layer, record.standing_expert][:, None]
+    np.subtract.at(loads, (layer_C, batch_M[:, :, 0], home_C), served)
     return loads
 
 
@@ -80,3 +85,26 @@ def _packed_record(record: PlannerRecord, *, known: Detail) -> tuple[Detail, dic
         if key not in known and key not in new:
             new[key] = pack(array)
     return new, keys
+
+
+def pack(array: NDArray[Any]) -> dict[str, Any]:
+    """{dtype, shape, data}: the array as text. Integers keep their values, other numbers become float32."""
+    small = array.astype(_smallest(array) if array.dtype.kind in "biu" else np.float32)
+    planes = np.ascontiguousarray(small).reshape(-1).view(np.uint8).reshape(-1, small.dtype.itemsize).T
+    text = base64.b64encode(gzip.compress(planes.tobytes(), compresslevel=9, mtime=0)).decode()
+    return {"dtype": f"{small.dtype.kind}{small.dtype.itemsize}", "shape": list(array.shape), "data": text}
+
+
+def packed_size(arrays: dict[str, dict[str, Any]]) -> int:
+    """Bytes of packed arrays on the page."""
+    return sum(len(entry["data"]) for entry in arrays.values())
+
+
+def _smallest(array: NDArray[Any]) -> str:
+    """The smallest little-endian integer type that holds all values; float64 if none does."""
+    low, high = int(array.min(initial=0)), int(array.max(initial=0))
+    for name in INTEGERS:
+        limits = np.iinfo(name)
+        if limits.min <= low and high <= limits.max:
+            return f"<{name}"
+    return "<f8"

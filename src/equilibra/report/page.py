@@ -1,8 +1,8 @@
-"""`write_report`: a run as one HTML file that needs nothing else, neither beside it nor from the network.
+"""`write_report`: a run as one self-contained HTML file that needs no other file and no network.
 
-The file holds the template, the style, the scripts and the data of the run. The data is JSON in a script element that
-browsers do not execute, and the scripts only ever insert it as text, so nothing that a run is called can become HTML.
-A Content-Security-Policy allows exactly the inlined scripts, by their hashes, and no connection to anywhere.
+The file contains the template, the style, the scripts and the data of the run. The data is JSON in a script element
+that browsers do not execute, and the scripts insert it only as text, so no name in a run can become HTML. A
+Content-Security-Policy allows only the inlined scripts, by their hashes, and no connections.
 """
 
 from __future__ import annotations
@@ -18,36 +18,34 @@ from typing import Any
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 from equilibra.events.run import PASSES, Run
-from equilibra.report.answer import answer
+from equilibra.report.answer import answer, training
 from equilibra.report.detail import collect_detail
-from equilibra.report.figures import planner_figures
-from equilibra.report.names import chosen_pair, labels_of, predictions_in
+from equilibra.report.figures import chosen_pair, labels_of, planner_figures, predictions_in
 from equilibra.report.timeline import timeline
-from equilibra.report.training import training
 
-__all__ = ["PAGE_BYTES", "SCRIPTS", "render", "write_report"]
+__all__ = ["SCRIPTS", "render", "write_report"]
 
 PAGE_BYTES = 4_900_000
-"""size that a page keeps to, as far as the drill-down of more than two planners is concerned"""
+"""page size beyond which only the two compared planners get a drill-down"""
 SCRIPTS = (
     "echarts.min.js", "format.js", "data.js", "theme.js", "elements.js", "answer.js", "heat.js", "layers.js",
     "drill.js", "gantt.js", "memory.js", "report.js",
 )  # fmt: skip
 """scripts in the order in which they are inlined"""
 TRAINING_SCRIPT = "training.js"
-"""behind them on the page of a training run; other pages hold nothing of it"""
+"""added for training runs"""
 MIXED = "measured; predicted where the name says so"
 VOID = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 
 
 def write_report(run: Run, path: Path, *, overwrite: bool = False) -> None:
-    """Write the page; it appears when it is complete."""
+    """Write the page; it appears at `path` when it is complete."""
     with atomic_file(Path(path), overwrite=overwrite) as part:
         part.write_text(render(run), encoding="utf-8")
 
 
 def render(run: Run) -> str:
-    """The page as text. The same run always gives the same page."""
+    """The page as text; the same run always gives the same page."""
     num_layers, num_ranks, num_experts = _shape(run)
     curves, labels, pair, predictions = training(run), labels_of(run), chosen_pair(run.planners), predictions_in(run)
     apart = [] if pair[0] not in predictions else [name for name in run.planners if name not in predictions]
@@ -83,13 +81,13 @@ def render(run: Run) -> str:
 
 
 def _about(run: Run) -> dict[str, Any]:
-    """What was asked, without what the page shows elsewhere."""
+    """`run.about` without what the page shows elsewhere."""
     about = {key: value for key, value in run.about.items() if key not in ("training", "predicted")}
     return {**about, "kind": MIXED} if predictions_in(run) else about
 
 
 def _shape(run: Run) -> tuple[int, int, int]:
-    """(L, R, E) that all planners share."""
+    """(L, R, E), the same for all planners."""
     shapes = {
         (*record.rank_tokens_LMR.shape[::2], record.home_of_expert_LE.shape[1]): name
         for name, record in run.planners.items()
@@ -101,7 +99,6 @@ def _shape(run: Run) -> tuple[int, int, int]:
 
 
 def _policy(scripts: list[str], style: str) -> str:
-    """Only these scripts and this style, and no connections."""
     allowed = " ".join(_hash(script) for script in scripts)
     return (
         f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data: blob:; "
@@ -116,12 +113,12 @@ def _hash(text: str) -> str:
 def _asset(name: str) -> str:
     text = (files("equilibra.report") / "assets" / name).read_text(encoding="utf-8")
     if name.endswith(".js") and "</script" in text.lower():
-        raise InputError(f"{name} holds the end of a script element, which would cut it short; write it as <\\/script")
+        raise InputError(f"{name} contains </script, which would end its script element; write it as <\\/script")
     return text
 
 
 def _json(value: object) -> str:
-    """JSON that is safe inside a script element; what JSON has no word for is null."""
+    """JSON that is safe inside a script element; numbers that are not finite become null."""
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
     for sign, written in VOID.items():
         text = text.replace(sign, written)
@@ -129,7 +126,6 @@ def _json(value: object) -> str:
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
-    """The value without numbers that are not finite."""
     if isinstance(value, dict):
         return {str(key): _plain(entry) for key, entry in value.items()}
     if isinstance(value, list | tuple):
@@ -138,7 +134,7 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
 
 
 def _filled(template: str, parts: dict[str, str]) -> str:
-    """The template with its marks, each exactly once, replaced; parts are not searched for marks."""
+    """The template with each mark replaced once; inserted parts are not searched for marks."""
     pieces = [template]
     for name, text in parts.items():
         mark = f"<!--{name}-->" if name != "policy" else "{policy}"

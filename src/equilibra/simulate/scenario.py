@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.limits import PlanLimits
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.model import MoEModel
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
 from equilibra.plan.pack import DENSE_COST
 from equilibra.plan.planner import StepProblem

@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.memory import MemoryNeed, memory_need
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of

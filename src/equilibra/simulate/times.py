@@ -15,9 +15,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
+from equilibra.core.load import Schedule
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.prices import ATTENTION_BACKWARD, Prices
 from equilibra.plan.planner import Timing
 from equilibra.simulate.setting import CopyPath, RunSetting

@@ -1,9 +1,8 @@
-"""Routing: recorded, stored, counted, made up.
+"""Routing: recorded, stored, counted, synthesized.
 
-routing     `Recording`, `RoutingTrace`: which experts each token went to
-open        `load_trace`, `save_trace`: both file formats, by path
-npz         the plain format; index, manifest, store, writer, atomic: the large one
-count       loads of sequences and micro-batches
-summary     what a recording holds, and how unbalanced it is on a cluster
-synth, fit  synthetic RL routing, and its knobs from a real recording; sampling, totals: its kernels
+routing   `Recording`, `RoutingTrace`: which experts each token went to
+open      `load_trace`, `save_trace` for both file formats; the plain one, `.npz`
+store     the format for large recordings, `.eqtrace`; writer: writing it
+count     loads of sequences and micro-batches, and how unbalanced they are on a cluster
+synth     synthetic RL routing, and its knobs from a real recording; sampling: its kernels
 """

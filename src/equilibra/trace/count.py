@@ -1,11 +1,10 @@
-"""Loads from routing: count, for groups of consecutive tokens, how many tokens each expert gets.
+"""Loads from routing: how many tokens each expert gets, and how unbalanced that is under static placement.
 
-Symbols: T tokens, S sequences, M micro-batches, G groups of consecutive sequences (a sequence or a
-micro-batch each), L layers, K experts per token, E experts.
+Symbols: T tokens, S sequences, M micro-batches, G groups (each a sequence or a micro-batch), L layers, K experts per
+token, E experts, R ranks.
 
-One kernel does all of it: it walks the ids once, in file order, and adds one to a counter. It does not check
-bounds; every piece of ids is checked before it gets there. Counters of a block of groups are handed out when
-the block is full, so memory stays bounded whatever the number of groups.
+One kernel walks the ids once, in file order, and counts. It does not check bounds: every piece of ids is checked
+before. Loads are returned a block of groups at a time, so memory is bounded whatever the number of groups.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ import numpy as np
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.load import SequenceLoad
+from equilibra.events.imbalance import imbalance, spread
 from equilibra.trace.routing import check_ids
 
 if TYPE_CHECKING:
@@ -25,35 +25,26 @@ if TYPE_CHECKING:
 
     from numpy.typing import NDArray
 
+    from equilibra.core.cluster import Cluster
     from equilibra.trace.routing import Ids, Recording
 
 __all__ = [
-    "GroupLoads",
+    "TraceSummary",
     "loads_of_groups",
-    "micro_batch_loads",
     "micro_batches_in_file_order",
     "require_distinct_experts",
     "sequence_loads",
+    "summarize",
 ]
 
 BLOCK_BYTES = 64 << 20
 ALL_RECORDED = np.zeros(0, dtype=np.bool_)
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class GroupLoads:
-    """Loads of some consecutive groups."""
-
-    first_group: int
-    """number of the first of them"""
-    tokens_GLE: NDArray[np.int32]
-    """[G, L, E] tokens of each group that each expert of each layer gets"""
-
-
 def loads_of_groups(
     recording: Recording, token_offsets: NDArray[np.int64], *, groups_per_block: int | None = None
-) -> Iterator[GroupLoads]:
-    """Loads of groups, a block at a time; group g is tokens token_offsets[g] to token_offsets[g + 1]."""
+) -> Iterator[NDArray[np.int32]]:
+    """Yield [G, L, E] loads of consecutive groups; group g is tokens token_offsets[g] to token_offsets[g + 1]."""
     _check_group_sizes(recording, token_offsets)
     num_groups = len(token_offsets) - 1
     _, num_layers, _ = recording.shape
@@ -70,7 +61,7 @@ def loads_of_groups(
             _count(ids, recorded, token_offsets, piece.first_token, start, end, first_group, counts)
             start = end
             if end == token_offsets[after]:
-                yield GroupLoads(first_group=first_group, tokens_GLE=counts)
+                yield counts
                 first_group, after = after, min(after + block, num_groups)
                 counts = np.zeros((after - first_group, *counts.shape[1:]), dtype=np.int32)
 
@@ -83,7 +74,7 @@ def _check_group_sizes(recording: Recording, token_offsets: NDArray[np.int64]) -
             f"got {len(sizes)} from {token_offsets[0]} to {token_offsets[-1]}"
         )
     if int(sizes.max()) * recording.top_k > np.iinfo(np.int32).max:
-        raise InputError(f"a group of {sizes.max()} tokens is too large to count; split it")
+        raise InputError(f"cannot count a group of {sizes.max()} tokens in int32; split it")
 
 
 @kernel
@@ -97,7 +88,7 @@ def _count(
     first_group: int,
     counts: NDArray[np.int32],
 ) -> None:
-    """Add tokens start to stop to counts[group - first_group]; ids[0] is token first_token."""
+    """Count tokens start to stop in counts[group - first_group]; ids[0] is token first_token."""
     _, num_layers, top_k = ids.shape
     group = np.searchsorted(token_offsets, start, side="right") - 1
     token = start
@@ -115,15 +106,15 @@ def _count(
 
 
 def sequence_loads(recording: Recording) -> SequenceLoad:
-    """The load of each sequence: [S, L, E]."""
-    (loads,) = loads_of_groups(recording, recording.offsets, groups_per_block=recording.num_sequences)
-    return SequenceLoad(tokens_SLE=loads.tokens_GLE, length_of_sequence=recording.length_of_sequence)
+    """The load of each sequence."""
+    (tokens_SLE,) = loads_of_groups(recording, recording.offsets, groups_per_block=recording.num_sequences)
+    return SequenceLoad(tokens_SLE=tokens_SLE, length_of_sequence=recording.length_of_sequence)
 
 
 def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatch: int) -> NDArray[np.int64]:
-    """[M + 1] sequence offsets of micro-batches: whole sequences in file order, filled up to the budget.
+    """[M + 1] sequence offsets of micro-batches: whole sequences in file order, up to the token budget.
 
-    A sequence longer than the budget gets a micro-batch of its own. The last micro-batch may be short.
+    A sequence longer than the budget gets its own micro-batch. The last micro-batch may be short.
     """
     if tokens_per_microbatch < 1:
         raise InputError(f"tokens per micro-batch must be at least 1, not {tokens_per_microbatch}")
@@ -136,15 +127,8 @@ def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatc
     return np.array(offsets, dtype=np.int64)
 
 
-def micro_batch_loads(recording: Recording, sequence_offsets: NDArray[np.int64]) -> NDArray[np.int32]:
-    """[M, L, E] loads of micro-batches; m is sequences sequence_offsets[m] to sequence_offsets[m + 1]."""
-    token_offsets = recording.offsets[sequence_offsets]
-    (loads,) = loads_of_groups(recording, token_offsets, groups_per_block=len(token_offsets) - 1)
-    return loads.tokens_GLE
-
-
 def require_distinct_experts(recording: Recording) -> None:
-    """Refuse a recording in which a token goes to one expert twice in a layer: a filled-in row."""
+    """Raise InputError if a token goes to one expert twice in a layer, which marks a filler row."""
     repeats = 0
     for piece in recording.pieces():
         recorded = ALL_RECORDED if piece.recorded is None else np.ascontiguousarray(piece.recorded)
@@ -152,7 +136,7 @@ def require_distinct_experts(recording: Recording) -> None:
     if repeats:
         raise InputError(
             f"{repeats} of {recording.num_tokens} tokens go to one expert twice in a layer: "
-            "these are filler rows; mark them as not recorded"
+            "they are filler rows; mark them as not recorded"
         )
 
 
@@ -170,3 +154,115 @@ def _tokens_with_repeats(ids: Ids, recorded: NDArray[np.bool_]) -> Any:  # noqa:
                     repeats += ids[t, layer, k] == ids[t, layer, j]
         tokens += repeats > 0
     return tokens
+
+
+@dataclass(frozen=True, kw_only=True)
+class TraceSummary:
+    """Sizes and imbalances of a recording on a cluster; imbalance is slowest over mean."""
+
+    tokens: int
+    """T"""
+    sequences: int
+    """S"""
+    layers: int
+    """L"""
+    experts: int
+    """E"""
+    top_k: int
+    """experts per token"""
+    tokens_without_routing: int
+    """tokens that will be routed live"""
+    groups: int | None
+    """prompt groups; None: unknown"""
+    policy_versions: int | None
+    """distinct policy versions; None: unknown"""
+    length_median: float
+    """tokens per sequence, median"""
+    length_p99: float
+    """tokens per sequence, 99th percentile"""
+    length_max: int
+    """tokens of the longest sequence"""
+    ranks: int
+    """R"""
+    nodes: int
+    tokens_per_microbatch: int
+    """token budget of a micro-batch"""
+    microbatches: int
+    """M"""
+    imbalance_batch: float
+    """imbalance of ranks over the whole batch, mean over layers"""
+    imbalance_microbatch_mean: float
+    """imbalance of ranks, mean over micro-batches and layers"""
+    imbalance_microbatch_p99: float
+    """imbalance of ranks, 99th percentile over micro-batches and layers"""
+    imbalance_microbatch_worst: float
+    """imbalance of ranks, largest over micro-batches and layers"""
+    node_imbalance_batch: float
+    """imbalance of nodes over the whole batch, mean over layers"""
+    node_imbalance_microbatch_mean: float
+    """imbalance of nodes, mean over micro-batches and layers"""
+    worst_layer: int
+    """layer with the largest imbalance over the whole batch"""
+    imbalance_of_layer: tuple[float, ...]
+    """[L] imbalance of ranks over the whole batch"""
+    load_share_of_rank: tuple[float, ...]
+    """[R] share of the worst layer's load; the mean is 1 / R"""
+
+
+def summarize(recording: Recording, cluster: Cluster, tokens_per_microbatch: int) -> TraceSummary:
+    """Sizes of the recording, and its imbalances on this cluster with contiguous homes.
+
+    Micro-batches are whole sequences in file order, up to the token budget. The recording is read once.
+    """
+    lengths, groups, segments = recording.length_of_sequence, recording.group_of_sequence, recording.segments
+    micro_batches = micro_batches_in_file_order(lengths, tokens_per_microbatch)
+    return TraceSummary(
+        tokens=recording.num_tokens,
+        sequences=recording.num_sequences,
+        layers=recording.num_layers,
+        experts=recording.num_experts,
+        top_k=recording.top_k,
+        tokens_without_routing=recording.tokens_without_routing,
+        groups=None if groups is None else len(np.unique(groups)),
+        policy_versions=None if segments is None else len(np.unique(segments.version_of_segment)),
+        length_median=float(np.median(lengths)),
+        length_p99=float(np.percentile(lengths, 99)),
+        length_max=int(lengths.max()),
+        ranks=cluster.num_ranks,
+        nodes=cluster.num_nodes,
+        tokens_per_microbatch=tokens_per_microbatch,
+        microbatches=len(micro_batches) - 1,
+        **_imbalances(recording, cluster, recording.offsets[micro_batches]),
+    )
+
+
+def _imbalances(recording: Recording, cluster: Cluster, token_offsets: NDArray[np.int64]) -> dict[str, Any]:
+    """The fields that need the ids; micro-batch m is tokens token_offsets[m] to token_offsets[m + 1]."""
+    experts_per_rank = cluster.experts_per_rank(recording.num_experts)
+    total = np.zeros((recording.num_layers, cluster.num_ranks), dtype=np.int64)
+    of_ranks, of_nodes = [], []
+    for tokens_MLE in loads_of_groups(recording, token_offsets):
+        by_home = tokens_MLE.reshape(*tokens_MLE.shape[:2], cluster.num_ranks, experts_per_rank)
+        load = by_home.sum(axis=-1, dtype=np.int64)
+        total += load.sum(axis=0)
+        of_ranks.append(imbalance(load))
+        of_nodes.append(imbalance(_by_node(load, cluster)))
+    over_ranks, of_layer = spread(np.concatenate(of_ranks)), imbalance(total)
+    worst = int(of_layer.argmax())
+    return {
+        "imbalance_batch": float(of_layer.mean()),
+        "imbalance_microbatch_mean": over_ranks.mean,
+        "imbalance_microbatch_p99": over_ranks.p99,
+        "imbalance_microbatch_worst": over_ranks.worst,
+        "node_imbalance_batch": float(imbalance(_by_node(total, cluster)).mean()),
+        "node_imbalance_microbatch_mean": float(np.concatenate(of_nodes).mean()),
+        "worst_layer": worst,
+        "imbalance_of_layer": tuple(of_layer.tolist()),
+        "load_share_of_rank": tuple((total[worst] / max(1, total[worst].sum())).tolist()),
+    }
+
+
+def _by_node(load: NDArray[np.int64], cluster: Cluster) -> NDArray[np.int64]:
+    """[..., N] load of each node from load [..., R]."""
+    by_node: NDArray[np.int64] = load.reshape(*load.shape[:-1], cluster.num_nodes, cluster.ranks_per_node).sum(axis=-1)
+    return by_node

@@ -1,19 +1,16 @@
 """Routing as the rollout recorded it: which experts each token went to, in every layer.
 
-Symbols: T tokens, S sequences, L MoE layers, K experts per token (top-k), E experts, P policy-version
-segments.
+Symbols: T tokens, S sequences, L MoE layers, K experts per token (top-k), E experts, P policy-version segments.
 
-`Recording` is everything but where the ids are; `RoutingTrace` has them in memory (or in a `np.memmap`), and
-`equilibra.trace.store.StoredTrace` on disk. Functions that read ids go through `pieces()`, a few MiB at a
-time, and so work on both and never hold a whole recording.
+A `Recording` has its ids in memory (`RoutingTrace`) or on disk (`equilibra.trace.store.StoredTrace`). Functions read
+ids through `pieces()`, a few MiB at a time, so they work on both and never hold a whole recording.
 
-Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have `recorded` False. They
-belong to their sequence and count as its tokens; their ids mean nothing, are not checked, and are not counted
-as load.
+Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have `recorded` False. They count in the
+length of their sequence; their ids are neither checked nor counted as load.
 
-A token's K experts should differ. Frameworks fill rows they do not know with zeros or with one expert
-repeated, and such files must still open, so repeats are allowed here and counted as they stand;
-`equilibra.trace.count.require_distinct_experts` refuses them for those who ask.
+A token's K experts should differ, but frameworks fill unknown rows with zeros or one repeated expert, and such files
+must still open. Repeats are therefore accepted and counted; `equilibra.trace.count.require_distinct_experts` refuses
+them.
 """
 
 from __future__ import annotations
@@ -32,17 +29,9 @@ if TYPE_CHECKING:
     from collections.abc import Iterator
 
 __all__ = [
-    "MAX_EXPERTS",
-    "Ids",
-    "PolicySegments",
-    "Recording",
-    "RoutingPiece",
-    "RoutingTrace",
-    "check_ids",
-    "id_dtype",
-    "narrow_ids",
-    "tokens_per_piece",
-]
+    "INDEX_DTYPES", "MAX_EXPERTS", "Ids", "PolicySegments", "Recording", "RoutingPiece", "RoutingTrace",
+    "check_ids", "id_dtype", "index_arrays", "index_fields", "narrow_ids", "tokens_per_piece",
+]  # fmt: skip
 
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 MAX_EXPERTS = 65_536
@@ -56,12 +45,12 @@ def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def tokens_per_piece(bytes_per_token: int) -> int:
-    """Tokens that `pieces()` hands out at a time."""
+    """Tokens per piece of `pieces()`."""
     return max(1, PIECE_BYTES // bytes_per_token)
 
 
 def check_ids(ids: NDArray[np.integer[Any]], num_experts: int, recorded: NDArray[np.bool_] | None = None) -> None:
-    """Refuse ids of recorded tokens outside 0 to num_experts - 1; ids [t, L, K], recorded [t]."""
+    """Raise InputError if a recorded token has an id outside 0 to num_experts - 1; ids [t, L, K], recorded [t]."""
     if ids.size == 0 or (ids.max() < num_experts and ids.min() >= 0):
         return
     known = ids if recorded is None else ids[recorded]
@@ -76,10 +65,9 @@ def check_ids(ids: NDArray[np.integer[Any]], num_experts: int, recorded: NDArray
 def narrow_ids(
     ids: NDArray[np.integer[Any]], num_experts: int, recorded: NDArray[np.bool_] | None = None
 ) -> tuple[Ids, NDArray[np.bool_] | None]:
-    """Ids of any integer type as uint8 or uint16, and which tokens are recorded.
+    """(ids as uint8 or uint16, which tokens are recorded) from ids [t, L, K] of any integer type.
 
-    A token whose ids are all -1 has no recorded routing; a token with -1 in some places only is an error.
-    ids [t, L, K], recorded [t] or None for all.
+    A token whose ids are all -1 has no recorded routing; -1 in only some places is an error. recorded [t]; None: all.
     """
     dtype = id_dtype(num_experts)
     if ids.dtype.kind == "i" and ids.size and ids.min() < 0:
@@ -94,33 +82,28 @@ def narrow_ids(
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicySegments:
-    """Which policy version produced which tokens: runs of tokens, in order, over the whole recording."""
+    """The policy version of every token, as consecutive segments that cover the recording."""
 
     offsets: NDArray[np.int64]
-    """[P + 1] segment p is tokens offsets[p] to offsets[p + 1]; it may be a part of an answer, or several."""
+    """[P + 1] segment p is tokens offsets[p] to offsets[p + 1]: part of an answer, or several answers"""
     version_of_segment: NDArray[np.int64]
-    """[P] policy version, for example the number of the optimizer step."""
+    """[P] policy version, for example the optimizer step"""
 
     def __post_init__(self) -> None:
         _check_offsets("segment offsets", self.offsets)
         if self.version_of_segment.shape != (len(self.offsets) - 1,):
-            raise InputError(
-                f"{len(self.offsets) - 1} segments need as many versions, not {self.version_of_segment.shape}"
-            )
+            found = self.version_of_segment.shape
+            raise InputError(f"{len(self.offsets) - 1} segments need as many versions, not shape {found}")
         if self.version_of_segment.dtype != np.int64:
             raise InputError(f"policy versions must be int64, not {self.version_of_segment.dtype}")
-
-    def version_of_token(self) -> NDArray[np.int64]:
-        """[T] policy version of each token."""
-        return np.repeat(self.version_of_segment, np.diff(self.offsets))
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RoutingPiece:
-    """Some consecutive tokens of a recording."""
+    """Consecutive tokens of a recording."""
 
     first_token: int
-    """number of the first token in the recording"""
+    """index of the first token in the recording"""
     ids: Ids
     """[t, L, K] experts of each token"""
     recorded: NDArray[np.bool_] | None
@@ -129,20 +112,20 @@ class RoutingPiece:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Recording(ABC):
-    """Everything about recorded routing but where the ids are kept."""
+    """Recorded routing; subclasses say where the ids are."""
 
     offsets: NDArray[np.int64]
-    """[S + 1] sequence s is tokens offsets[s] to offsets[s + 1]; none is empty"""
+    """[S + 1] sequence s is tokens offsets[s] to offsets[s + 1], not empty"""
     num_experts: int
-    """E, of every layer"""
+    """E, the same in every layer"""
     recorded: NDArray[np.bool_] | None = None
     """[T] which tokens have recorded routing; None: all"""
     prompt_length_of_sequence: NDArray[np.int64] | None = None
-    """[S] tokens of the prompt, at the start of each sequence; None: not known"""
+    """[S] prompt tokens at the start of each sequence; None: unknown"""
     group_of_sequence: NDArray[np.int64] | None = None
-    """[S] prompt group: answers to one prompt share a number >= 0; None: not known"""
+    """[S] prompt group >= 0, the same for answers to one prompt; None: unknown"""
     segments: PolicySegments | None = None
-    """policy version of every token; None: not known"""
+    """policy version of every token; None: unknown"""
 
     def __post_init__(self) -> None:
         num_tokens, _, top_k = self.shape
@@ -155,14 +138,11 @@ class Recording(ABC):
         if self.recorded is not None and (self.recorded.shape != (num_tokens,) or self.recorded.dtype != np.bool_):
             raise InputError(f"recorded must be bool [{num_tokens}], not {self.recorded.dtype} {self.recorded.shape}")
         for name in ("prompt_length_of_sequence", "group_of_sequence"):
-            value = getattr(self, name)
-            if value is not None:
-                _check_per_sequence(name, value, self.num_sequences)
-        if (
-            self.prompt_length_of_sequence is not None
-            and (self.prompt_length_of_sequence > self.length_of_sequence).any()
-        ):
-            raise InputError("a prompt is longer than its sequence: prompt lengths must be at most sequence lengths")
+            _check_per_sequence(name, getattr(self, name), self.num_sequences)
+        prompts = self.prompt_length_of_sequence
+        if prompts is not None and (prompts > self.length_of_sequence).any():
+            at = int(np.argmax(prompts > self.length_of_sequence))
+            raise InputError(f"the prompt of sequence {at} ({prompts[at]} tokens) is longer than its sequence")
         if self.segments is not None:
             _check_offsets("segment offsets", self.segments.offsets, num_tokens)
 
@@ -173,36 +153,39 @@ class Recording(ABC):
 
     @abstractmethod
     def pieces(self) -> Iterator[RoutingPiece]:
-        """All tokens in order, a few MiB at a time. What was read is good only after the last one."""
+        """All tokens in order, a few MiB at a time. Trust them only after the last piece: checksums come at the end."""
+
+    def load(self) -> RoutingTrace:
+        """The whole recording in memory."""
+        ids = np.empty(self.shape, dtype=id_dtype(self.num_experts))
+        for piece in self.pieces():
+            ids[piece.first_token : piece.first_token + len(piece.ids)] = piece.ids
+        return RoutingTrace(ids=ids, num_experts=self.num_experts, **index_fields(index_arrays(self)))
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return self.shape[0]
 
     @property
     def num_layers(self) -> int:
-        """L."""
         return self.shape[1]
 
     @property
     def top_k(self) -> int:
-        """K."""
         return self.shape[2]
 
     @property
     def num_sequences(self) -> int:
-        """S."""
         return len(self.offsets) - 1
 
     @property
     def length_of_sequence(self) -> NDArray[np.int64]:
-        """[S] tokens of each sequence, with or without recorded routing."""
+        """[S] tokens, with or without recorded routing."""
         return np.diff(self.offsets)
 
     @property
     def tokens_without_routing(self) -> int:
-        """Tokens that will be routed live, because their routing was not recorded."""
+        """Tokens that will be routed live."""
         return 0 if self.recorded is None else int(self.num_tokens - np.count_nonzero(self.recorded))
 
 
@@ -211,7 +194,7 @@ class RoutingTrace(Recording):
     """A recording with its ids in memory."""
 
     ids: Ids
-    """[T, L, K] experts of each token in each layer, logical: uint8 up to 256 experts, uint16 above"""
+    """[T, L, K] logical experts of each token in each layer: uint8 up to 256 experts, uint16 above"""
 
     def __post_init__(self) -> None:
         if self.ids.ndim != 3:
@@ -220,19 +203,17 @@ class RoutingTrace(Recording):
         if self.ids.dtype != id_dtype(self.num_experts):
             raise InputError(
                 f"ids for {self.num_experts} experts must be {id_dtype(self.num_experts)}, "
-                f"not {self.ids.dtype}; use narrow_ids to convert them"
+                f"not {self.ids.dtype}; convert them with narrow_ids"
             )
         for piece in self.pieces():
             check_ids(piece.ids, self.num_experts, piece.recorded)
 
     @property
     def shape(self) -> tuple[int, int, int]:
-        """(T, L, K)."""
         num_tokens, num_layers, top_k = self.ids.shape
         return num_tokens, num_layers, top_k
 
     def pieces(self) -> Iterator[RoutingPiece]:
-        """All tokens in order, a few MiB at a time."""
         step = tokens_per_piece(self.num_layers * self.top_k * self.ids.itemsize)
         for first in range(0, self.num_tokens, step):
             recorded = None if self.recorded is None else self.recorded[first : first + step]
@@ -249,13 +230,53 @@ def _check_offsets(what: str, offsets: NDArray[np.int64], num_tokens: int | None
     if (steps < 1).any():
         at = int(np.argmax(steps < 1))
         raise InputError(
-            f"{what} must grow: number {at} runs from {offsets[at]} to {offsets[at + 1]}; "
-            "sort them and leave empty ones out"
+            f"{what} must grow: entry {at} runs from {offsets[at]} to {offsets[at + 1]}; sort them and drop empty ones"
         )
 
 
-def _check_per_sequence(name: str, value: NDArray[np.int64], num_sequences: int) -> None:
+def _check_per_sequence(name: str, value: NDArray[np.int64] | None, num_sequences: int) -> None:
+    if value is None:
+        return
     if value.shape != (num_sequences,) or value.dtype != np.int64:
         raise InputError(f"{name} must be int64 [{num_sequences}], not {value.dtype} {value.shape}")
     if value.min() < 0:
-        raise InputError(f"{name} must not be negative, and holds {value.min()}")
+        raise InputError(f"{name} must not be negative, but contains {value.min()}")
+
+
+# Both file formats store the index of a recording beside its ids, as arrays with these names. All but `offsets` are
+# optional; the last two come together.
+INDEX_DTYPES = {
+    "offsets": np.dtype("<i8"),
+    "recorded": np.dtype("|b1"),
+    "prompt_length_of_sequence": np.dtype("<i8"),
+    "group_of_sequence": np.dtype("<i8"),
+    "segment_offsets": np.dtype("<i8"),
+    "version_of_segment": np.dtype("<i8"),
+}
+
+
+def index_arrays(recording: Recording) -> dict[str, NDArray[Any]]:
+    """The arrays to store, by name, without unknown ones."""
+    segments = recording.segments
+    arrays = {
+        "offsets": recording.offsets,
+        "recorded": recording.recorded,
+        "prompt_length_of_sequence": recording.prompt_length_of_sequence,
+        "group_of_sequence": recording.group_of_sequence,
+        "segment_offsets": None if segments is None else segments.offsets,
+        "version_of_segment": None if segments is None else segments.version_of_segment,
+    }
+    return {name: array for name, array in arrays.items() if array is not None}
+
+
+def index_fields(arrays: dict[str, NDArray[Any]]) -> dict[str, Any]:
+    """Constructor arguments of a `Recording` from stored arrays."""
+    fields: dict[str, Any] = dict(arrays)
+    offsets, versions = fields.pop("segment_offsets", None), fields.pop("version_of_segment", None)
+    if "offsets" not in fields:
+        raise InputError("sequence offsets are missing")
+    if (offsets is None) != (versions is None):
+        raise InputError("segment_offsets and version_of_segment must come together; one is missing")
+    if offsets is not None:
+        fields["segments"] = PolicySegments(offsets=offsets, version_of_segment=versions)
+    return fields

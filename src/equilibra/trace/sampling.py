@@ -1,14 +1,16 @@
-"""Kernels that draw routing: random numbers that depend on names, not on order, and experts drawn without
-replacement.
+"""Kernels that draw synthetic routing and synthetic loads.
 
-Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each (sequence, layer) has a weight
-per expert, and each of its tokens draws K different experts, one after the other, with probability
-proportional to weight among those left. That is what top-k does to router scores with Gumbel noise.
+Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each (sequence, layer) has a weight per
+expert, and each of its tokens draws K experts without replacement, with probability proportional to weight among those
+left. That is what top-k does to router scores with Gumbel noise.
 
-Random numbers come from SplitMix64, started from a hash of (seed, purpose, sequence or group, layer): any
-thread can compute any sequence, and the result is the same. Draws use an alias table (one random number, one
-look-up); a draw that hits an expert already taken is repeated, and after `TRIES` draws per expert wanted the
-rest is scanned instead, so skewed weights cannot stall it.
+Random numbers come from SplitMix64, seeded with a hash of (seed, purpose, sequence or group, layer), so the result
+does not depend on the order in which sequences are drawn. Draws use an alias table (one random number, one look-up). A
+draw that hits an expert already taken is repeated; after `TRIES` draws per expert the rest is scanned instead, so that
+skewed weights cannot stall it.
+
+`draw_loads` draws the load of a sequence without its tokens: exact for short sequences, within about 2 % in the mean
+load of an expert for long ones.
 """
 
 from __future__ import annotations
@@ -19,24 +21,15 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from equilibra.core.kernel import kernel
+from equilibra.trace.routing import Ids
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
-from equilibra.trace.routing import Ids
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
-__all__ = [
-    "GOLDEN",
-    "SCALE_53",
-    "TOKENS",
-    "add_normals",
-    "draw_ids",
-    "draw_tokens",
-    "fill_alias",
-    "fill_weights",
-    "mix",
-    "stream",
-]
+__all__ = ["draw_ids", "draw_loads"]
 
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LOW_32 = np.uint64(0xFFFFFFFF)
@@ -55,7 +48,7 @@ def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
 
 @kernel
 def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN401 - numba uint64
-    """State of the random stream with this name."""
+    """Initial state of a random stream."""
     state = mix(np.uint64(seed) + GOLDEN)
     state = mix(state + np.uint64(purpose) * GOLDEN)
     state = mix(state + np.uint64(item) * GOLDEN)
@@ -87,7 +80,7 @@ def fill_weights(
     sequence: int,
     layer: int,
 ) -> None:
-    """Weights of the experts for one sequence and layer; the largest is 1."""
+    """Expert weights of one sequence and layer, scaled so that the largest is 1."""
     weight[:] = log_popularity
     if group_scale > 0.0:
         add_normals(weight, group_scale, stream(seed, GROUP, group, layer))
@@ -134,7 +127,7 @@ def fill_alias(
 
 @kernel
 def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int, uniform: float) -> int:
-    """One expert among those not taken, by weight."""
+    """One expert that is not taken, by weight."""
     total, last = 0.0, -1
     for e in range(len(weight)):
         if taken[e] != mark:
@@ -159,7 +152,7 @@ def draw_tokens(
     first_mark: int,
     state: Any,  # noqa: ANN401 - numba uint64
 ) -> None:
-    """K different experts for each token. Token t writes first_mark + t in `taken` for its experts."""
+    """K different experts for each token; token t marks its experts in `taken` with first_mark + t."""
     num_tokens, top_k = ids_TK.shape
     num_experts = np.uint64(len(weight))
     for t in range(num_tokens):
@@ -171,7 +164,7 @@ def draw_tokens(
             column = ((z >> np.uint64(32)) * num_experts) >> np.uint64(32)
             below = ((z & LOW_32) - threshold[column]) >> np.uint64(63)  # sign bit: a branch would be mispredicted
             e = choice[column, below]
-            ids_TK[t, drawn] = e  # stays only if it is a new one
+            ids_TK[t, drawn] = e  # overwritten by the next draw if e was taken
             drawn += taken[e] != mark
             taken[e] = mark
             tries += 1
@@ -212,3 +205,120 @@ def draw_ids(
             start, stop = offsets[s], offsets[s + 1]
             draw_tokens(ids[start:stop, layer], weight, threshold, choice, taken, mark, state)
             mark += stop - start
+
+
+EXACT_DRAWS_PER_EXPERT = 16
+RARE = 8.0
+
+
+@kernel
+def draw_loads(
+    tokens_SLE: NDArray[np.int32],
+    length_of_sequence: NDArray[np.int64],
+    group_of_sequence: NDArray[np.int64],
+    log_popularity_LE: NDArray[np.float64],
+    group_scale: float,
+    noise_scale: float,
+    seed: int,
+    top_k: int,
+) -> None:
+    """Fill the loads of all sequences; short sequences are drawn token by token."""
+    num_sequences, num_layers, num_experts = tokens_SLE.shape
+    weight, share = np.empty(num_experts), np.empty(num_experts)
+    threshold = np.empty(num_experts, np.uint64)
+    choice, work = np.empty((num_experts, 2), np.int64), np.empty(num_experts, np.int64)
+    taken = np.zeros(num_experts, np.int64)
+    ids_TK = np.empty((EXACT_DRAWS_PER_EXPERT * num_experts // top_k, top_k), np.uint16)
+    mark = 1
+    for s in range(num_sequences):
+        length = length_of_sequence[s]
+        for layer in range(num_layers):
+            log_popularity, counts = log_popularity_LE[layer], tokens_SLE[s, layer]
+            fill_weights(weight, log_popularity, group_scale, noise_scale, seed, group_of_sequence[s], s, layer)
+            state = stream(seed, TOKENS, s, layer)
+            if length * top_k > EXACT_DRAWS_PER_EXPERT * num_experts:
+                _fill_inclusion(weight, share, top_k)
+                _draw_counts(counts, share, length, top_k, weight, state)
+                continue
+            fill_alias(weight, threshold, choice, share, work)
+            draw_tokens(ids_TK[:length], weight, threshold, choice, taken, mark, state)
+            mark += length
+            counts[:] = 0
+            for e in ids_TK[:length].flat:
+                counts[e] += 1
+
+
+@kernel
+def _fill_inclusion(weight: NDArray[np.float64], inclusion: NDArray[np.float64], top_k: int) -> None:
+    """Probability that an expert is among the K drawn: 1 - exp(-c * weight), with c such that the sum is K.
+
+    Weighted draws without replacement are a race of exponential clocks that stops at the K-th; c is its typical
+    stopping time (for K = 1 the probability is exact). The sum is concave in c, so Newton's method rises to c.
+    """
+    clock = top_k / weight.sum()
+    if top_k == 1:
+        inclusion[:] = weight * clock
+        return
+    for _ in range(100):
+        total, slope = 0.0, 0.0
+        for e in range(len(weight)):
+            left = math.exp(-clock * weight[e])
+            inclusion[e] = 1.0 - left
+            total += 1.0 - left
+            slope += weight[e] * left
+        if top_k - total < 1e-9 * top_k or slope < 1e-300:
+            return
+        clock += (top_k - total) / slope
+
+
+@kernel
+def _draw_counts(
+    counts: NDArray[np.int32],
+    inclusion: NDArray[np.float64],
+    length: int,
+    top_k: int,
+    real: NDArray[np.float64],
+    state: Any,  # noqa: ANN401 - numba uint64
+) -> None:
+    """Tokens of each expert among `length` tokens; they add up to length * K.
+
+    Rare experts are Poisson. The others are normal with binomial mean and variance, conditioned on the total, which
+    gives the covariance of draws of K. `real` is scratch.
+    """
+    num_experts = len(inclusion)
+    real[:] = 0.0
+    add_normals(real, 1.0, state)
+    state = mix(state)
+    variance, excess = 0.0, 0.0
+    for e in range(num_experts):
+        mean = length * inclusion[e]
+        if mean < RARE:
+            product, number = 1.0, -1
+            while product > math.exp(-mean):
+                state += GOLDEN
+                product *= ((mix(state) >> np.uint64(11)) + np.uint64(1)) * SCALE_53
+                number += 1
+            real[e] = number
+        else:
+            spread = mean * (1.0 - inclusion[e])
+            real[e] = mean + math.sqrt(spread) * real[e]
+            variance += spread
+        excess += real[e]
+    excess -= length * top_k
+    left = length * top_k
+    for e in range(num_experts):
+        mean = length * inclusion[e]
+        if mean >= RARE and variance > 0.0:
+            real[e] -= excess * mean * (1.0 - inclusion[e]) / variance
+        counts[e] = min(length, max(0, math.floor(real[e] + 0.5)))
+        left -= counts[e]
+    turn = np.int64(mix(state + GOLDEN) % np.uint64(num_experts))
+    visits = 0
+    while left != 0:  # the rounding error goes to common experts, or to all if those are full
+        step = 1 if left > 0 else -1
+        common = length * inclusion[turn] >= RARE or visits > 2 * num_experts
+        if common and 0 <= counts[turn] + step <= length:
+            counts[turn] += step
+            left -= step
+        visits += 1
+        turn = (turn + 1) % num_experts

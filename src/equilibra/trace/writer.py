@@ -1,9 +1,7 @@
-"""Writing a stored trace a sequence or a few MiB at a time, so that a recording larger than memory can be
-written.
+"""Writing a stored trace, a sequence or a few MiB at a time, so that a recording may be larger than memory.
 
-Symbols: T tokens, S sequences, L layers, K experts per token. `manifest.py` describes the folder. It is
-filled beside its place and renamed there when it is complete; whatever goes wrong before leaves nothing
-behind.
+Symbols: L layers, K experts per token. `store.py` describes the folder. It appears at its path when it is complete; an
+error before that leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -17,10 +15,8 @@ import numpy as np
 
 from equilibra.core.atomic import atomic_folder
 from equilibra.core.errors import InputError
-from equilibra.trace.index import INDEX_DTYPES, index_arrays
-from equilibra.trace.manifest import Manifest, StoredArray, StoredShard, to_json
-from equilibra.trace.routing import id_dtype, narrow_ids
-from equilibra.trace.store import stored_trace
+from equilibra.trace.routing import INDEX_DTYPES, id_dtype, index_arrays, narrow_ids
+from equilibra.trace.store import Manifest, StoredArray, StoredShard, stored_trace, to_json
 
 if TYPE_CHECKING:
     from collections.abc import Iterator
@@ -29,13 +25,13 @@ if TYPE_CHECKING:
 
     from equilibra.trace.routing import Ids, PolicySegments, Recording
 
-__all__ = ["SHARD_BYTES", "TraceWriter", "trace_writer", "write_trace"]
+__all__ = ["TraceWriter", "trace_writer", "write_trace"]
 
 SHARD_BYTES = 1 << 30
 
 
 class _ShardWriter:
-    """Cuts a stream of ids into shards of equal numbers of tokens."""
+    """Writes ids as shards of equal numbers of tokens, then the index and the manifest."""
 
     def __init__(self, folder: Path, *, num_layers: int, top_k: int, num_experts: int, shard_bytes: int) -> None:
         if min(num_layers, top_k, shard_bytes) < 1:
@@ -49,7 +45,7 @@ class _ShardWriter:
         self.file: IO[bytes] | None = None
 
     def write(self, ids: Ids) -> None:
-        """Add tokens; ids [t, L, K]."""
+        """Append tokens; ids [t, L, K]."""
         while len(ids):
             room = self.tokens_per_shard - self.num_tokens % self.tokens_per_shard
             if self.file is None:
@@ -61,33 +57,27 @@ class _ShardWriter:
             self.num_tokens += len(ids[:room])
             ids = ids[room:]
             if self.num_tokens % self.tokens_per_shard == 0:
-                self.end_shard()
+                self._end_shard()
 
-    def end_shard(self) -> None:
-        """Close the open shard, if there is one, and note what it holds."""
+    def _end_shard(self) -> None:
         if self.file is None:
             return
         num_bytes, name = self.file.tell(), Path(self.file.name).name
         self.close()
         first = self.shards[-1].first_token + self.shards[-1].num_tokens if self.shards else 0
-        shard = StoredShard(
-            name=name,
-            first_token=first,
-            num_tokens=self.num_tokens - first,
-            num_bytes=num_bytes,
-            sha256=self.digest.hexdigest(),
+        tokens, digest = self.num_tokens - first, self.digest.hexdigest()
+        self.shards.append(
+            StoredShard(name=name, first_token=first, num_tokens=tokens, num_bytes=num_bytes, sha256=digest)
         )
-        self.shards.append(shard)
 
     def close(self) -> None:
-        """Close the open file."""
         if self.file is not None:
             self.file.close()
             self.file = None
 
     def finish(self, arrays: dict[str, NDArray[Any]]) -> None:
-        """Write the index and the manifest, and check that they make a trace."""
-        self.end_shard()
+        """Write the index and the manifest, and check that they form a valid trace."""
+        self._end_shard()
         manifest = Manifest(
             num_tokens=self.num_tokens,
             num_layers=self.num_layers,
@@ -100,19 +90,18 @@ class _ShardWriter:
         (self.folder / "manifest.json").write_text(to_json(manifest), encoding="utf-8")
 
     def _write_array(self, field: str, array: NDArray[Any]) -> StoredArray:
-        content = array.astype(INDEX_DTYPES[field]).tobytes()
-        name = f"{field}.bin"
+        content, name = array.astype(INDEX_DTYPES[field]).tobytes(), f"{field}.bin"
         (self.folder / name).write_bytes(content)
         digest = hashlib.sha256(content).hexdigest()
         return StoredArray(name=name, length=len(array), num_bytes=len(content), sha256=digest)
 
 
 class TraceWriter:
-    """What `trace_writer` gives: append sequences to a trace that is being written."""
+    """Appends sequences to a trace; made by `trace_writer`."""
 
     def __init__(self, shards: _ShardWriter) -> None:
         self._shards = shards
-        self._index: dict[str, list[Any]] = {name: [] for name in INDEX_DTYPES}
+        self._parts: dict[str, list[Any]] = {name: [] for name in INDEX_DTYPES}
 
     def append(
         self,
@@ -125,8 +114,8 @@ class TraceWriter:
     ) -> None:
         """Add one sequence of t tokens.
 
-        ids [t, L, K] of any integer type, -1 throughout a token that has no recorded routing; recorded [t];
-        segments from 0 to t. What is given for one sequence must be given for all, except `recorded`.
+        ids [t, L, K] of any integer type, all -1 for a token without recorded routing; recorded [t]; segments from 0
+        to t. What is given for one sequence must be given for all, except `recorded`.
         """
         wanted = (self._shards.num_layers, self._shards.top_k)
         if ids.ndim != 3 or ids.shape[1:] != wanted or len(ids) == 0 or ids.dtype.kind not in "iu":
@@ -138,28 +127,26 @@ class TraceWriter:
         if segments is not None and segments.offsets[-1] != len(ids):
             raise InputError(f"policy segments must cover the {len(ids)} tokens, not {segments.offsets[-1]}")
         narrow, recorded = narrow_ids(ids, self._shards.num_experts, recorded)
-        index, first_token = self._index, self._shards.num_tokens
+        parts, first_token = self._parts, self._shards.num_tokens
         self._shards.write(narrow)
-        index["offsets"].append([first_token])
-        index["recorded"].append(np.ones(len(ids), dtype=np.bool_) if recorded is None else recorded)
+        parts["offsets"].append([first_token])
+        parts["recorded"].append(np.ones(len(ids), dtype=np.bool_) if recorded is None else recorded)
         if prompt_length is not None:
-            index["prompt_length_of_sequence"].append([prompt_length])
+            parts["prompt_length_of_sequence"].append([prompt_length])
         if group is not None:
-            index["group_of_sequence"].append([group])
+            parts["group_of_sequence"].append([group])
         if segments is not None:
-            index["segment_offsets"].append(segments.offsets[:-1] + first_token)
-            index["version_of_segment"].append(segments.version_of_segment)
+            parts["segment_offsets"].append(segments.offsets[:-1] + first_token)
+            parts["version_of_segment"].append(segments.version_of_segment)
 
     def _arrays(self) -> dict[str, NDArray[Any]]:
-        num_sequences = len(self._index["offsets"])
+        num_sequences = len(self._parts["offsets"])
         if num_sequences == 0:
-            raise InputError("cannot write an empty trace: it has no load; append at least one sequence")
+            raise InputError("cannot write an empty trace; append at least one sequence")
         arrays = {}
-        for name, parts in self._index.items():
+        for name, parts in self._parts.items():
             if len(parts) not in (0, num_sequences):
-                raise InputError(
-                    f"{name} was given for {len(parts)} of {num_sequences} sequences: give it for all or none"
-                )
+                raise InputError(f"{name} is given for {len(parts)} of {num_sequences} sequences; give all or none")
             if parts:
                 ends = [[self._shards.num_tokens]] if name.endswith("offsets") else []
                 arrays[name] = np.concatenate([*parts, *ends]).astype(INDEX_DTYPES[name])
@@ -186,27 +173,16 @@ def _shard_writer(
 
 @contextmanager
 def trace_writer(
-    path: Path | str,
-    *,
-    num_layers: int,
-    top_k: int,
-    num_experts: int,
-    shard_bytes: int = SHARD_BYTES,
-    overwrite: bool = False,
-) -> Iterator[TraceWriter]:
+    path: Path | str, *, num_layers: int, top_k: int, num_experts: int,
+    shard_bytes: int = SHARD_BYTES, overwrite: bool = False,
+) -> Iterator[TraceWriter]:  # fmt: skip
     """Write a trace sequence by sequence; it appears at `path` when the `with` block ends without error.
 
     with trace_writer("step7.eqtrace", num_layers=48, top_k=8, num_experts=128) as writer:
         writer.append(ids)
     """
-    with _shard_writer(
-        Path(path),
-        num_layers=num_layers,
-        top_k=top_k,
-        num_experts=num_experts,
-        shard_bytes=shard_bytes,
-        overwrite=overwrite,
-    ) as shards:
+    shape = {"num_layers": num_layers, "top_k": top_k, "num_experts": num_experts}
+    with _shard_writer(Path(path), **shape, shard_bytes=shard_bytes, overwrite=overwrite) as shards:
         writer = TraceWriter(shards)
         yield writer
         shards.finish(writer._arrays())  # noqa: SLF001 - one file
@@ -216,15 +192,8 @@ def write_trace(
     recording: Recording, path: Path | str, *, shard_bytes: int = SHARD_BYTES, overwrite: bool = False
 ) -> None:
     """Write any recording as a stored trace, a few MiB at a time."""
-    _, num_layers, top_k = recording.shape
-    with _shard_writer(
-        Path(path),
-        num_layers=num_layers,
-        top_k=top_k,
-        num_experts=recording.num_experts,
-        shard_bytes=shard_bytes,
-        overwrite=overwrite,
-    ) as shards:
+    shape = {"num_layers": recording.num_layers, "top_k": recording.top_k, "num_experts": recording.num_experts}
+    with _shard_writer(Path(path), **shape, shard_bytes=shard_bytes, overwrite=overwrite) as shards:
         for piece in recording.pieces():
             shards.write(piece.ids)
         shards.finish(index_arrays(recording))

@@ -7,10 +7,9 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, EquilibraError, InputError, PlanError, TraceFormatError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, step_load
 from equilibra.core.model import MODELS, MoEModel, model_named
 from equilibra.core.placement import Migration, Placement, contiguous
-from equilibra.core.schedule import Schedule, step_load
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 
@@ -83,7 +82,7 @@ def test_models_are_found_by_name_and_an_unknown_name_lists_them():
         (np.zeros((0, 1, 2), np.int32), r"\(0, 1, 2\)"),
         (np.zeros((2, 1, 2), np.int64), "int32, not int64"),
         (np.full((2, 1, 2), -1, np.int32), "not negative"),
-        (np.zeros((3, 1, 2), np.int32), r"3 sequences need as many lengths, not shape \(2,\)"),
+        (np.zeros((3, 1, 2), np.int32), r"3 sequences need one length each, not lengths of shape \(2,\)"),
     ],
 )
 def test_sequence_loads_check_themselves(tokens, message):
@@ -189,7 +188,7 @@ def test_there_is_no_migration_between_models_or_clusters():
 @pytest.mark.parametrize(
     ("micro_batch", "rank", "message"),
     [
-        ([0, 1], [0], r"\(2,\), \(1,\)"),
+        ([0, 1], [0], r"\(2,\) and \(1,\)"),
         ([], [], r"\(0,\)"),
         ([0, 2], [0, 0], "0 to 1, not 0 to 2"),
         ([-1, 0], [0, 0], "0 to 1, not -1 to 0"),
@@ -222,7 +221,7 @@ def test_step_load_puts_every_sequence_where_it_is_scheduled():
     short = Schedule(
         micro_batch_of_sequence=np.zeros(2, np.int32), rank_of_sequence=np.zeros(2, np.int32), num_micro_batches=1
     )
-    with pytest.raises(InputError, match="2 sequences for 3"):
+    with pytest.raises(InputError, match="2 sequences, the load 3"):
         step_load(sequences, short, CLUSTER)
 
 

@@ -7,10 +7,9 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.core.schedule import Schedule
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 HOMES = contiguous(CLUSTER, num_layers=2, num_experts=4)  # expert e at home on rank e
@@ -82,7 +81,7 @@ def test_both_stages_are_needed():
         ({"tokens_FR": np.array([[0, 0, 7, 0]], np.int32)}, "layer 0, expert 0 serve 1 tokens more of source rank 2"),
         ({"rank": ints(0)}, "layer 0: rank 0 has expert 0 and gets a copy of it"),
         ({"rank": ints(2)}, "layer 0: rank 2 has expert 0 and gets a copy of it"),
-        ({"origin": ints(3)}, "expert 0 is copied from rank 3, not there"),
+        ({"origin": ints(3)}, "expert 0 is copied from rank 3, which lacks it"),
         (
             {
                 "first_of_problem": np.array([0, 0, 2, 2, 2, 2, 2]),

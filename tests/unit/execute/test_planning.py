@@ -7,10 +7,9 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import SequenceLoad, step_load
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import GroupPlan, Stage
-from equilibra.core.schedule import step_load
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup

@@ -2,17 +2,17 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.events.imbalance import imbalance, imbalance_of_batch, imbalance_of_micro_batches
+from equilibra.events.imbalance import imbalance, spread
 
 
 def test_worked_example():
     load = np.array([[[4, 0], [1, 1]], [[0, 4], [3, 1]]])  # [M=2, L=2, R=2]
     assert imbalance(load).tolist() == [[2.0, 1.0], [2.0, 1.5]]
-    assert imbalance_of_batch(load) == (1.0 + 4 / 3) / 2
-    spread = imbalance_of_micro_batches(load)
-    assert spread.mean == 6.5 / 4
-    assert spread.worst == 2.0
-    assert 1.5 < spread.p99 <= 2.0
+    assert imbalance(load.sum(axis=0)).tolist() == [1.0, 4 / 3]
+    found = spread(imbalance(load))
+    assert found.mean == 6.5 / 4
+    assert found.worst == 2.0
+    assert 1.5 < found.p99 <= 2.0
 
 
 def test_no_load_is_balanced():

@@ -79,7 +79,7 @@ def test_it_is_not_overwritten_unasked_and_never_over_something_else(run, folder
     save_run(run, folder, overwrite=True)
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "precious").write_text("x")
-    with pytest.raises(InputError, match="something else"):
+    with pytest.raises(InputError, match="not the same kind of folder"):
         save_run(run, tmp_path / "other", overwrite=True)
     assert (tmp_path / "other" / "precious").read_text() == "x"
     with pytest.raises(InputError, match="does not exist"):
@@ -100,31 +100,31 @@ def test_missing_files(folder, missing):
         ({"rank_tokens_LMR": lambda a: a.astype(np.float64)}, "rank_tokens_LMR cannot hold float64"),
         ({"rank_tokens_LMR": lambda a: a[0]}, "must be"),
         ({"rank_tokens_LMR": lambda a: a[:, :, :, None]}, "must be"),
-        ({"rank_tokens_LMR": first(-1)}, "rank_tokens_LMR holds -1"),
-        ({"home_of_expert_LE": first(2)}, "home_of_expert_LE holds"),
-        ({"home_of_expert_LE": first(-1)}, "home_of_expert_LE holds"),
+        ({"rank_tokens_LMR": first(-1)}, "rank_tokens_LMR must be from 0 to .*, not -1"),
+        ({"home_of_expert_LE": first(2)}, "home_of_expert_LE must be from 0 to 1"),
+        ({"home_of_expert_LE": first(-1)}, "home_of_expert_LE must be from 0 to 1"),
         ({"home_of_expert_LE": lambda a: a.astype("U5")}, "cannot hold"),
-        ({"layer_us_PLM": first(np.nan)}, "layer_us_PLM holds"),
-        ({"layer_us_PLM": first(np.inf)}, "layer_us_PLM holds"),
+        ({"layer_us_PLM": first(np.nan)}, "layer_us_PLM must be from 0"),
+        ({"layer_us_PLM": first(np.inf)}, "layer_us_PLM must be from 0"),
         ({"layer_us_PLM": lambda a: a.astype(complex)}, "cannot hold"),
         ({"layer_us_PLM": lambda a: a[:2]}, "must have shape"),
         ({"bound_LM": None}, "bound_LM"),
         ({"flash_first_of_problem": first(3)}, "flash_first_of_problem must rise"),
         ({"flash_rank": lambda _: np.zeros(5, np.int32)}, "must have shape"),
         ({"standing_tokens_CM": lambda _: np.zeros((7, 1), np.int32)}, "must have shape"),
-        ({"events": lambda _: np.zeros(3, np.int32)}, "events must be one list"),
-        ({"events": lambda a: a.reshape(1, -1)}, "events must be one list"),
+        ({"events": lambda _: np.zeros(3, np.int32)}, "events must be one table"),
+        ({"events": lambda a: a.reshape(1, -1)}, "events must be one table"),
         ({"events": event(start_us=np.nan)}, "finite"),
         ({"events": event(end_us=-1)}, "end before"),
         ({"events": event(kind=200)}, "unknown kind"),
-        ({"events": event(rank=2)}, "rank of 0 to 2"),
-        ({"events": event(rank=-2)}, "rank of -2"),
-        ({"events": event(layer=100)}, "layer of"),
-        ({"events": event(micro_batch=10**6)}, "micro_batch of"),
-        ({"events": event(expert=4)}, "expert of"),
-        ({"events": event(peer=99)}, "peer of"),
-        ({"events": event(tokens=-5)}, "tokens of -5"),
-        ({"events": event(bytes=-5)}, "bytes of -5"),
+        ({"events": event(rank=2)}, "rank of events must be from -1 to 1, not 0 to 2"),
+        ({"events": event(rank=-2)}, "rank of events .*, not -2"),
+        ({"events": event(layer=100)}, "layer of events"),
+        ({"events": event(micro_batch=10**6)}, "micro_batch of events"),
+        ({"events": event(expert=4)}, "expert of events"),
+        ({"events": event(peer=99)}, "peer of events"),
+        ({"events": event(tokens=-5)}, "tokens of events .*, not -5"),
+        ({"events": event(bytes=-5)}, "bytes of events .*, not -5"),
     ],
 )
 def test_wrong_values(folder, changes, match):

@@ -13,11 +13,10 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.model import model_named
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.micro_batch import balance
 from equilibra.plan.planner import StepProblem

@@ -7,8 +7,7 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
-from equilibra.core.load import SequenceLoad, StepLoad
-from equilibra.core.schedule import Schedule
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.cost.rates import Rates
 from equilibra.plan.pack import in_order, joined, turn_in_mini_batch
 from equilibra.plan.planner import StepProblem

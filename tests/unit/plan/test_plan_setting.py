@@ -4,7 +4,6 @@ from dataclasses import fields, replace
 
 import numpy as np
 import pytest
-from equilibra.integrations.planned.setting import MegatronSetting
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
@@ -16,7 +15,7 @@ from equilibra.cost.files import prices_toml
 from equilibra.cost.presets import default_prices, prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.steps.planning import BalancerSetting
-from equilibra.integrations.planned.setting import PlanSetting
+from equilibra.integrations.planned.setting import MegatronSetting, PlanSetting
 from equilibra.integrations.slime.options import SlimeSetting
 from equilibra.integrations.verl.setting import VerlSetting
 from equilibra.plan.entry import plan_step

@@ -8,10 +8,9 @@ import pytest
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.model import model_named
 from equilibra.core.plan import STAGE_ARRAYS, Stage, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra

@@ -11,7 +11,7 @@ from tests.references.runs import make_run
 from equilibra.core.errors import InputError
 from equilibra.events.run import Run
 from equilibra.events.schema import EVENT, Events, Kind, Resource
-from equilibra.report.perfetto import write_perfetto
+from equilibra.report.timeline import write_perfetto
 
 
 @pytest.fixture(scope="module")

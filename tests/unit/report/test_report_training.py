@@ -10,10 +10,9 @@ from tests.references.runs import HOSTILE, SMALL, make_run
 from tests.unit.report.training_runs import curves, timed, training_run
 
 from equilibra.events.run import Run, load_run, save_run
-from equilibra.report.answer import answer
-from equilibra.report.names import chosen_pair, labels_of, predictions_in
+from equilibra.report.answer import answer, training, training_facts, training_sentence
+from equilibra.report.figures import chosen_pair, labels_of, predictions_in
 from equilibra.report.page import MIXED, SCRIPTS, TRAINING_SCRIPT, render
-from equilibra.report.training import training, training_facts, training_sentence
 
 ASSETS = files("equilibra.report") / "assets"
 
@@ -43,7 +42,7 @@ def test_columns_are_those_of_the_run(run):
 def test_sentence_says_what_was_learned_and_evened(run):
     assert training_sentence(training(run)) == (
         "Held-out reward 0.29 → 0.66 in 12 steps; the slowest rank carried 1.00 times the mean with Equilibra, "
-        "with static placement it would have carried 1.54."
+        "against 1.54 under static placement."
     )
 
 
@@ -63,7 +62,7 @@ def test_sentence_about_the_step_keeps_measured_and_predicted_apart(run):
     assert said["sentence"].startswith("Held-out reward")
     assert said["step"].replace("\u00a0", " ") == (
         "Equilibra took 2.5 s for the step. For log-prob and update the cost model, at the rates of this step, "
-        "predicts 0.67 of the time of static placement, a 1.50× faster step, were every rank on a processor of its own."
+        "predicts 0.67 of the time of static placement, a 1.50× faster step, with every rank on its own processor."
     )
 
 
@@ -83,7 +82,7 @@ def test_static_run_says_so(run):
     static = Run(about={**run.about, "predicted": ["predicted"]}, planners=planners)
     assert training(static)["planner"] == "static"
     assert training_sentence(training(static)).endswith(
-        "the slowest rank carried 1.00 times the mean, with static placement."
+        "the slowest rank carried 1.00 times the mean under static placement."
     )
     assert labels_of(static) == {"static": "static placement, measured", "predicted": "static placement, predicted"}
     assert "Static placement took 3" in answer(static)["step"]

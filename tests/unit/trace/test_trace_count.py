@@ -5,7 +5,6 @@ from equilibra.core.errors import InputError
 from equilibra.trace import routing
 from equilibra.trace.count import (
     loads_of_groups,
-    micro_batch_loads,
     micro_batches_in_file_order,
     require_distinct_experts,
     sequence_loads,
@@ -37,8 +36,8 @@ def test_counts_do_not_depend_on_the_size_of_pieces_and_blocks(full_trace, monke
         monkeypatch.setattr(routing, "PIECE_BYTES", piece_bytes)
         for groups_per_block in (1, 2, 3, 5):
             blocks = list(loads_of_groups(full_trace, full_trace.offsets, groups_per_block=groups_per_block))
-            assert [block.first_group for block in blocks] == list(range(0, 3, groups_per_block))
-            assert np.array_equal(np.concatenate([block.tokens_GLE for block in blocks]), expected)
+            assert [len(block) for block in blocks[:-1]] == [groups_per_block] * (len(blocks) - 1)
+            assert np.array_equal(np.concatenate(blocks), expected)
 
 
 def test_wide_ids_are_counted():
@@ -72,10 +71,10 @@ def test_a_budget_of_nothing_is_refused():
         micro_batches_in_file_order(np.array([1]), 0)
 
 
-def test_micro_batch_loads_are_sums_of_sequences(full_trace):
-    loads = micro_batch_loads(full_trace, np.array([0, 2, 3]))
+def test_loads_of_micro_batches_are_sums_of_sequences(full_trace):
+    (block,) = loads_of_groups(full_trace, full_trace.offsets[[0, 2, 3]])
     of_sequence = slow_sequence_loads(full_trace)
-    assert np.array_equal(loads, [of_sequence[0] + of_sequence[1], of_sequence[2]])
+    assert np.array_equal(block, [of_sequence[0] + of_sequence[1], of_sequence[2]])
 
 
 @pytest.mark.parametrize("token_offsets", [[0, 20], [0, 60], [5, 50], [0, 20, 20, 50], [0]])

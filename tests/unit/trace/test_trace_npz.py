@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError, TraceFormatError
-from equilibra.trace import npz
-from equilibra.trace.npz import read_npz, write_npz
+from equilibra.trace import open as open_module
+from equilibra.trace.open import read_npz, write_npz
 
 
 @pytest.fixture
@@ -177,7 +177,7 @@ def test_an_archive_that_explodes_is_refused(tmp_path, monkeypatch):
     path = tmp_path / "a.npz"
     np.savez_compressed(path, ids=np.zeros((4000, 48, 8), dtype=np.uint8), offsets=np.array([0, 4000]), num_experts=8)
     assert read_npz(path).num_tokens == 4000
-    monkeypatch.setattr(npz, "BOMB_BYTES", 1 << 20)
+    monkeypatch.setattr(open_module, "BOMB_BYTES", 1 << 20)
     with pytest.raises(TraceFormatError, match="no recording does"):
         read_npz(path)
 
@@ -199,7 +199,7 @@ def test_an_interrupted_write_leaves_things_as_they_were(full_trace, tmp_path, m
     def fail(_):
         raise error
 
-    monkeypatch.setattr(npz, "index_arrays", fail)
+    monkeypatch.setattr(open_module, "index_arrays", fail)
     with pytest.raises(KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else InputError):
         write_npz(full_trace, tmp_path / "a.npz", overwrite=True)
     assert [file.name for file in tmp_path.iterdir()] == ["a.npz"]

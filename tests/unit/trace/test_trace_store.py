@@ -168,7 +168,7 @@ def test_nothing_is_overwritten_unasked(stored, full_trace, tmp_path, same):
     other = tmp_path / "other.eqtrace"
     other.mkdir()
     (other / "precious").write_text("x")
-    with pytest.raises(InputError, match="something else"):
+    with pytest.raises(InputError, match="not the same kind of folder"):
         write_trace(small, other, overwrite=True)
     assert (other / "precious").read_text() == "x"
 
@@ -276,7 +276,7 @@ import re, sys
 from equilibra.core.cluster import Cluster
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.open import load_trace
-from equilibra.trace.summary import summarize
+from equilibra.trace.count import summarize
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 small = SynthShape(num_prompts=1, answers_per_prompt=1, num_layers=2, num_experts=8, top_k=1)
 summarize(synthesize(small, SynthKnobs()), Cluster(), 8192)

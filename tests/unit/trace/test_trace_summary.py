@@ -4,9 +4,9 @@ import pytest
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, TraceFormatError
 from equilibra.trace import count
+from equilibra.trace.count import summarize
 from equilibra.trace.open import load_trace, save_trace
 from equilibra.trace.routing import RoutingTrace
-from equilibra.trace.summary import summarize
 
 
 def test_a_worked_example():

@@ -6,11 +6,9 @@ import pytest
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.trace import routing
-from equilibra.trace.count import require_distinct_experts, sequence_loads
-from equilibra.trace.fit import fit_knobs
+from equilibra.trace.count import require_distinct_experts, sequence_loads, summarize
 from equilibra.trace.open import load_trace
-from equilibra.trace.summary import summarize
-from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize, synthesize_loads, synthetic_recording
+from equilibra.trace.synth import SynthKnobs, SynthShape, fit_knobs, synthesize, synthesize_loads, synthetic_recording
 
 SIZE = SynthShape(num_prompts=24, answers_per_prompt=8, num_layers=8, num_experts=64, top_k=6)
 KNOBS = SynthKnobs(median_length=300, max_length=2000)

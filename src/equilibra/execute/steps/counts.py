@@ -12,8 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad
-from equilibra.core.schedule import check_mini_batches
+from equilibra.core.load import SequenceLoad, check_mini_batches
 from equilibra.core.visit import signed_ids
 from equilibra.execute.group import ExpertGroup
 from equilibra.trace.count import sequence_loads

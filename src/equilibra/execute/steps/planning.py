@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import BudgetError, PlanError
 from equilibra.core.limits import MOST_SLOTS
-from equilibra.core.load import StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup

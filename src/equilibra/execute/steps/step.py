@@ -15,9 +15,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.plan import GroupPlan, Stage, StepPlan
-from equilibra.core.schedule import Schedule
 from equilibra.core.visit import signed_ids
 from equilibra.events.imbalance import imbalance
 from equilibra.events.run import PlannerRecord

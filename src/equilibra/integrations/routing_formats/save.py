@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.integrations.routing_formats.model import RoutedModel
 from equilibra.integrations.routing_formats.sequence import RoutedSequence
-from equilibra.trace.npz import write_npz
+from equilibra.trace.open import write_npz
 from equilibra.trace.routing import RoutingTrace
 from equilibra.trace.store import open_trace
 from equilibra.trace.writer import trace_writer

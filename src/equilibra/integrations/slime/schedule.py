@@ -21,9 +21,8 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.placement import Placement
-from equilibra.core.schedule import Schedule
 from equilibra.integrations.planned.setting import cluster_of
 from equilibra.integrations.slime.options import setting_of
 from equilibra.plan.pack import cell_cost, pack

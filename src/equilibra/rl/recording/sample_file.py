@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 from equilibra.core.atomic import atomic_file, cannot
 from equilibra.core.errors import InputError
 from equilibra.rl.sample import Sample, Segment
-from equilibra.trace.npz import _Member as StoredArray
+from equilibra.trace.open import _Member as StoredArray
 
 __all__ = ["ModelShape", "read_keys", "read_samples", "write_samples"]
 
