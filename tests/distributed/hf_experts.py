@@ -12,7 +12,7 @@ from equilibra.cost.rates import Rates
 from equilibra.execute import CopySetting, join_expert_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.integrations.hf import build_model, family_of, open_model_folder, shard_experts
-from equilibra.integrations.hf.digits import keep_digits
+from equilibra.integrations.hf.folder import keep_digits
 from equilibra.rl.learner import padded
 from equilibra.trace.routing import RoutingTrace
 

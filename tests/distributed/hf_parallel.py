@@ -18,7 +18,7 @@ from equilibra.execute.group import Channel
 from equilibra.integrations.hf.expert_parallel import ParallelSetting, plan_expert_parallel, register_expert_parallel
 from equilibra.integrations.hf.expert_parallel.copies import Exchange
 from equilibra.integrations.hf.families import family_of
-from equilibra.integrations.hf.replay import route_recorded
+from equilibra.integrations.hf.sharded_experts import route_recorded
 
 EXPERTS, VOCABULARY, MICRO_BATCHES, BATCH, LENGTH, RATE = 8, 300, 3, 2, 12, 0.05
 

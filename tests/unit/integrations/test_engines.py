@@ -20,8 +20,7 @@ from equilibra.core.errors import ExecuteError, InputError, MismatchError
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.integrations.routing_formats import model_from_config
-from equilibra.integrations.sglang.engine import SGLangEngine
-from equilibra.integrations.sglang.http import Server, check_url
+from equilibra.integrations.sglang.engine import Server, SGLangEngine, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine, import_vllm
 from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of

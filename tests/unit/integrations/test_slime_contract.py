@@ -14,7 +14,7 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.slime import hooks, schedule
-from equilibra.integrations.slime.options import OPTIONS, base_spec, setting_of
+from equilibra.integrations.slime.hooks import OPTIONS, base_spec, setting_of
 
 READ = {
     "backends/megatron_utils/actor.py": "028e29090ec8",

@@ -24,8 +24,7 @@ from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.safetensors import export_safetensors, import_safetensors
 from equilibra.execute.state.safetensors_names import Naming, dense_tensors
-from equilibra.integrations.hf.digits import keep_digits
-from equilibra.integrations.hf.folder import ModelFolder
+from equilibra.integrations.hf.folder import ModelFolder, keep_digits
 
 __all__ = ["ShardedModel", "build_model", "count_moe_layers"]
 

@@ -9,8 +9,13 @@ numpy alone is needed: no engine has to be installed.
 """
 
 from equilibra.integrations.routing_formats.model import RoutedModel, model_from_config, model_from_folder
-from equilibra.integrations.routing_formats.save import save_sequences, trace_of_sequences
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align
+from equilibra.integrations.routing_formats.sequence import (
+    RoutedSequence,
+    Rows,
+    align,
+    save_sequences,
+    trace_of_sequences,
+)
 
 __all__ = [
     "RoutedModel",

@@ -25,7 +25,7 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Placement
 from equilibra.core.schedule import Schedule
 from equilibra.integrations.planned.setting import cluster_of
-from equilibra.integrations.slime.options import setting_of
+from equilibra.integrations.slime.hooks import setting_of
 from equilibra.plan.pack import cell_cost, pack
 
 __all__ = ["DpSchedule", "Routes", "build_dp_schedule", "repacked"]

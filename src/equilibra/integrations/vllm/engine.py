@@ -26,8 +26,8 @@ from torch import Tensor
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.save import NOTHING
-from equilibra.integrations.vllm.routing import sequences_of_outputs
+from equilibra.integrations.routing_formats.sequence import NOTHING
+from equilibra.integrations.vllm import sequences_of_outputs
 from equilibra.integrations.weights_folder import hand_over
 from equilibra.rl.engine import Generation, Request, seed_of
 from equilibra.rl.mismatch import unit_roundoff

@@ -23,7 +23,7 @@ from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import direction_now
 from equilibra.integrations.hf.expert_parallel.copies import Exchange, carry
-from equilibra.integrations.hf.replay import route_recorded
+from equilibra.integrations.hf.sharded_experts import route_recorded
 from equilibra.integrations.planned.slots import Visit
 
 __all__ = ["Armed", "Place", "known_or_live", "to_slots"]

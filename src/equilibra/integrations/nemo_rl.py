@@ -1,12 +1,4 @@
-"""Routing in NeMo-RL's batches (`BatchedDataDict`), as `policy.router_replay` fills them.
-
-    routed_experts    [sequences, tokens, layers, k], int8, int16 or int32 by the number of experts
-    input_lengths     [sequences] tokens of each, without the padding on the right
-                      (`unpadded_sequence_lengths` of a generation's output)
-    generation_lengths  [sequences] tokens of the answer, in a generation's output
-
-A row of -1 has no routing. Rows of the last token and of padding hold fillers, which are not looked at.
-"""
+"""NeMo-RL: the routing of its batches as sequences. NeMo-RL itself is not needed."""
 
 from __future__ import annotations
 
@@ -21,6 +13,16 @@ from equilibra.integrations.routing_formats.model import RoutedModel
 from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align
 
 __all__ = ["sequences_of_batch"]
+
+# Routing in NeMo-RL's batches (`BatchedDataDict`), as `policy.router_replay` fills them.
+#
+#     routed_experts    [sequences, tokens, layers, k], int8, int16 or int32 by the number of experts
+#     input_lengths     [sequences] tokens of each, without the padding on the right
+#                       (`unpadded_sequence_lengths` of a generation's output)
+#     generation_lengths  [sequences] tokens of the answer, in a generation's output
+#
+# A row of -1 has no routing. Rows of the last token and of padding hold fillers, which are not looked at.
+
 
 LENGTHS = ("input_lengths", "unpadded_sequence_lengths")
 
