@@ -159,18 +159,18 @@ def spoiled(change):
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
-    (lambda results: results[:-1], "asked 5 questions"),
-    (lambda results: {"error": "busy"}, "asked 5 questions"),
-    (lambda results: [7] * 5, "has a table meta_info"),
-    (lambda results: b"<html>", "answered no JSON"),
-    (lambda results: b"[" * 100_000, "answered no JSON"),
+    (lambda results: results[:-1], "must answer 5 requests"),
+    (lambda results: {"error": "busy"}, "must answer 5 requests"),
+    (lambda results: [7] * 5, "must have a table meta_info"),
+    (lambda results: b"<html>", "did not answer valid JSON"),
+    (lambda results: b"[" * 100_000, "did not answer valid JSON"),
     (lambda results: b" " * (2 << 20), "answered more than the .* does it serve the model"),
     (lambda results: [one | {"meta_info": one["meta_info"] | {"routed_experts": None}} for one in results],
      "no token has routing: start the engine with enable_return_routed_experts"),
-    (spoiled(lambda meta: meta.update(routed_experts="AAA")), "no base64"),
-    (spoiled(lambda meta: meta.update(routed_experts="AAAA")), "no whole number of tokens"),
-    (spoiled(lambda meta: meta.update(prompt_tokens=2, completion_tokens=2)), "it says that the prompt has 2 tokens"),
-    (spoiled(lambda meta: meta.pop("completion_tokens")), "must say prompt_tokens and completion_tokens"),
+    (spoiled(lambda meta: meta.update(routed_experts="AAA")), "not valid base64"),
+    (spoiled(lambda meta: meta.update(routed_experts="AAAA")), "not a whole number of tokens"),
+    (spoiled(lambda meta: meta.update(prompt_tokens=2, completion_tokens=2)), "it claims 2 tokens in the prompt"),
+    (spoiled(lambda meta: meta.pop("completion_tokens")), "must have prompt_tokens and completion_tokens"),
     (spoiled(lambda meta: meta.pop("output_token_logprobs")), "has no output_token_logprobs"),
     (spoiled(lambda meta: meta.update(output_token_logprobs=[[float("nan"), 3, None]])), "finite numbers, not nan"),
     (spoiled(lambda meta: meta.update(output_token_logprobs=[["x", 3, None]])), "finite numbers, not 'x'"),
@@ -202,11 +202,11 @@ def test_a_server_that_refuses_weights(model, weights, group, tmp_path):
     with sglang_server(served) as (url, _):
         engine = sglang_engine(model, group, url, tmp_path)
         served.update = lambda body: {"success": False, "message": "out of memory"}
-        with pytest.raises(InputError, match=r"did not take the weights .*out of memory"):
+        with pytest.raises(InputError, match=r"did not load the weights .*out of memory"):
             engine.load_weights(iter(weights.items()))
         engine = sglang_engine(model, group, url, tmp_path, files={"config.json": b"{}"})
         del served.update
-        with pytest.raises(InputError, match=r"refused: 400 .* must say a model_type"):
+        with pytest.raises(InputError, match=r"refused: 400 .* must have a model_type"):
             engine.load_weights(iter(weights.items()))
 
 
@@ -485,7 +485,7 @@ def test_vllm_that_repacks_weights_is_started_anew(model, weights, group, tmp_pa
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"routed_experts": None}, "no token has routing"),
-    ({"logprobs": None}, "log-probabilities of 0"),
+    ({"logprobs": None}, "log-probs of 0"),
     ({"token_ids": []}, "request 0, answer 0: routing of"),
     ({"routed_experts": np.zeros((1, 3, 3), np.uint8)}, "request 0, answer 0: routing of 1 tokens came"),
 ])  # fmt: skip

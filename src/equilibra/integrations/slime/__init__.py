@@ -1,4 +1,12 @@
-"""slime: the routing of its samples as sequences. slime itself is not needed."""
+"""Read routing from slime's samples, as `--use-rollout-routing-replay` fills them. slime is not needed.
+
+    sample.tokens                   prompt and response
+    sample.response_length          tokens of the response
+    sample.rollout_routed_experts   [tokens - 1, layers, k] int32, or None
+    sample.group_index              shared by all answers to one prompt, or None
+
+A dictionary with these keys (`Sample.to_dict()`) works as well.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +20,9 @@ from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows
 
 __all__ = ["sequences_of_samples"]
 
-# Routing in slime's samples, as `--use-rollout-routing-replay` fills them.
-#
-#     sample.tokens                   prompt and response
-#     sample.response_length          tokens of the response
-#     sample.rollout_routed_experts   [tokens - 1, layers, k] int32, or None
-#     sample.group_index              answers to one prompt share it, or None
-#
-# A dictionary with these keys will do as well (`Sample.to_dict()`).
-
 
 def sequences_of_samples(samples: Iterable[Any], model: RoutedModel) -> Iterator[RoutedSequence]:
-    """The sequences of slime's samples, as they come; groups of samples may be lists, as rollouts return them."""
+    """The sequences of slime's samples, one at a time; an entry may be a list of samples, as rollouts return them."""
     number = 0
     for entry in samples:
         for sample in entry if isinstance(entry, list | tuple) else (entry,):
@@ -32,19 +31,17 @@ def sequences_of_samples(samples: Iterable[Any], model: RoutedModel) -> Iterator
             number += 1
 
 
-def _sequence(sample: Any, model: RoutedModel) -> RoutedSequence:  # noqa: ANN401 - slime has the type
-    tokens, response = _field(sample, "tokens"), _field(sample, "response_length")
+def _sequence(sample: Any, model: RoutedModel) -> RoutedSequence:  # noqa: ANN401 - slime's type, or a dictionary
+    names = ("tokens", "response_length", "group_index", "rollout_routed_experts")
+    tokens, response, group, routed = (
+        sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None) for name in names
+    )
     if tokens is None or len(tokens) == 0:
         raise InputError("it has no tokens")
     num_tokens = len(tokens)
     if response is not None and not 0 <= response <= num_tokens:
-        raise InputError(f"a response of {response} tokens does not fit {num_tokens}")
-    prompt, group = None if response is None else num_tokens - int(response), _field(sample, "group_index")
-    routed = _field(sample, "rollout_routed_experts")
+        raise InputError(f"a response of {response} tokens does not fit {num_tokens} tokens")
+    prompt = None if response is None else num_tokens - int(response)
     if routed is None:
         return unrecorded(num_tokens, model, prompt_length=prompt, group=group)
     return align(Rows(values=as_rows(routed), num_tokens=num_tokens, prompt_length=prompt, group=group), model)
-
-
-def _field(sample: Any, name: str) -> Any:  # noqa: ANN401
-    return sample.get(name) if isinstance(sample, Mapping) else getattr(sample, name, None)
