@@ -1,4 +1,4 @@
-"""Hugging Face transformers: MoE models from a config or a checkpoint folder, trained on several ranks."""
+"""Hugging Face transformers: train and sample MoE models from a config or a checkpoint folder, on several ranks."""
 
 from equilibra.integrations.hf.families import Family, family_of
 from equilibra.integrations.hf.folder import ModelFolder, Text, open_model_folder, text_of

@@ -1,14 +1,14 @@
-"""`set_experts_implementation("equilibra")`: a model of transformers keeps its classes, its experts run under a plan.
+"""`set_experts_implementation("equilibra")`: a transformers model keeps its classes, and its experts run under a plan.
 
     runtime = shard_experts(model, group, CopySetting(spare_slots=2))     # on all ranks; registers and sets it
     balancer = Balancer(runtime, BalancerSetting(tokens_per_rank=4096), optimizer=optimizer)
 
-Every rank has loaded the whole model, and keeps the experts at home on it. transformers' router chooses and weighs;
-under `with micro_batch:` its top-k answers with the recorded experts, so their weights are the live router's, which
-learns (R3). Without a micro-batch tokens are routed live to the homes of their experts. Dense parts stay on every rank.
+Every rank loads the whole model and keeps only the experts whose home it is. transformers' router runs as before, but
+under `with micro_batch:` its top-k returns the recorded experts, so their gate weights come from the live router, which
+keeps learning (R3). Outside a micro-batch, tokens are routed live to homes. Dense parts stay on every rank.
 
-Symbols: E experts, D width, F inner width. Parameters at home are [2F, D], gate before up, and [D, F] in every family.
-`build_model` of this package replaces whole blocks instead, and never holds all experts.
+Symbols: E experts, D width, F inner width. Home parameters are [2F, D], gate before up, and [D, F] in every family.
+`build_model` replaces whole blocks instead, and never holds all experts.
 """
 
 from __future__ import annotations
@@ -32,81 +32,33 @@ from equilibra.execute.moe.functions import Pass, direction_now
 from equilibra.execute.moe.spec import MoESpec
 from equilibra.execute.moe.weights import ExpertWeights
 from equilibra.execute.runtime import Runtime, homes_of
-from equilibra.integrations.hf.families import family_of
+from equilibra.integrations.hf.families import family_of, moe_layers
 
 __all__ = ["NAME", "register_experts", "route_recorded", "shard_experts"]
-
-# Replay through transformers' own routers: their top-k answers with the recorded experts.
-#
-# So the weights of the recorded experts are the live router's, which learns (R3), in every family alike.
-
-
-def route_recorded(
-    forward: Callable[[], Any], recorded_TK: Tensor, *, rows: Tensor | None, num_experts: int, layer: int
-) -> Any:  # noqa: ANN401 - what the router returns
-    """A router's forward that chooses what was recorded; experts below zero are routed live.
-
-    rows: those of the router's that were recorded, None: all of them. layer: for messages.
-    """
-    with _Recorded(recorded_TK, rows, (num_experts, recorded_TK.shape[1])) as mode:
-        said = forward()
-    if mode.times != 1:
-        raise ExecuteError(f"the router of MoE layer {layer} chose experts {mode.times} times, not once: no replay")
-    return said
-
-
-class _Recorded(TorchFunctionMode):
-    """Answers the top-k over all experts with the recorded ones, and with the live ones where there are none."""
-
-    def __init__(self, recorded_TK: Tensor, rows: Tensor | None, shape: tuple[int, int]) -> None:
-        super().__init__()
-        self.recorded_TK, self.rows, self.shape, self.times = recorded_TK, rows, shape, 0
-
-    def __torch_function__(
-        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
-    ) -> Any:  # noqa: ANN401  # fmt: skip
-        """One call of torch."""
-        kwargs = kwargs or {}
-        said = func(*args, **kwargs)
-        if func not in (torch.topk, Tensor.topk):
-            return said
-        scores, wanted = args[0], args[1] if len(args) > 1 else kwargs["k"]
-        if scores.ndim != 2 or (scores.shape[1], wanted) != self.shape:
-            return said
-        self.times += 1
-        chosen = self._chosen(said.indices)
-        return torch.return_types.topk((scores.gather(1, chosen), chosen))
-
-    def _chosen(self, live_TK: Tensor) -> Tensor:
-        rows = slice(None) if self.rows is None else self.rows
-        chosen = live_TK.clone()
-        chosen[rows] = torch.where(self.recorded_TK < 0, live_TK[rows], self.recorded_TK)
-        return chosen
-
 
 NAME = "equilibra"
 PUBLISHED = {
     "gate_up": "gate_up_proj", "gate_up_bias": "gate_up_proj_bias", "down": "down_proj", "down_bias": "down_proj_bias",
 }  # fmt: skip
-"""our names of an expert's parts, and transformers'"""
+"""transformers' name of each part of an expert"""
 
 
 def register_experts() -> None:
-    """Make `model.set_experts_implementation("equilibra")` known to transformers; `shard_experts` does it too."""
+    """Register the implementation "equilibra" with transformers; `shard_experts` does it too."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run_experts)
 
 
 def shard_experts(
     model: Any, group: ExpertGroup, copies: CopySetting | None = None, *, placement: Placement | None = None  # noqa: ANN401
 ) -> Runtime:  # fmt: skip
-    """Keep this rank's experts of a model that all ranks have loaded, and run them under plans from now on.
+    """Keep only this rank's experts of a model that all ranks have loaded, and run them under plans.
 
-    Parameters of the experts are new ones: make the optimizer afterwards. placement: homes; None: contiguous.
+    Replaces the experts' parameters: create the optimizer afterwards. placement: initial homes; None: contiguous.
     """
     family = family_of(model.config.model_type)
-    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    blocks = [layer.mlp for layer in moe_layers(model).values()]
     if not blocks or any(hasattr(block.experts, "place") for block in blocks):
-        raise InputError("there is nothing to shard: the model has no MoE layers, or they are sharded already")
+        raise InputError("cannot shard the model: it has no MoE layers, or they are sharded already")
     spec = family.spec(model.config)
     if placement is None:
         placement = contiguous(group.cluster, num_layers=len(blocks), num_experts=spec.num_experts)
@@ -122,7 +74,7 @@ def shard_experts(
 
 @dataclass(frozen=True)
 class _Place:
-    """A layer of a runtime."""
+    """One layer of a runtime."""
 
     runtime: Runtime
     layer: int
@@ -134,7 +86,7 @@ class _Place:
 
 @torch.no_grad()
 def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN401 - a class of each family
-    """Replace the stacked parameters by those of the experts at home."""
+    """Replace the stacked parameters by those of this rank's experts."""
     homes = homes_of(runtime.placement, len(runtime.weights), runtime.group.rank)
     kept = {name: getattr(experts, published) for name, published in PUBLISHED.items() if name in spec.part_shapes()}
     down = kept["down"]
@@ -146,7 +98,7 @@ def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN4
             mine = _plain(name, mine)
         if mine.shape != part.shape:
             raise InputError(
-                f"experts of shape {list(value.shape)} came as {PUBLISHED[name]}, for {list(part.shape)} at home: use "
+                f"{PUBLISHED[name]} of shape {list(value.shape)} does not fit home experts of {list(part.shape)}: use "
                 "build_model instead"
             )
         part.copy_(mine)
@@ -158,14 +110,14 @@ def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN4
 
 
 def _plain(name: str, part: Tensor) -> Tensor:
-    """A part of gpt-oss, whose matrices are transposed, with gate and up in turn: [E, D, 2F], [E, 2F], [E, F, D]."""
+    """Our layout of a gpt-oss part: theirs is transposed, gate and up interleaved ([E, D, 2F], [E, 2F], [E, F, D])."""
     if name.startswith("gate_up"):
         part = part.reshape(*part.shape[:-1], -1, 2).mT.flatten(-2)
     return part.mT if part.ndim == 3 else part
 
 
 def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
-    """The router of transformers; inside a micro-batch it chooses what was recorded."""
+    """Transformers' router; inside a micro-batch it chooses the recorded experts."""
     micro_batch, spec = place.runtime.current, place.runtime.spec
     if micro_batch is None:
         return forward(hidden, *more, **options)
@@ -176,14 +128,14 @@ def _route(forward: Callable[..., Any], place: _Place, hidden: Tensor, *more: An
     )  # fmt: skip
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives cannot be compiled
 def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
-    """What transformers calls for every MoE layer: each token's experts, weighted, wherever they are."""
+    """What transformers calls per MoE layer: the weighted sum of each token's experts, on whatever rank they are."""
     place: _Place | None = getattr(module, "place", None)
     if place is None:
         raise InputError(
-            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; a model "
-            "that is loaded with ep_size keeps another one: see plan_expert_parallel"
+            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; for a "
+            "model loaded with ep_size, call plan_expert_parallel instead"
         )
     runtime, micro_batch, tokens_TD = place.runtime, place.runtime.current, hidden_TD
     where, rows = runtime.where(place.layer), None
@@ -198,3 +150,40 @@ def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK:
     if rows is None:
         return out_TD
     return torch.zeros_like(hidden_TD, dtype=out_TD.dtype).index_copy(0, rows, out_TD)
+
+
+def route_recorded(
+    forward: Callable[[], Any], recorded_TK: Tensor, *, rows: Tensor | None, num_experts: int, layer: int
+) -> Any:  # noqa: ANN401 - what the router returns
+    """Run a transformers router so that its top-k returns the recorded experts; ids below zero are routed live.
+
+    The gate weights come from the live router. rows: the recorded rows of its input; None: all. layer: for messages.
+    """
+    with _Recorded(recorded_TK, rows, (num_experts, recorded_TK.shape[1])) as mode:
+        result = forward()
+    if mode.times != 1:
+        raise ExecuteError(f"cannot replay MoE layer {layer}: its router calls top-k {mode.times} times, not once")
+    return result
+
+
+class _Recorded(TorchFunctionMode):
+    """Replaces the result of a top-k over all experts by the recorded experts, or the live ones where none are."""
+
+    def __init__(self, recorded_TK: Tensor, rows: Tensor | None, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.recorded_TK, self.rows, self.shape, self.times = recorded_TK, rows, shape, 0
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401  # fmt: skip
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores, wanted = args[0], args[1] if len(args) > 1 else kwargs["k"]
+        if scores.ndim != 2 or (scores.shape[1], wanted) != self.shape:
+            return result
+        self.times += 1
+        rows, chosen = slice(None) if self.rows is None else self.rows, result.indices.clone()
+        chosen[rows] = torch.where(self.recorded_TK < 0, chosen[rows], self.recorded_TK)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))
