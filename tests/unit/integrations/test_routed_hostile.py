@@ -232,7 +232,7 @@ def test_verl_batches():
             list(verl.sequences_of_batch(batch, MODEL))
     batch = verl_batch([ONE], prompt_width=5, response_width=7)
     batch.batch["attention_mask"] = batch.batch["attention_mask"][:, 1:]
-    with pytest.raises(InputError, match="the attention mask of"):
+    with pytest.raises(InputError, match="but the attention mask"):
         list(verl.sequences_of_batch(batch, MODEL))
     batch = verl_batch([ONE], prompt_width=5, response_width=7)
     batch.non_tensor_batch["uid"] = ["a", "b"]

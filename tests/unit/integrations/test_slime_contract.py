@@ -157,7 +157,7 @@ def test_options():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"slots": 2}, "equilibra_slots is no option: there are equilibra_planner, equilibra_spare_slots"),
+        ({"slots": 2}, "equilibra_slots is not an option: use equilibra_planner, equilibra_spare_slots"),
         ({"spare_slots": "2"}, "equilibra_spare_slots must be of type int, not '2'"),
         ({"spare_slots": True}, "must be of type int, not True"),
         ({"spare_slots": -1}, "spare_slots must be a whole number from 0"),
