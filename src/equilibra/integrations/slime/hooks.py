@@ -46,7 +46,7 @@ OPTIONS: dict[str, tuple[type, ...]] = {
 
 
 def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:  # noqa: ANN401 - of slime and Megatron
-    """Slime's default layers, or those of `equilibra_spec`, with balanced MoE layers.
+    """The layers of `equilibra_spec`, or slime's default ones, with balanced MoE layers.
 
     Optional: the hooks switch the layers of a built model as well. Through `--spec`, incompatible options are refused
     before a checkpoint is loaded.
@@ -61,8 +61,8 @@ def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:  # n
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec  # noqa: PLC0415
 
     stage = {} if vp_stage is None else {"vp_stage": vp_stage}
-    whole = args.transformer_impl == "transformer_engine"
-    return balanced_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=whole, **stage))
+    use_te = args.transformer_impl == "transformer_engine"
+    return balanced_layer_spec(get_gpt_decoder_block_spec(config, use_transformer_engine=use_te, **stage))
 
 
 def before_log_prob(args: Any, model: Sequence[nn.Module], store_prefix: str) -> None:  # noqa: ANN401, ARG001

@@ -54,8 +54,7 @@ class Rollouts:
                 "cannot replay routing with --moe-router-fusion: the fused router ignores slime's replay; remove it"
             )
         self.balancer = balance(model, setting)
-        layers = [module for chunk in model for module in chunk.modules() if getattr(module, "place", None) is not None]
-        self.replays = [_replay_of(layer.router) for layer in layers]
+        self.replays = [_replay_of(part) for part in parts if getattr(part, "place", None) is not None]
         """slime's replay of each MoE layer on this pipeline stage, in order"""
         self._waiting: PlannedRollout | None = None
         """planned in the log-prob stage; its update has not begun"""
@@ -157,8 +156,8 @@ class Rollouts:
         return int(taken.pop()) if taken else 0
 
 
-def _replay_of(router: Any) -> Any:  # noqa: ANN401 - Megatron's router
-    replay = getattr(router, "routing_replay", None)
+def _replay_of(layer: Any) -> Any:  # noqa: ANN401 - Megatron's MoE layer
+    replay = getattr(layer.router, "routing_replay", None)
     if replay is None:
         raise InputError(
             "a router has no routing_replay: slime adds it to models built with --use-routing-replay or "

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, overload
 
@@ -162,9 +162,6 @@ class _Replayed(Sequence[Sequence[Tensor]]):
         if isinstance(number, slice):
             return _Replayed(self.engine, self.micro_batches[number])
         return self.engine.routing_of(self.micro_batches[number])
-
-    def __iter__(self) -> Iterator[Sequence[Tensor]]:
-        return (self.engine.routing_of(one) for one in self.micro_batches)
 
 
 def figures(step: Step, stage: Stage) -> dict[str, float]:
