@@ -42,7 +42,7 @@ def sequences_of_file(
         with path.open("rb") as file:
             for number, line in _lines(file, path, max_line_bytes):
                 with located(f"{path}, line {number}"):
-                    yield from _sequences(_parsed(line), model, engine, first)
+                    yield from _sequences(line, model, engine, first)
     except OSError as error:
         raise cannot("read", path, error) from error
 
@@ -57,24 +57,19 @@ def _lines(file: IO[bytes], path: Path, max_bytes: int) -> Iterator[tuple[int, b
             yield number, line
 
 
-def _parsed(line: bytes) -> object:
+def _sequences(line: bytes, model: RoutedModel, engine: str | None, first: int) -> Iterator[RoutedSequence]:
     try:
-        return json.loads(line)
+        body = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise InputError(f"not valid JSON ({str(error)[:120]}): a line must hold one whole response") from error
-
-
-def _sequences(body: object, model: RoutedModel, engine: str | None, first: int) -> Iterator[RoutedSequence]:
     if isinstance(body, Mapping) and "response" in body:
-        first = _start(table_in(body, "request"), first)
-        body = body["response"]
-    engine = engine or _engine_of(body)
-    if engine == "sglang":
+        first, body = _start(table_in(body, "request"), first), body["response"]
+    if (engine or _engine_of(body)) == "sglang":
         yield from sglang.sequences_of_response(body, model, first=first)
-    elif not isinstance(body, Mapping):
-        raise InputError(f"a vLLM response must be a table, not a {type(body).__name__}")
-    else:
+    elif isinstance(body, Mapping):
         yield from vllm.sequences_of_response(body, model, first=first)
+    else:
+        raise InputError(f"a vLLM response must be a table, not a {type(body).__name__}")
 
 
 def _start(request: Mapping[str, Any], otherwise: int) -> int:

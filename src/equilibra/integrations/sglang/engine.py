@@ -172,10 +172,16 @@ class SGLangEngine:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
         """Collective: have all servers load new weights; their answers carry the version."""
 
+        def update(server: Server) -> None:
+            body = {"model_path": str(self.folder), "weight_version": str(version)}
+            said = server.post("/update_weights_from_disk", body, max_bytes=STATUS_BYTES)
+            if not isinstance(said, Mapping) or said.get("success") is not True:
+                raise InputError(f"{server.url} did not load the weights in {self.folder}: {said!r:.300}")
+
         def take() -> None:
             if self.group.world_rank == 0:
                 with ThreadPoolExecutor(len(self.servers)) as pool:
-                    list(pool.map(lambda server: _update(server, self.folder, version), self.servers))
+                    list(pool.map(update, self.servers))
 
         hand_over(self.group, self.folder, weights, self.files, take=take)
 
@@ -258,13 +264,6 @@ class SGLangEngine:
             return Generation(
                 tokens=tokens, logprobs=logprobs, experts=sequence.experts(), ended=ended, version=version
             )  # fmt: skip
-
-
-def _update(server: Server, folder: Path, version: int) -> None:
-    body = {"model_path": str(folder), "weight_version": str(version)}
-    said = server.post("/update_weights_from_disk", body, max_bytes=STATUS_BYTES)
-    if not isinstance(said, Mapping) or said.get("success") is not True:
-        raise InputError(f"{server.url} did not load the weights in {folder}: {said!r:.300}")
 
 
 def _tokens(meta: Mapping[str, Any], vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
