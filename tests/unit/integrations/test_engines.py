@@ -52,7 +52,7 @@ def model(tmp_path_factory):
 def weights(model):
     torch.manual_seed(3)
     source = Replica(model, dtype=torch.float64, device=CPU, end=END, pad=0)
-    return {name: value.clone() for name, value in source._places.items()}
+    return {name: value.clone() for name, value in source._tensor_of_name.items()}
 
 
 @pytest.fixture
@@ -315,13 +315,13 @@ class Stale(Served):
         if not self.updates:
             return super().update(body)
         before = self.version, self.replica
-        kept = {name: value.clone() for name, value in self.replica._places.items()}
+        kept = {name: value.clone() for name, value in self.replica._tensor_of_name.items()}
         said = super().update(body)
         if self.fault == "keeps its weights":
             self.replica = before[1]
         if self.fault == "loads all but experts":
             self.replica.load_weights(
-                [(name, kept[name] if ".experts." in name else value) for name, value in self.replica._places.items()]
+                [(name, kept[name] if ".experts." in name else value) for name, value in self.replica._tensor_of_name.items()]
             )
         if self.fault == "says the old version":
             self.version = before[0]
