@@ -21,7 +21,7 @@ from tests.verl_engine import absent
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.events.imbalance import imbalance
-from equilibra.integrations.verl.micro_batches import spread_partitions
+from equilibra.integrations.verl.hooks import spread_partitions
 from equilibra.plan.entry import plan_step
 from equilibra.plan.pack import DENSE_COST
 from equilibra.trace.count import sequence_loads

@@ -12,7 +12,7 @@ from equilibra.cost.rates import Rates
 from equilibra.execute import CopySetting, join_expert_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.integrations.hf import build_model, family_of, open_model_folder, shard_experts
-from equilibra.integrations.hf.digits import keep_digits
+from equilibra.integrations.hf.folder import norms_in_float64
 from equilibra.rl.learner import padded
 from equilibra.trace.routing import RoutingTrace
 
@@ -24,7 +24,7 @@ CPU = torch.device("cpu")
 def plain(folder: Path, dtype: torch.dtype):
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).train()
     model.set_experts_implementation("eager")
-    keep_digits(model, dtype)
+    norms_in_float64(model, dtype)
     return model
 
 

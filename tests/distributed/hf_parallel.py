@@ -22,7 +22,7 @@ from equilibra.integrations.hf.expert_parallel import (
     register_expert_parallel,
 )
 from equilibra.integrations.hf.families import family_of
-from equilibra.integrations.hf.replay import route_recorded
+from equilibra.integrations.hf.sharded_experts import route_recorded
 
 EXPERTS, VOCABULARY, MICRO_BATCHES, BATCH, LENGTH, RATE = 8, 300, 3, 2, 12, 0.05
 

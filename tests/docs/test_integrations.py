@@ -151,7 +151,7 @@ def test_links_of_the_readme_lead_somewhere():
 
 
 def test_options_of_slime_are_documented():
-    from equilibra.integrations.slime.options import OPTIONS, PREFIX
+    from equilibra.integrations.slime.hooks import OPTIONS, PREFIX
 
     table = re.findall(rf"^\| `{PREFIX}(\w+)` \|", (PAGES / "slime.md").read_text(), re.MULTILINE)
     assert table == list(OPTIONS)

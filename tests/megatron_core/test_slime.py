@@ -127,14 +127,14 @@ SAID = {
     "replay off": "add --use-rollout-routing-replay",
     "router without replay": "a router has no routing_replay",
     "fused router": "--moe-router-fusion",
-    "unknown option": "equilibra_slots is no option: there are equilibra_planner",
-    "nothing recorded": "which --use-rollout-logprobs leaves out",
+    "unknown option": "equilibra_slots is not an option: use equilibra_planner",
+    "nothing recorded": "which --use-rollout-logprobs skips",
     "lists of other lengths": "routers have recorded 2 to 3 micro-batches",
     "lists of other lengths on one rank": "routers have recorded 2 to 3 micro-batches",
-    "routes that come later": "must be tensors when a rollout is planned, not str",
+    "routes that come later": "recorded routing must be tensors, not str",
     "routers apart": "routers have replayed 0 to 1 micro-batches",
-    "plan and replay apart": "optimizer step 1 replays from micro-batch 1 on, the plan stands at 0",
-    "not from the start": "not from micro-batch 1",
+    "plan and replay apart": "optimizer step 1 replays from micro-batch 1 on, but the plan is at 0",
+    "not from the start": "from its first micro-batch, not from 1",
 }
 
 
@@ -143,7 +143,7 @@ def test_what_cannot_be_planned_is_refused() -> None:
         assert set(said) == set(SAID), "a critic is left alone"
         for name, words in SAID.items():
             assert words in said[name]
-    assert "reading the routes of a rollout failed on rank 0" in said["lists of other lengths on one rank"]
+    assert "reading the routing of a rollout failed on rank 0" in said["lists of other lengths on one rank"]
 
 
 def test_layers_from_a_specification() -> None:

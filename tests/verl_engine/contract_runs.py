@@ -110,7 +110,7 @@ def micro_batches() -> dict[str, Any]:
     from verl.utils import tensordict_utils as tu
     from verl.utils.seqlen_balancing import rearrange_micro_batches, restore_dynamic_batch
 
-    from equilibra.integrations.verl.micro_batches import spread
+    from equilibra.integrations.verl.hooks import spread
 
     parts = [torch.arange(length) + 100 * number for number, length in enumerate(LENGTHS)]
     routed = [engines.routing(number % 2, number, length, skew=4.0) for number, length in enumerate(LENGTHS)]

@@ -15,7 +15,7 @@ def test_contract_with_the_installed_verl() -> None:
     assert found["hooked once"]
     gone, renamed, moved, field = found["broken"]
     assert "verl 0.10.0" in gone
-    assert "build_r3_replay_mask is not there" in gone
+    assert "build_r3_replay_mask is missing" in gone
     assert "set_router_replay_data has no parameter tf_config, vp_rank, replay_mask, local_cp_size" in renamed
     assert "forward_backward_batch does not call prepare_micro_batches" in moved
     assert "McoreEngineConfig has no field router_replay" in field

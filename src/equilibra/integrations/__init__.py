@@ -1,1 +1,1 @@
-"""Other people's software: each part of this room stands alone, and only here are their libraries imported."""
+"""Adapters to third-party software. Each one stands alone, and only they import its libraries."""

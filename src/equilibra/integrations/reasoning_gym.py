@@ -1,15 +1,14 @@
 """Problems from reasoning-gym: any of its datasets, by name, with its options.
 
-Its datasets are virtual: an entry is generated from a seed and an index when asked for. Some do work in proportion
-to their size when they are opened, and one refuses large ones, so problems come from chunks of 500, each with a seed of
-its own: the chunks of a number's first try, of its second, and so on. A training problem whose prompt hashes to the
-held-out side is replaced by the next try; held-out problems are the first different ones of a stream of their own that
-hash to their side. So no prompt is on both sides, and no list of prompts is kept.
+Its datasets are virtual: an entry is generated on access from a seed and an index. Some take time proportional to their
+size to open, and one refuses large sizes, so problems come from chunks of 500 with a seed per chunk and attempt. A
+prompt's hash decides whether it is held out. A training problem whose prompt is held out is replaced by the next
+attempt; held-out problems are the first distinct held-out prompts of their own stream. So no prompt is on both sides,
+and no list of prompts is kept.
 
-What the library leaves to chance is settled here: Python's and numpy's global random numbers are seeded for the time of
-the call, its warnings and prints stay inside, and datasets that depend on the order of sets need PYTHONHASHSEED=0. Some
-scorers run the answer as Python code: only arithmetic and plain lists get that far. One dataset, codeio, is refused:
-its entries are made by code that reads the clock.
+The library is made deterministic: Python's and numpy's global generators are seeded during each call, warnings and
+prints are suppressed, and datasets that depend on the order of sets need PYTHONHASHSEED=0. Some scorers evaluate the
+answer as Python code: only arithmetic and plain lists reach them. codeio is refused: its generators read the clock.
 """
 
 from __future__ import annotations
@@ -42,25 +41,25 @@ OURS = frozenset({"seed", "size"})
 ORDER_OF_SETS = frozenset(
     {"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note", "word_ladder"}
 )
-"""datasets whose entries change with Python's hash seed"""
+"""datasets whose entries depend on Python's hash seed"""
 READS_CLOCK = frozenset({"codeio"})
-"""datasets whose entries are never the same twice"""
+"""datasets whose entries depend on the clock"""
 RUN_AS_CODE = frozenset(
     {"binary_matrix", "countdown", "intermediate_integration", "n_queens", "polynomial_multiplication", "puzzle24",
      "simple_integration", "spiral_matrix", "string_insertion"}
 )  # fmt: skip
-"""datasets whose scorers evaluate the answer"""
+"""datasets whose scorers evaluate the answer as code"""
 FUNCTIONS = frozenset({"sin", "cos", "tan", "asin", "acos", "atan", "exp", "log", "ln", "sqrt", "Abs", "abs"})
 TAGGED = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def dataset_names() -> list[str]:
-    """All datasets that there are."""
+    """Names of all datasets."""
     return sorted(_registered())
 
 
 class ReasoningGymTask:
-    """The problems of one dataset; `reasoning_gym_task` makes it."""
+    """A task with the problems of one dataset; made by `reasoning_gym_task`."""
 
     def __init__(
         self, name: str, *, options: Mapping[str, Any], seed: int, num_held_out: int, held_out_share: float
@@ -75,16 +74,15 @@ class ReasoningGymTask:
 
     @property
     def name(self) -> str:
-        """reasoning-gym/ and the dataset's."""
         return f"reasoning-gym/{self._dataset_name}"
 
     @property
     def num_held_out(self) -> int:
-        """How many held-out problems may be asked for; whether there are so many shows when they are."""
+        """How many held-out problems may be asked for; `held_out` fails if the dataset has fewer."""
         return self._num_held_out
 
     def problem(self, number: int) -> Problem:
-        """A training problem; the last few thousand are remembered, since a group's answers all ask for theirs."""
+        """A training problem. The last few thousand are cached, since every answer of a group asks for its own."""
         check_number(self.name, number)
         if number not in self._problems:
             _make_room(self._problems, PROBLEMS_KEPT)
@@ -99,11 +97,11 @@ class ReasoningGymTask:
                 return problem
         raise InputError(
             f"{self.name} gave no training problem {number} in {TRIES} tries: {failed or 'all were held-out ones'}; "
-            f"choose options with more different problems, not {self._options}"
+            f"choose options with more distinct problems than {self._options}"
         )
 
     def held_out(self, number: int) -> Problem:
-        """A held-out problem; all of them differ."""
+        """A held-out problem; all have distinct prompts."""
         check_number(self.name, number, self.num_held_out)
         most = math.ceil((number + 10) * 10 / self._share)
         prompts, failed = {problem.prompt for problem in self._kept_out}, ""
@@ -115,14 +113,14 @@ class ReasoningGymTask:
                 self._kept_out.append(dataclasses.replace(problem, number=len(self._kept_out)))
         if len(self._kept_out) <= number:
             raise InputError(
-                f"{self.name} gave {len(self._kept_out)} different held-out problems in {self._tried} tries, and "
+                f"{self.name} gave {len(self._kept_out)} distinct held-out problems in {self._tried} tries, but "
                 f"{number + 1} were asked for{': ' * bool(failed)}{failed}; ask for fewer, or choose options "
-                f"with more different problems, not {self._options}"
+                f"with more distinct problems than {self._options}"
             )
         return self._kept_out[number]
 
     def reward(self, problem: Problem, answer_text: str) -> float:
-        """The dataset's own score of what stands in <answer> tags, or of the whole text; 0 where it fails."""
+        """The dataset's own score of the text in <answer> tags, or of the whole text; 0 if scoring fails."""
         tagged = TAGGED.findall(answer_text)
         answer = (tagged[-1] if tagged else answer_text).strip()
         entry: Any = problem.metadata
@@ -140,15 +138,16 @@ class ReasoningGymTask:
         return hash_of_prompt(problem.prompt) < self._share * 2.0**64
 
     def _candidate(self, stream: str, attempt: int, number: int) -> tuple[Problem | None, str]:
-        """A problem of either side, or why there is none."""
+        """A problem, held out or not, or the reason why generating it failed."""
         chunk, place = divmod(number, CHUNK)
         try:
             with _settled(_derived_seed(self._seed, stream, attempt, number)):
                 entry = self._chunk(stream, attempt, chunk)[place]
-                problem = Problem(number=number, prompt=str(entry["question"]), answer=_text(entry), metadata=entry)
-                problem.prompt.encode()  # half a character cannot be
+                answer = "" if entry["answer"] is None else str(entry["answer"])
+                problem = Problem(number=number, prompt=str(entry["question"]), answer=answer, metadata=entry)
+                problem.prompt.encode()  # a lone surrogate cannot be encoded
         except Exception as error:  # noqa: BLE001 - generators raise anything when they find no problem
-            self._chunks.pop((stream, attempt, chunk), None)  # one shrinks when it fails
+            self._chunks.pop((stream, attempt, chunk), None)  # a failed chunk may be inconsistent
             return None, f"{type(error).__name__}: {error}"
         return problem, ""
 
@@ -165,13 +164,14 @@ def reasoning_gym_task(
     name: str, options: Mapping[str, Any] | None = None, *, seed: int = 0, reward: RewardFunction | None = None,
     num_held_out: int = 1000, held_out_share: float = 0.2,
 ) -> Task:  # fmt: skip
-    """Open a dataset; `held_out_share` of all prompts are never trained on; `reward`: the user's own.
+    """A task with the problems of one dataset.
 
-    For "composite", option `datasets` is a list of {"name": ..., "weight": ..., "config": {...}}.
+    reward: replaces the dataset's own. held_out_share: share of prompts that are never trained on. The dataset
+    "composite" takes the option `datasets`, a list of {"name": ..., "weight": ..., "config": {...}}.
     """
     check_share(held_out_share)
     if num_held_out < 0:
-        raise InputError(f"the number of held-out problems must not be negative, and is {num_held_out}")
+        raise InputError(f"num_held_out must not be negative, but is {num_held_out}")
     options = dict(options or {})
     _check_options(name, options)
     if name == "composite":
@@ -181,7 +181,7 @@ def reasoning_gym_task(
 
 
 def _make_room(kept: dict[Any, Any], most: int) -> None:
-    """Forget the oldest."""
+    """Drop the oldest entries."""
     while len(kept) >= most:
         del kept[next(iter(kept))]
 
@@ -201,24 +201,21 @@ def _check_options(name: str, options: Mapping[str, Any]) -> None:
     if name not in registered:
         near = [known for known in sorted(registered) if name in known] if name else []
         near = list(dict.fromkeys([*get_close_matches(name, registered, n=5, cutoff=0.5), *near]))[:8]
-        hint = f"near it are {', '.join(near)}" if near else f"it has {len(registered)}, like chain_sum or countdown"
+        hint = f"similar names are {', '.join(near)}" if near else f"it has {len(registered)}, such as chain_sum"
         raise InputError(f"reasoning-gym has no dataset {name!r}: {hint}")
     known = [field.name for field in dataclasses.fields(registered[name][1]) if field.name not in OURS]
     for option in options:
         if option in OURS:
-            raise InputError(f"{option!r} cannot be an option of {name!r}: the run sets it; remove it")
+            raise InputError(f"{option!r} cannot be an option of {name!r}: the run decides it; remove it")
         if option not in known:
             near = get_close_matches(str(option), known, n=1)
             hint = f"did you mean {near[0]!r}? " if near else ""
             raise InputError(f"{name!r} has no option {option!r}: {hint}its options are {', '.join(known) or 'none'}")
     if name in READS_CLOCK:
-        raise InputError(
-            f"{name!r} cannot be a task: its problems change with the clock, so ranks would not agree on them"
-        )
+        raise InputError(f"{name!r} cannot be a task: its problems change with the clock, so ranks would disagree")
     if name in ORDER_OF_SETS and sys.flags.hash_randomization:
         raise InputError(
-            f"problems of {name!r} depend on Python's hash seed, and so would differ between ranks: "
-            "start with PYTHONHASHSEED=0 in the environment"
+            f"problems of {name!r} depend on Python's hash seed and would differ between ranks: set PYTHONHASHSEED=0"
         )
 
 
@@ -226,18 +223,14 @@ def _parts(datasets: object) -> list[Any]:
     from reasoning_gym.composite import DatasetSpec  # noqa: PLC0415 - takes seconds
 
     if not isinstance(datasets, list | tuple) or not datasets:
-        raise InputError(
-            "'composite' needs the option datasets: a list like [{name: chain_sum, weight: 1, config: {}}]"
-        )
+        raise InputError("'composite' needs the option datasets, such as [{name: chain_sum, weight: 1, config: {}}]")
     specs = []
     for part in datasets:
         if not isinstance(part, Mapping) or "name" not in part or not part.keys() <= {"name", "weight", "config"}:
-            raise InputError(f"a dataset of 'composite' has name, weight and config, and this is {part!r:.80}")
+            raise InputError(f"a dataset of 'composite' has a name, weight and config, but this is {part!r:.80}")
         config = part.get("config", {})
         if part["name"] == "composite" or not isinstance(config, Mapping):
-            raise InputError(
-                f"a dataset of 'composite' is a plain one with a table as config, and this is {part!r:.80}"
-            )
+            raise InputError(f"parts of 'composite' must not be composite, with a table as config, not {part!r:.80}")
         _check_options(part["name"], config)
         specs.append(DatasetSpec(name=part["name"], weight=part.get("weight", 1.0), config=dict(config)))
     return specs
@@ -250,21 +243,17 @@ def _create(name: str, options: dict[str, Any]) -> Any:  # noqa: ANN401 - the li
             return dataset_class(config=config_class(**options))
     except Exception as error:
         given = {key: value for key, value in options.items() if key not in OURS}
-        raise InputError(f"cannot make the dataset {name!r} with options {given}: {error!r}; mend them") from error
-
-
-def _text(entry: Mapping[str, Any]) -> str:
-    return "" if entry["answer"] is None else str(entry["answer"])
+        raise InputError(f"cannot make the dataset {name!r} with options {given}: {error!r}; correct them") from error
 
 
 def _derived_seed(*names: object) -> int:
-    """31 bits: some datasets add an index to it and hand it to numpy, which takes 32."""
+    """A seed of 31 bits: some datasets add an index to it and pass it to numpy, which takes 32."""
     return int.from_bytes(hashlib.sha256(repr(names).encode()).digest()[:4], "big") >> 1
 
 
 @contextmanager
 def _settled(seed: int) -> Iterator[None]:
-    """Nothing global goes in or comes out: random numbers are seeded and put back, warnings and prints dropped."""
+    """Seed the global generators and restore them afterwards; suppress warnings and prints."""
     python_state, numpy_state = random.getstate(), np.random.get_state()  # noqa: NPY002 - the library draws from it
     random.seed(seed)
     np.random.seed(seed)  # noqa: NPY002 - the library draws from it
@@ -278,7 +267,7 @@ def _settled(seed: int) -> Iterator[None]:
 
 
 def _is_harmless(answer: str, *, functions: frozenset[str] | tuple[()]) -> bool:
-    """Whether evaluating it as Python calls nothing unknown, reads no attributes, and ends soon."""
+    """Whether evaluating the answer as Python calls only `functions`, reads no attributes, and ends soon."""
     if len(answer) > 1000 or "__" in answer or re.search(r"[^\w\s+\-*/().,\[\]'\"|^]", answer, re.ASCII):
         return False
     calls = re.findall(r"([\w)\]'\"]+)\s*\(", answer)

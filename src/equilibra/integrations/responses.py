@@ -1,8 +1,8 @@
-"""Files of responses: one JSON response of vLLM's or SGLang's HTTP server per line, routing and all.
+"""Read JSONL files of responses from vLLM's or SGLang's HTTP server, with routing.
 
-A line is what the server answered, or {"request": ..., "response": ...}: then what the request left out
-(`routed_experts_start_len`, `routed_experts_prompt_start`) is known. Lines are read one at a time and have a limit, so
-a file of any size can be read.
+A line is a response, or {"request": ..., "response": ...}; the request then says which prefix it left out
+(`routed_experts_start_len`, `routed_experts_prompt_start`). Lines are read one at a time up to a size limit, so the
+file may be of any size.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ def sequences_of_file(
     path: Path | str, model: RoutedModel, *, engine: str | None = None, first: int = 0,
     max_line_bytes: int = MAX_LINE_BYTES,
 ) -> Iterator[RoutedSequence]:  # fmt: skip
-    """The sequences of a file of responses.
+    """The sequences of a file of responses, one at a time.
 
-    engine: vllm or sglang; None: by what a response looks like. first: tokens that requests left out, where a line
-    does not say it.
+    engine: vllm or sglang; None: detected per response. first: length of the prefix that requests left out, for lines
+    without a request.
     """
     path = Path(path)
     if engine not in (None, *FORMATS):
-        raise InputError(f"responses are of {' or '.join(FORMATS)}, not of {engine!r}")
+        raise InputError(f"responses must be of {' or '.join(FORMATS)}, not of {engine!r}")
     try:
         with path.open("rb") as file:
             for number, line in _lines(file, path, max_line_bytes):
                 with located(f"{path}, line {number}"):
-                    yield from _sequences(_parsed(line), model, engine, first)
+                    yield from _sequences(line, model, engine, first)
     except OSError as error:
         raise cannot("read", path, error) from error
 
@@ -52,37 +52,28 @@ def _lines(file: IO[bytes], path: Path, max_bytes: int) -> Iterator[tuple[int, b
     while line := file.readline(max_bytes + 1):
         number += 1
         if len(line) > max_bytes:
-            raise InputError(
-                f"{path}, line {number}: it is longer than {max_bytes:,} bytes; a line holds one response, split it"
-            )
+            raise InputError(f"{path}, line {number}: longer than {max_bytes:,} bytes; write one response per line")
         if line.strip():
             yield number, line
 
 
-def _parsed(line: bytes) -> object:
+def _sequences(line: bytes, model: RoutedModel, engine: str | None, first: int) -> Iterator[RoutedSequence]:
     try:
-        return json.loads(line)
-    except UnicodeDecodeError as error:
-        raise InputError(f"it is no JSON: byte {error.start} is not UTF-8") from error
+        body = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"it is no JSON ({str(error)[:120]}): a line holds one whole response") from error
-
-
-def _sequences(body: object, model: RoutedModel, engine: str | None, first: int) -> Iterator[RoutedSequence]:
+        raise InputError(f"not valid JSON ({str(error)[:120]}): a line must hold one whole response") from error
     if isinstance(body, Mapping) and "response" in body:
-        first = _start(table_in(body, "request"), first)
-        body = body["response"]
-    engine = engine or _engine_of(body)
-    if engine == "sglang":
+        first, body = _start(table_in(body, "request"), first), body["response"]
+    if (engine or _engine_of(body)) == "sglang":
         yield from sglang.sequences_of_response(body, model, first=first)
-    elif not isinstance(body, Mapping):
-        raise InputError(f"a response of vLLM is a table, not a {type(body).__name__}")
-    else:
+    elif isinstance(body, Mapping):
         yield from vllm.sequences_of_response(body, model, first=first)
+    else:
+        raise InputError(f"a vLLM response must be a table, not a {type(body).__name__}")
 
 
 def _start(request: Mapping[str, Any], otherwise: int) -> int:
-    """What the request left out, at its top or among its sampling parameters."""
+    """Length of the prefix that the request left out, from its top level or its sampling parameters."""
     for table in (request, table_in(request, "sampling_params"), table_in(request, "extra_body")):
         for name in START:
             found = count_in(table, name)
@@ -92,7 +83,7 @@ def _start(request: Mapping[str, Any], otherwise: int) -> int:
 
 
 def _engine_of(body: object) -> str:
-    """Who answered: SGLang has meta_info or sgl_ext, vLLM choices without it."""
+    """Which engine answered: only SGLang has meta_info or sgl_ext, vLLM has choices without it."""
     sample = body[0] if isinstance(body, list) and body else body
     if isinstance(sample, Mapping):
         if "meta_info" in sample:
@@ -102,6 +93,5 @@ def _engine_of(body: object) -> str:
             extended = any(isinstance(choice, Mapping) and choice.get("sgl_ext") for choice in choices)
             return "sglang" if extended else "vllm"
     raise InputError(
-        "this is no response of vLLM (choices) or SGLang (meta_info): if it is another program's, bring it to one of "
-        "these forms"
+        "neither a vLLM response (choices) nor an SGLang response (meta_info): convert another program's to one of them"
     )

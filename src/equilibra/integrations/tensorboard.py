@@ -1,7 +1,7 @@
-"""TensorBoard files of a run, by TensorBoard's own record writer (no torch, no TensorFlow).
+"""Write a run's metrics for TensorBoard with its own record writer, without torch or TensorFlow.
 
-Each run of the program writes a file of its own. The first step it holds tells TensorBoard to drop that step and later
-ones of the files before, so that a resumed run is one curve.
+Each start of the program writes a new file. Its first event tells TensorBoard to drop that step and later ones from
+earlier files, so a resumed run shows as one curve.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ from equilibra.core.atomic import cannot
 
 __all__ = ["TensorBoard"]
 
+BALANCE = ("imbalance_static", "imbalance", "copies", "moves", "exposed", "tokens_without_routing")
+"""metrics of the balancer"""
+
 
 class TensorBoard:
-    """An observer that writes every metric as a scalar, grouped as TensorBoard groups by the name before a slash."""
+    """An observer that writes every metric as a scalar. The tag's part before the slash is TensorBoard's group."""
 
     def __init__(self, folder: Path) -> None:
-        """The folder and the file are made with the first metric."""
+        """Create the folder and the file only with the first metric."""
         self.folder = folder
         self._writer: RecordWriter | None = None
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        """Nothing."""
+        """Ignore progress within a step."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of a step."""
         self._write(step, {f"{_group(name)}/{name}": value for name, value in metrics.items()})
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """The metrics of an evaluation."""
         self._write(step, {f"evaluation/{name}": value for name, value in metrics.items()})
 
     def close(self) -> None:
-        """Close the file."""
         if self._writer is not None:
             self._writer.close()
             self._writer = None
@@ -74,7 +74,3 @@ def _group(name: str) -> str:
     if name.startswith("seconds"):
         return "time"
     return "balance" if name in BALANCE else "train"
-
-
-BALANCE = ("imbalance_static", "imbalance", "copies", "moves", "exposed", "tokens_without_routing")
-"""metrics of the balancer"""

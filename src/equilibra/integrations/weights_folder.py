@@ -1,10 +1,10 @@
-"""A folder of published weights from a stream of them: how engines with a memory of their own get new weights.
+"""Write a stream of weights to a folder from which a rollout engine with its own memory loads them.
 
-    model-00001.safetensors ...    tensors in the order they came, a file at a time in memory
-    model.safetensors.index.json   which tensor is in which file
-    config.json, tokenizer.json    whatever else an engine reads
+    model-00001.safetensors ...    tensors in stream order; one file at a time is in memory
+    model.safetensors.index.json   which file holds which tensor
+    config.json, tokenizer.json    whatever else the engine reads
 
-The folder appears, and replaces the one before, when everything is in it.
+The folder replaces its predecessor atomically once it is complete.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def hand_over(
     group: ExpertGroup, folder: Path, weights: Iterable[tuple[str, Tensor]], others: Mapping[str, bytes], *,
     take: Callable[[], None],
 ) -> None:  # fmt: skip
-    """Collective: world rank 0 writes the folder, then every rank does `take`; an error anywhere is one everywhere."""
+    """Collective: world rank 0 writes the folder, then every rank calls `take`. Any rank's error is raised on all."""
 
     def write() -> None:
         if group.world_rank == 0:
@@ -47,7 +47,7 @@ def hand_over(
 def write_weights(
     folder: Path, weights: Iterable[tuple[str, Tensor]], others: Mapping[str, bytes], *, file_bytes: int = FILE_BYTES
 ) -> None:
-    """Write or replace a folder. All of the stream is read, also if writing fails: other ranks go along with it."""
+    """Write or replace a folder. The stream is drained even if writing fails, since other ranks take part in it."""
     stream = iter(weights)
     try:
         _write(folder, stream, others, file_bytes)
@@ -57,7 +57,7 @@ def write_weights(
 
 
 def _write(folder: Path, stream: Iterator[tuple[str, Tensor]], others: Mapping[str, bytes], file_bytes: int) -> None:
-    of_tensor: dict[str, str] = {}
+    file_of_tensor: dict[str, str] = {}
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -69,17 +69,17 @@ def _write(folder: Path, stream: Iterator[tuple[str, Tensor]], others: Mapping[s
         for number, tensors in enumerate(_batches(stream, file_bytes), 1):
             file = f"model-{number:05d}.safetensors"
             total += sum(value.nbytes for value in tensors.values())
-            of_tensor.update(dict.fromkeys(tensors, file))
+            file_of_tensor.update(dict.fromkeys(tensors, file))
             try:
                 save_file(tensors, part / file, metadata={"format": "pt"})
             except SafetensorError as error:
                 raise InputError(f"cannot write {part / file}: {error}") from error
-        body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(of_tensor.items()))}
+        body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
         (part / INDEX).write_text(json.dumps(body, indent=2) + "\n")
 
 
 def _batches(stream: Iterator[tuple[str, Tensor]], file_bytes: int) -> Iterator[dict[str, Tensor]]:
-    """Tensors of one file each: as many as fit, one at least."""
+    """Tensors grouped into files of at most `file_bytes`, at least one tensor each."""
     held: dict[str, Tensor] = {}
     size = 0
     for name, value in stream:

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 from equilibra.core.errors import InputError
 from equilibra.integrations.hf import Replica
 from equilibra.integrations.routing_formats import model_from_config
-from equilibra.integrations.sglang.engine import SGLangEngine
-from equilibra.integrations.sglang.http import Server, check_url
+from equilibra.integrations.sglang.engine import Server, SGLangEngine, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine
 from equilibra.rl.engine import Engine
 from equilibra.train.config import TrainConfig

@@ -20,8 +20,7 @@ from equilibra.core.errors import ExecuteError, InputError, MismatchError
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.integrations.routing_formats import model_from_config
-from equilibra.integrations.sglang.engine import SGLangEngine
-from equilibra.integrations.sglang.http import Server, check_url
+from equilibra.integrations.sglang.engine import Server, SGLangEngine, check_url
 from equilibra.integrations.vllm.engine import VLLMEngine, import_vllm
 from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of
@@ -53,7 +52,7 @@ def model(tmp_path_factory):
 def weights(model):
     torch.manual_seed(3)
     source = Replica(model, dtype=torch.float64, device=CPU, end=END, pad=0)
-    return {name: value.clone() for name, value in source._places.items()}
+    return {name: value.clone() for name, value in source._tensor_of_name.items()}
 
 
 @pytest.fixture
@@ -160,18 +159,18 @@ def spoiled(change):
 
 
 @pytest.mark.parametrize(("spoil", "reason"), [
-    (lambda results: results[:-1], "asked 5 questions"),
-    (lambda results: {"error": "busy"}, "asked 5 questions"),
-    (lambda results: [7] * 5, "has a table meta_info"),
-    (lambda results: b"<html>", "answered no JSON"),
-    (lambda results: b"[" * 100_000, "answered no JSON"),
+    (lambda results: results[:-1], "must answer 5 requests"),
+    (lambda results: {"error": "busy"}, "must answer 5 requests"),
+    (lambda results: [7] * 5, "must have a table meta_info"),
+    (lambda results: b"<html>", "did not answer valid JSON"),
+    (lambda results: b"[" * 100_000, "did not answer valid JSON"),
     (lambda results: b" " * (2 << 20), "answered more than the .* does it serve the model"),
     (lambda results: [one | {"meta_info": one["meta_info"] | {"routed_experts": None}} for one in results],
      "no token has routing: start the engine with enable_return_routed_experts"),
-    (spoiled(lambda meta: meta.update(routed_experts="AAA")), "no base64"),
-    (spoiled(lambda meta: meta.update(routed_experts="AAAA")), "no whole number of tokens"),
-    (spoiled(lambda meta: meta.update(prompt_tokens=2, completion_tokens=2)), "it says that the prompt has 2 tokens"),
-    (spoiled(lambda meta: meta.pop("completion_tokens")), "must say prompt_tokens and completion_tokens"),
+    (spoiled(lambda meta: meta.update(routed_experts="AAA")), "not valid base64"),
+    (spoiled(lambda meta: meta.update(routed_experts="AAAA")), "not a whole number of tokens"),
+    (spoiled(lambda meta: meta.update(prompt_tokens=2, completion_tokens=2)), "it claims 2 tokens in the prompt"),
+    (spoiled(lambda meta: meta.pop("completion_tokens")), "must have prompt_tokens and completion_tokens"),
     (spoiled(lambda meta: meta.pop("output_token_logprobs")), "has no output_token_logprobs"),
     (spoiled(lambda meta: meta.update(output_token_logprobs=[[float("nan"), 3, None]])), "finite numbers, not nan"),
     (spoiled(lambda meta: meta.update(output_token_logprobs=[["x", 3, None]])), "finite numbers, not 'x'"),
@@ -203,11 +202,11 @@ def test_a_server_that_refuses_weights(model, weights, group, tmp_path):
     with sglang_server(served) as (url, _):
         engine = sglang_engine(model, group, url, tmp_path)
         served.update = lambda body: {"success": False, "message": "out of memory"}
-        with pytest.raises(InputError, match=r"did not take the weights .*out of memory"):
+        with pytest.raises(InputError, match=r"did not load the weights .*out of memory"):
             engine.load_weights(iter(weights.items()))
         engine = sglang_engine(model, group, url, tmp_path, files={"config.json": b"{}"})
         del served.update
-        with pytest.raises(InputError, match=r"refused: 400 .* must say a model_type"):
+        with pytest.raises(InputError, match=r"refused: 400 .* must have a model_type"):
             engine.load_weights(iter(weights.items()))
 
 
@@ -316,13 +315,16 @@ class Stale(Served):
         if not self.updates:
             return super().update(body)
         before = self.version, self.replica
-        kept = {name: value.clone() for name, value in self.replica._places.items()}
+        kept = {name: value.clone() for name, value in self.replica._tensor_of_name.items()}
         said = super().update(body)
         if self.fault == "keeps its weights":
             self.replica = before[1]
         if self.fault == "loads all but experts":
             self.replica.load_weights(
-                [(name, kept[name] if ".experts." in name else value) for name, value in self.replica._places.items()]
+                [
+                    (name, kept[name] if ".experts." in name else value)
+                    for name, value in self.replica._tensor_of_name.items()
+                ]
             )
         if self.fault == "says the old version":
             self.version = before[0]
@@ -486,7 +488,7 @@ def test_vllm_that_repacks_weights_is_started_anew(model, weights, group, tmp_pa
 
 @pytest.mark.parametrize(("change", "reason"), [
     ({"routed_experts": None}, "no token has routing"),
-    ({"logprobs": None}, "log-probabilities of 0"),
+    ({"logprobs": None}, "log-probs of 0"),
     ({"token_ids": []}, "request 0, answer 0: routing of"),
     ({"routed_experts": np.zeros((1, 3, 3), np.uint8)}, "request 0, answer 0: routing of 1 tokens came"),
 ])  # fmt: skip

@@ -105,7 +105,8 @@ def test_value_model_begins_at_zero_with_the_same_trunk(tmp_path):
 
 @pytest.mark.parametrize(("text", "reason"), [
     ("{", "cannot read"),
-    ("[]", "model_type"),
+    ("[]", "JSON object"),
+    ("{}", "must have a model_type"),
     ('{"model_type": "llama"}', "not supported"),
     ('{"model_type": "qwen3_moe", "num_experts": -3}', "num_experts"),
     ('{"model_type": "mixtral", "router_jitter_noise": 0.1}', "without noise"),

@@ -109,11 +109,11 @@ def test_another_process_gets_the_same():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("chain_sums", "near it are chain_sum"),
-        ("sudoku2", "near it are sudoku"),
+        ("chain_sums", "similar names are chain_sum"),
+        ("sudoku2", "similar names are sudoku"),
         ("arithmetic", "basic_arithmetic"),
-        ("zzzzzz", "it has [0-9]+, like chain_sum"),
-        ("", "like chain_sum"),
+        ("zzzzzz", "it has [0-9]+, such as chain_sum"),
+        ("", "such as chain_sum"),
     ],
 )
 def test_datasets_that_there_are_not(name, message):
@@ -150,11 +150,11 @@ def test_a_mixture():
     for bad, message in [
         (None, "needs the option datasets"),
         ([], "needs the option datasets"),
-        ([3], "has name, weight and config"),
-        ([{"weight": 1}], "has name, weight and config"),
-        ([{"name": "gcd", "wait": 1}], "has name, weight and config"),
-        ([{"name": "composite"}], "a plain one"),
-        ([{"name": "gdc"}], "near it are gcd"),
+        ([3], "has a name, weight and config"),
+        ([{"weight": 1}], "has a name, weight and config"),
+        ([{"name": "gcd", "wait": 1}], "has a name, weight and config"),
+        ([{"name": "composite"}], "must not be composite"),
+        ([{"name": "gdc"}], "similar names are gcd"),
         ([{"name": "gcd", "config": {"x": 1}}], "'gcd' has no option 'x'"),
         ([{"name": "gcd", "weight": -1}], "cannot make the dataset 'composite'"),
     ]:
@@ -222,12 +222,12 @@ def test_too_few_different_problems(scripted):
     with pytest.raises(InputError, match="no training problem 7 in 100 tries: all were held-out ones"):
         task.problem(7)
     assert task.held_out(0).prompt == side[True][0]
-    with pytest.raises(InputError, match="gave 1 different held-out problems in 550 tries, and 2 were asked for"):
+    with pytest.raises(InputError, match="gave 1 distinct held-out problems in 550 tries, but 2 were asked for"):
         task.held_out(1)
     task = scripted(entries=lambda index, seed: [*side[False][:2], *side[True][:3]][(seed + index) % 5])
     assert {task.problem(number).prompt for number in range(50)} == set(side[False][:2])
     assert {task.held_out(number).prompt for number in range(3)} == set(side[True][:3])
-    with pytest.raises(InputError, match="gave 3 different held-out problems"):
+    with pytest.raises(InputError, match="gave 3 distinct held-out problems"):
         task.held_out(3)
 
 
@@ -243,7 +243,7 @@ def test_a_dataset_that_sometimes_fails(scripted):
     always = scripted(entries=lambda index, seed: 1 / 0)
     with pytest.raises(InputError, match="no training problem 0 in 100 tries: ZeroDivisionError"):
         always.problem(0)
-    with pytest.raises(InputError, match=r"0 different held-out problems .* asked for: ZeroDivisionError"):
+    with pytest.raises(InputError, match=r"0 distinct held-out problems .* asked for: ZeroDivisionError"):
         always.held_out(0)
 
 

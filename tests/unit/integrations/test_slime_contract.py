@@ -14,7 +14,7 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.slime import hooks, schedule
-from equilibra.integrations.slime.options import OPTIONS, base_spec, setting_of
+from equilibra.integrations.slime.hooks import OPTIONS, base_spec, setting_of
 
 READ = {
     "backends/megatron_utils/actor.py": "028e29090ec8",
@@ -157,7 +157,7 @@ def test_options():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"slots": 2}, "equilibra_slots is no option: there are equilibra_planner, equilibra_spare_slots"),
+        ({"slots": 2}, "equilibra_slots is not an option: use equilibra_planner, equilibra_spare_slots"),
         ({"spare_slots": "2"}, "equilibra_spare_slots must be a whole number from 0 to 65535, not '2'"),
         ({"spare_slots": True}, "equilibra_spare_slots must be a whole number from 0 to 65535, not True"),
         ({"spare_slots": -1}, "spare_slots must be a whole number from 0"),

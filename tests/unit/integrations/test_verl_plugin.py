@@ -16,7 +16,7 @@ from equilibra.core.plan import Stage
 from equilibra.integrations.megatron import Step
 from equilibra.integrations.verl.contract import ENGINE
 from equilibra.integrations.verl.engine import check_engine, figures
-from equilibra.integrations.verl.micro_batches import spread_partitions
+from equilibra.integrations.verl.hooks import spread_partitions
 from equilibra.integrations.verl.setting import OPTIONS, VerlSetting, setting_of
 from equilibra.plan.entry import plan_step
 

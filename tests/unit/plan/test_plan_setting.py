@@ -16,7 +16,7 @@ from equilibra.cost.presets import default_prices, prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.steps.planning import BalancerSetting
 from equilibra.integrations.planned.setting import MegatronSetting, PlanSetting
-from equilibra.integrations.slime.options import SlimeSetting
+from equilibra.integrations.slime.hooks import SlimeSetting
 from equilibra.integrations.verl.setting import VerlSetting
 from equilibra.plan.entry import plan_step
 from equilibra.plan.layer import Means

@@ -1,10 +1,10 @@
-"""Replica: the embedded rollout engine. A whole transformers model per rank, which samples in batches with a KV cache.
+"""The embedded rollout engine: a whole transformers model per rank that samples in batches with a KV cache.
 
-Symbols: B requests of a batch, T tokens of the longest, L MoE layers, K experts per token.
+Symbols: B requests of a batch, T tokens of the longest prompt, L MoE layers, K experts per token.
 
-Requests with the same tokens share their prefill. Prompts are padded on the left, so that all answers grow at the same
-place; requests that are through leave the batch when half of it is. Every token that is processed tells its experts.
-Answers do not depend on the batch they are in, but for rounding: each brings its own noise.
+Requests with the same prompt share its prefill. Prompts are padded on the left, so that all answers grow in one column;
+finished requests leave the batch once they are half of it. The experts of every processed token are recorded. Each
+request brings its own noise, so up to rounding its answer does not depend on the batch.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, DynamicCache
+from transformers import DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from equilibra.core.errors import InputError
@@ -25,44 +25,46 @@ from equilibra.execute.experts import expert_math
 from equilibra.execute.experts.spec import Activation
 from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.state.safetensors_names import Naming
-from equilibra.integrations.hf.digits import keep_digits
+from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
 
-__all__ = ["Replica", "use_plain_experts"]
+__all__ = ["Replica"]
+
+EXPERTS = "equilibra-plain"
+"""our implementation of experts for sampling: one matrix product per expert, in any floating-point type"""
 
 
 class Replica:
-    """All weights, for sampling."""
+    """Samples answers on one rank and returns the routing of every token."""
 
     def __init__(
         self, folder: ModelFolder, *, dtype: torch.dtype, device: torch.device, end: int, pad: int, batch: int = 256
     ) -> None:
-        """Build without weights: they come by `load_weights`. batch: requests that are answered at the same time."""
+        """Build the model; `load_weights` fills it. end, pad: tokens. batch: most requests answered at a time."""
         self.folder, self.device, self.end, self.pad, self.batch = folder, device, end, pad, batch
-        made: Any = AutoModelForCausalLM  # transformers has no types for it
-        model = made.from_config(folder.config, dtype=dtype).to(device).eval()
-        self.model = model.requires_grad_(requires_grad=False)
-        keep_digits(model, dtype)
-        use_plain_experts(model, transposed=folder.family.returns_scores)
-        self.blocks = {n: layer.mlp for n, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")}
+        self.model = folder.build(dtype).to(device).eval().requires_grad_(requires_grad=False)
+        # transformers' own `grouped_mm` lacks float64, and its `eager` is slow; gpt-oss keeps experts transposed
+        ALL_EXPERTS_FUNCTIONS.register(EXPERTS, _experts)
+        self.model.set_experts_implementation("eager" if folder.family.returns_scores else EXPERTS)
+        self.blocks = {number: layer.mlp for number, layer in moe_layers(self.model).items()}
         self.naming: Naming = folder.family.naming_for(list(self.blocks))
-        self._places = self._named()
+        self._tensor_of_name = self._published()
         self.version: int | None = None
-        """of the weights"""
+        """version of the weights"""
         self._seen: list[Tensor] = []
-        """experts of the tokens of one forward pass, layer by layer"""
+        """experts of one forward pass, layer by layer"""
 
     @property
     def roundoff(self) -> float:
-        """Of the model's type."""
+        """Unit roundoff of the model's type on its device."""
         return unit_roundoff(self.model.dtype, self.device.type)
 
     # --- weights ---
 
-    def _named(self) -> dict[str, Tensor]:
-        """Where every published weight is kept."""
+    def _published(self) -> dict[str, Tensor]:
+        """The model's tensors, by published name."""
         experts = {f"model.layers.{n}.mlp." for n in self.blocks}
         found: dict[str, Tensor] = {
             name: value for name, value in self.model.state_dict().items()
@@ -89,7 +91,7 @@ class Replica:
         return found
 
     def _experts_of(self, layer: int, experts: Any) -> dict[str, Tensor]:  # noqa: ANN401
-        """Views of transformers' stacked parameters, by published name."""
+        """Views into transformers' stacked parameters, by published name."""
         spec, naming = self.folder.spec, self.naming
         if naming.stacked:  # published as transformers keeps them
             kept = [experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias]
@@ -102,24 +104,24 @@ class Replica:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
-        """Take new weights; all of them must come."""
-        missing = set(self._places)
+        """Load new weights, all of them."""
+        missing = set(self._tensor_of_name)
         for name, value in weights:
-            place = self._places.get(name)
-            if place is None or place.shape != value.shape:
-                shape = "no such weight" if place is None else f"one of shape {tuple(place.shape)}"
-                raise InputError(f"a weight {name} of shape {tuple(value.shape)} came, the engine has {shape}")
-            place.copy_(value)
+            tensor = self._tensor_of_name.get(name)
+            if tensor is None or tensor.shape != value.shape:
+                wanted = "no such weight" if tensor is None else f"shape {tuple(tensor.shape)}"
+                raise InputError(f"weight {name} came with shape {tuple(value.shape)}, but the engine has {wanted}")
+            tensor.copy_(value)
             missing.discard(name)
         if missing:
-            raise InputError(f"{len(missing)} weights did not come, among them {min(missing)}")
+            raise InputError(f"{len(missing)} weights are missing, among them {min(missing)}: all must come")
         self.version = version
 
     # --- sampling ---
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests, batch by batch, those of similar length together."""
+        """Answer all requests in batches of similar prompt length."""
         order = sorted(range(len(requests)), key=lambda i: (requests[i].tokens.size, requests[i].tokens.tobytes()))
         done: dict[int, Generation] = {}
         with self._capture():
@@ -131,6 +133,8 @@ class Replica:
 
     @contextmanager
     def _capture(self) -> Iterator[None]:
+        """Append every router's choice to `_seen`."""
+
         def keep(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
             self._seen.append(output[2])
 
@@ -143,7 +147,7 @@ class Replica:
                 hook.remove()
 
     def _forward(self, tokens_BT: Tensor, mask: Tensor, cache: DynamicCache) -> tuple[Tensor, NDArray[np.int32]]:
-        """Logits of the last tokens [B, V] and experts of all [B, T, L, K]."""
+        """Logits [B, V] of the last tokens, and experts [B, T, L, K] of all tokens."""
         self._seen.clear()
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -tokens_BT.shape[1] :]
         out = self.model(
@@ -154,7 +158,7 @@ class Replica:
         return out.logits[:, -1], experts.to(torch.int32).cpu().numpy()
 
     def _batch(self, requests: list[Request], temperature: float) -> list[Generation]:
-        """One batch: prefill each different prompt once, then token by token."""
+        """Prefill each distinct prompt once, then decode all answers."""
         prompts, of_request = _distinct(requests)
         longest = max(prompt.size for prompt in prompts)
         tokens = torch.full((len(prompts), longest), self.pad)
@@ -188,7 +192,7 @@ class Replica:
 
 
 class _Growing:
-    """An answer under way."""
+    """An unfinished answer; once `through`, it ignores further tokens of its row."""
 
     def __init__(self, request: Request, experts: NDArray[np.int32]) -> None:
         self.request = request
@@ -199,11 +203,10 @@ class _Growing:
         self.ended = False
 
     def next_noise(self) -> float:
-        """Of the token that comes; of no use when it is through."""
         return 0.0 if self.through else float(self.request.noise[len(self.tokens)])
 
     def add(self, token: int, logprob: float, end: int) -> None:
-        """A token was drawn."""
+        """Append the sampled token."""
         if not self.through:
             self.tokens.append(token)
             self.logprobs.append(logprob)
@@ -211,12 +214,11 @@ class _Growing:
             self.through = self.ended or len(self.tokens) == self.request.max_new
 
     def processed(self, experts: NDArray[np.int32]) -> None:
-        """The last token went through the model."""
+        """Append the experts of the last token."""
         if not self.through:
             self.experts.append(experts)
 
     def generation(self, version: int | None) -> Generation:
-        """The answer."""
         return Generation(
             tokens=np.array(self.tokens, np.int64), logprobs=np.array(self.logprobs, np.float64),
             experts=np.concatenate(self.experts), ended=self.ended, version=version,
@@ -224,14 +226,14 @@ class _Growing:
 
 
 def _distinct(requests: list[Request]) -> tuple[list[NDArray[np.int64]], NDArray[np.int64]]:
-    """The different prompts, and which of them each request has."""
+    """The distinct prompts, and the index of each request's."""
     prompts: dict[bytes, int] = {}
     found = [prompts.setdefault(request.tokens.tobytes(), len(prompts)) for request in requests]
     return [np.frombuffer(raw, np.int64).copy() for raw in prompts], np.array(found, np.int64)
 
 
 def _draw(logits_BV: Tensor, noise: list[float], temperature: float) -> tuple[Tensor, Tensor]:
-    """A token for each row and its log-probability: the first whose cumulated probability exceeds the noise."""
+    """Sample a token per row, the first whose cumulative probability exceeds the noise; and its log-prob."""
     logits = logits_BV.double()
     if temperature == 0:
         chosen = logits.argmax(dim=-1)
@@ -243,24 +245,8 @@ def _draw(logits_BV: Tensor, noise: list[float], temperature: float) -> tuple[Te
     return chosen, logits.log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
 
 
-NAME = "equilibra-plain"
-
-
-def use_plain_experts(model: Any, *, transposed: bool) -> None:  # noqa: ANN401 - transformers' classes have no common type
-    """Choose how a model computes its experts when it samples: one product per expert, in any floating-point type.
-
-    transformers' own `grouped_mm` knows no float64, and its `eager` is slow for many experts; families whose experts
-    are kept transposed (gpt-oss) stay with `eager`.
-    """
-    if transposed:
-        model.set_experts_implementation("eager")
-        return
-    ALL_EXPERTS_FUNCTIONS.register(NAME, _experts)
-    model.set_experts_implementation(NAME)
-
-
 def _experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
-    """Sum of every token's experts, weighted; no gradient flows."""
+    """Weighted sum of every token's experts, without gradients."""
     top_k = experts_TK.shape[-1]
     order = experts_TK.flatten().argsort(stable=True)
     sizes = torch.bincount(experts_TK.flatten(), minlength=len(module.down_proj)).tolist()

@@ -1,28 +1,29 @@
-"""`set_experts_implementation("equilibra")`: a model of transformers keeps its classes, its experts run under a plan.
+"""`set_experts_implementation("equilibra")`: a transformers model keeps its classes, and its experts run under a plan.
 
     runtime = shard_experts(model, group, CopySetting(spare_slots=2))     # on all ranks; registers and sets it
     balancer = Balancer(runtime, BalancerSetting(tokens_per_rank=4096), optimizer=optimizer)
 
-Every rank has loaded the whole model, and keeps the experts at home on it. transformers' router chooses and weighs;
-under `with micro_batch:` its top-k answers with the recorded experts, so their weights are the live router's, which
-learns (R3). Without a micro-batch tokens are routed live to the homes of their experts. Dense parts stay on every rank.
+Every rank loads the whole model and keeps only the experts whose home it is. transformers' router runs as before, but
+under `with micro_batch:` its top-k returns the recorded experts, so their gate weights come from the live router, which
+keeps learning (R3). Outside a micro-batch, tokens are routed live to homes. Dense parts stay on every rank.
 
-Symbols: E experts, D width, F inner width. Parameters at home are [2F, D], gate before up, and [D, F] in every family.
-`build_model` of this package replaces whole blocks instead, and never holds all experts.
+Symbols: E experts, D width, F inner width. Home parameters are [2F, D], gate before up, and [D, F] in every family.
+`build_model` replaces whole blocks instead, and never holds all experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.experts.spec import MoESpec
@@ -31,34 +32,33 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.moe.functions import run_visit
 from equilibra.execute.record import direction_now
 from equilibra.execute.runtime import Runtime
-from equilibra.integrations.hf.families import family_of
-from equilibra.integrations.hf.replay import route_recorded
+from equilibra.integrations.hf.families import family_of, moe_layers
 
-__all__ = ["NAME", "register_experts", "shard_experts"]
+__all__ = ["NAME", "register_experts", "route_recorded", "shard_experts"]
 
 NAME = "equilibra"
 PUBLISHED = {
     "gate_up": "gate_up_proj", "gate_up_bias": "gate_up_proj_bias", "down": "down_proj", "down_bias": "down_proj_bias",
 }  # fmt: skip
-"""our names of an expert's parts, and transformers'"""
+"""transformers' name of each part of an expert"""
 
 
 def register_experts() -> None:
-    """Make `model.set_experts_implementation("equilibra")` known to transformers; `shard_experts` does it too."""
+    """Register the implementation "equilibra" with transformers; `shard_experts` does it too."""
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run_experts)
 
 
 def shard_experts(
     model: Any, group: ExpertGroup, copies: CopySetting | None = None, *, placement: Placement | None = None  # noqa: ANN401
 ) -> Runtime:  # fmt: skip
-    """Keep this rank's experts of a model that all ranks have loaded, and run them under plans from now on.
+    """Keep only this rank's experts of a model that all ranks have loaded, and run them under plans.
 
-    Parameters of the experts are new ones: make the optimizer afterwards. placement: homes; None: contiguous.
+    Replaces the experts' parameters: create the optimizer afterwards. placement: initial homes; None: contiguous.
     """
     family = family_of(model.config.model_type)
-    blocks = [layer.mlp for layer in model.model.layers if hasattr(layer.mlp, "experts")]
+    blocks = [layer.mlp for layer in moe_layers(model).values()]
     if not blocks or any(hasattr(block.experts, "equilibra_layer") for block in blocks):
-        raise InputError("there is nothing to shard: the model has no MoE layers, or they are sharded already")
+        raise InputError("cannot shard the model: it has no MoE layers, or they are sharded already")
     spec = family.spec(model.config)
     if placement is None:
         placement = contiguous(group.cluster, num_layers=len(blocks), num_experts=spec.num_experts)
@@ -94,7 +94,7 @@ def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN4
             mine = _plain(name, mine)
         if mine.shape != part.shape:
             raise InputError(
-                f"experts of shape {list(value.shape)} came as {PUBLISHED[name]}, for {list(part.shape)} at home: use "
+                f"{PUBLISHED[name]} of shape {list(value.shape)} does not fit home experts of {list(part.shape)}: use "
                 "build_model instead"
             )
         part.copy_(mine)
@@ -106,7 +106,7 @@ def _shard(experts: Any, spec: MoESpec, runtime: Runtime) -> None:  # noqa: ANN4
 
 
 def _plain(name: str, part: Tensor) -> Tensor:
-    """A part of gpt-oss, whose matrices are transposed, with gate and up in turn: [E, D, 2F], [E, 2F], [E, F, D]."""
+    """Our layout of a gpt-oss part: theirs is transposed, gate and up interleaved ([E, D, 2F], [E, 2F], [E, F, D])."""
     if name.startswith("gate_up"):
         part = part.reshape(*part.shape[:-1], -1, 2).mT.flatten(-2)
     return part.mT if part.ndim == 3 else part
@@ -124,14 +124,14 @@ def _route(forward: Callable[..., Any], layer: _Layer, hidden: Tensor, *more: An
     )  # fmt: skip
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives are not for a compiler
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives cannot be compiled
 def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
     """What transformers calls for every MoE layer: each token's experts, weighted, wherever they are."""
     layer: _Layer | None = getattr(module, "equilibra_layer", None)
     if layer is None:
         raise InputError(
-            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; a model "
-            "that is loaded with ep_size keeps another one: see plan_expert_parallel"
+            f"experts_implementation {NAME!r} needs sharded experts: call shard_experts(model, group) first; for a "
+            "model loaded with ep_size, call plan_expert_parallel instead"
         )
     runtime, micro_batch, tokens_TD = layer.runtime, layer.runtime.current, hidden_TD
     runtime.enter_layer(runtime.key(layer.number), direction_now())
@@ -139,3 +139,40 @@ def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK:
         tokens_TD, experts_TK, weights_TK = map(micro_batch.select, (hidden_TD, experts_TK, weights_TK))
     out_TD = run_visit(runtime, layer.number, tokens_TD, experts_TK, weights_TK)
     return out_TD if micro_batch is None else micro_batch.among_padding(out_TD, hidden_TD)
+
+
+def route_recorded(
+    forward: Callable[[], Any], recorded_TK: Tensor, *, rows: Tensor | None, num_experts: int, layer: int
+) -> Any:  # noqa: ANN401 - what the router returns
+    """Run a transformers router so that its top-k returns the recorded experts; ids below zero are routed live.
+
+    The gate weights come from the live router. rows: the recorded rows of its input; None: all. layer: for messages.
+    """
+    with _Recorded(recorded_TK, rows, (num_experts, recorded_TK.shape[1])) as mode:
+        result = forward()
+    if mode.times != 1:
+        raise ExecuteError(f"cannot replay MoE layer {layer}: its router calls top-k {mode.times} times, not once")
+    return result
+
+
+class _Recorded(TorchFunctionMode):
+    """Replaces the result of a top-k over all experts by the recorded experts, or the live ones where none are."""
+
+    def __init__(self, recorded_TK: Tensor, rows: Tensor | None, shape: tuple[int, int]) -> None:
+        super().__init__()
+        self.recorded_TK, self.rows, self.shape, self.times = recorded_TK, rows, shape, 0
+
+    def __torch_function__(
+        self, func: Any, _types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None  # noqa: ANN401
+    ) -> Any:  # noqa: ANN401  # fmt: skip
+        kwargs = kwargs or {}
+        result = func(*args, **kwargs)
+        if func not in (torch.topk, Tensor.topk):
+            return result
+        scores, wanted = args[0], args[1] if len(args) > 1 else kwargs["k"]
+        if scores.ndim != 2 or (scores.shape[1], wanted) != self.shape:
+            return result
+        self.times += 1
+        rows, chosen = slice(None) if self.rows is None else self.rows, result.indices.clone()
+        chosen[rows] = torch.where(self.recorded_TK < 0, chosen[rows], self.recorded_TK)
+        return torch.return_types.topk((scores.gather(1, chosen), chosen))

@@ -1,16 +1,18 @@
-"""Routing as other people's engines report it, brought into one form: what vLLM, SGLang, verl, slime and NeMo-RL share.
+"""Routing as vLLM, SGLang, verl, slime and NeMo-RL report it, converted to one form. Needs numpy only, no engine.
 
-model      what a model's reports look like: columns, dense layers, experts
-decode     base64, .npy, lists and tensors to arrays, with limits; nothing is unpickled
-sequence   rows of an engine to tokens of a sequence, with and without routing
-save       sequences to a trace, one at a time
-
-numpy alone is needed: no engine has to be installed.
+model      layers, experts and dense layers of the model that an engine reports about
+decode     base64, .npy, lists and tensors to arrays, within limits; nothing is unpickled
+sequence   an engine's rows to the tokens of a sequence, and sequences to a trace
 """
 
 from equilibra.integrations.routing_formats.model import RoutedModel, model_from_config, model_from_folder
-from equilibra.integrations.routing_formats.save import save_sequences, trace_of_sequences
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align
+from equilibra.integrations.routing_formats.sequence import (
+    RoutedSequence,
+    Rows,
+    align,
+    save_sequences,
+    trace_of_sequences,
+)
 
 __all__ = [
     "RoutedModel",

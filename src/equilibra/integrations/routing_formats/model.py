@@ -1,7 +1,7 @@
-"""What a model's routing looks like in an engine's reports: how many columns, which of them are dense layers.
+"""The model behind a routing report: its layers, its experts, and which layers are dense.
 
-Engines keep a column for every decoder layer and write only those of MoE layers, so dense layers are columns of zeros.
-Which layers are dense is not in the reports: it comes from the model's config.json, or is given.
+Engines report a column per decoder layer and fill only those of MoE layers: dense layers are columns of zeros. Reports
+do not say which layers are dense. That comes from the model's config.json, or from the caller.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import Any
 from equilibra.core.atomic import cannot
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
+from equilibra.integrations.routing_formats.decode import located
 from equilibra.trace.routing import id_dtype
 
-__all__ = ["RoutedModel", "model_from_config", "model_from_folder"]
+__all__ = ["RoutedModel", "model_from_config", "model_from_folder", "read_config"]
 
 EXPERTS = ("num_experts", "n_routed_experts", "num_local_experts")
-"""names that configurations have for the experts of a layer"""
+"""keys under which configurations keep the number of experts per layer"""
 MAX_CONFIG_BYTES = 1 << 20
 MAX_LAYERS = 4096
 
 
 @dataclass(frozen=True, kw_only=True)
 class RoutedModel:
-    """The model that an engine reports about."""
+    """Shape of the model that an engine reports about."""
 
     num_layers: int
-    """decoder layers, dense ones too: the columns of a report"""
+    """decoder layers including dense ones: the columns of a report"""
     top_k: int
     """experts per token"""
     num_experts: int
-    """of an MoE layer, shared experts not counted"""
+    """routed experts per MoE layer, without shared ones"""
     dense_layers: tuple[int, ...] = ()
-    """numbers of the decoder layers that have no experts, in order"""
+    """decoder layers without experts, ascending"""
 
     def __post_init__(self) -> None:
         for name in ("num_layers", "top_k"):
@@ -44,8 +45,7 @@ class RoutedModel:
         id_dtype(self.num_experts)
         if self.top_k > self.num_experts:
             raise InputError(f"{self.top_k} experts per token need at least as many experts, not {self.num_experts}")
-        known = sorted(set(self.dense_layers) & set(range(self.num_layers)))
-        if list(self.dense_layers) != known:
+        if list(self.dense_layers) != sorted(set(self.dense_layers) & set(range(self.num_layers))):
             raise InputError(
                 f"dense layers must be different numbers from 0 to {self.num_layers - 1}, in order, not "
                 f"{self.dense_layers!r:.80}"
@@ -55,21 +55,21 @@ class RoutedModel:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Numbers of the decoder layers that have experts."""
+        """Decoder layers with experts, ascending."""
         dense = set(self.dense_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 
 
 def model_from_config(config: Mapping[str, Any]) -> RoutedModel:
-    """The model that a Hugging Face configuration describes (the text model, where it has several)."""
+    """The model that a Hugging Face configuration describes; the text model if it has several."""
     inner = config.get("text_config")
     config = inner if isinstance(inner, Mapping) else config
     experts = next((name for name in EXPERTS if config.get(name)), EXPERTS[0])
     missing = [name for name in ("num_hidden_layers", "num_experts_per_tok", experts) if config.get(name) is None]
     if missing:
         raise InputError(
-            f"the configuration does not say {', '.join(missing)}, so it is of no MoE model that is known; give "
-            "layers, experts per token, experts and dense layers instead"
+            f"the configuration has no {', '.join(missing)}, so it describes no known MoE model; give layers, experts "
+            "per token, experts and dense layers instead"
         )
     num_layers: Any = config["num_hidden_layers"]
     check_whole("num_hidden_layers", num_layers, low=1, high=MAX_LAYERS)
@@ -80,39 +80,48 @@ def model_from_config(config: Mapping[str, Any]) -> RoutedModel:
 
 
 def model_from_folder(path: Path | str) -> RoutedModel:
-    """The model whose config.json is in a folder; nothing else there is looked at."""
+    """The model that the config.json in a folder describes; no other file is read."""
     file = Path(path) / "config.json"
+    config = read_config(file)
+    with located(str(file)):
+        return model_from_config(config)
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The JSON object in a config.json of at most 1 MiB."""
     try:
-        if file.stat().st_size > MAX_CONFIG_BYTES:
-            raise InputError(f"cannot read {file}: {file.stat().st_size} bytes are too many for a configuration")
-        config = json.loads(file.read_bytes())
+        with file.open("rb") as opened:
+            content = opened.read(MAX_CONFIG_BYTES + 1)
     except OSError as error:
         raise cannot("read", file, error) from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {file}: it is no JSON ({error})") from error
-    if not isinstance(config, dict):
-        raise InputError(f"cannot read {file}: it must be a table, not a {type(config).__name__}")
+    if len(content) > MAX_CONFIG_BYTES:
+        raise InputError(f"cannot read {file}: it is larger than the {MAX_CONFIG_BYTES} bytes allowed")
     try:
-        return model_from_config(config)
-    except InputError as error:
-        raise InputError(f"{file}: {error}") from error
+        config = json.loads(content)
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {file}: not valid JSON ({error})") from error
+    if not isinstance(config, dict):
+        raise InputError(f"cannot read {file}: it must be a JSON object, not a {type(config).__name__}")
+    return config
 
 
 def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
-    """As the families of transformers decide it."""
+    """Whether a layer has no experts, by the rules of transformers' model families."""
     types = config.get("mlp_layer_types")
     if isinstance(types, list) and layer < len(types):
         return bool(types[layer] == "dense")
     only = config.get("mlp_only_layers") or []
     if not isinstance(only, list):
         raise InputError(f"mlp_only_layers must be a list of layers, not {only!r:.60}")
-    first = _whole(config, "first_k_dense_replace") or 0
-    step, every = _whole(config, "decoder_sparse_step") or 1, _whole(config, "moe_layer_freq") or 1
-    return layer < first or layer in only or (layer + 1) % step != 0 or layer % every != 0
+    first, step, every = (
+        _whole(config.get(name, 0), name) for name in ("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq")
+    )
+    return layer < first or layer in only or (layer + 1) % (step or 1) != 0 or layer % (every or 1) != 0
 
 
-def _whole(config: Mapping[str, Any], name: str) -> int | None:
-    value = config.get(name)
-    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise InputError(f"{name} must be a whole number from 0 on, not {value!r:.60}; give the dense layers instead")
-    return value
+def _whole(value: object, name: str, *, least: int = 0) -> int:
+    """A whole number from `least` to `MAX_LAYERS`; null counts as 0."""
+    number = 0 if value is None else value
+    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= MAX_LAYERS:
+        raise InputError(f"{name} must be a whole number from {least} to {MAX_LAYERS}, not {value!r:.40}")
+    return number

@@ -1,13 +1,12 @@
-"""slime's schedule of a rollout, packed again: `build_dp_schedule` with the arguments and the answer of slime's own.
+"""slime's schedule of a rollout, repacked: `build_dp_schedule` takes and returns what slime's own function does.
 
 Symbols: S samples, M micro-batches of an optimizer step, R data-parallel ranks, L MoE layers, E experts.
 
-slime fills micro-batches first-fit and evens out what ranks compute over a whole step. But ranks exchange tokens in
-every MoE layer, so they wait for each other in every micro-batch. Here slime's own function runs first: which samples
-are in which optimizer step, and how many are left out, stays as it says. Then the samples of each step are given to
-micro-batches and ranks anew by `equilibra.plan.pack`, with the experts spread where routes are known. slime's packing
-of a step is kept where it makes ranks wait less, where it has fewer micro-batches, and where a sample is longer than
-the budget.
+slime fills micro-batches first-fit and balances ranks over a whole step. But ranks exchange tokens in every MoE layer,
+so they wait for each other in every micro-batch. slime's own function still decides which samples belong to which
+optimizer step and which are dropped. Then `equilibra.plan.pack` assigns the samples of each step to micro-batches and
+ranks anew, and spreads experts where routing is known. slime's packing of a step is kept if ranks wait less with it,
+if it has fewer micro-batches, or if a sample exceeds the token budget.
 """
 
 from __future__ import annotations
@@ -24,30 +23,31 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.placement import Placement
 from equilibra.integrations.planned.setting import cluster_of
-from equilibra.integrations.slime.options import setting_of
+from equilibra.integrations.slime.hooks import setting_of
 from equilibra.plan.pack import cell_cost, pack
 
 __all__ = ["DpSchedule", "Routes", "build_dp_schedule", "repacked"]
 
 
 class DpSchedule(NamedTuple):
-    """What slime's `build_dp_schedule` returns."""
+    """The result of slime's `build_dp_schedule`."""
 
     partitions: list[list[int]]
-    """[R] numbers of the samples of every rank, micro-batch after micro-batch"""
+    """[R] samples of every rank, in order of micro-batches"""
     micro_batch_indices: list[list[list[int]]]
-    """[R] for every micro-batch of all steps, places in the rank's partition"""
+    """[R] for every micro-batch of all steps, indices into the rank's partition"""
     num_microbatches: list[int]
-    """of every optimizer step, the same on all ranks"""
+    """micro-batches of every optimizer step, the same on all ranks"""
     global_batch_sizes: list[int]
-    """of every optimizer step"""
+    """samples of every optimizer step"""
 
 
 class Routes(NamedTuple):
-    """Which experts the samples of a rollout go to."""
+    """Expert load of the samples of a rollout."""
 
     tokens_SLE: NDArray[np.int32]
     home: Placement
+    """of every expert, as Megatron places them"""
 
 
 def build_dp_schedule(
@@ -58,7 +58,7 @@ def build_dp_schedule(
     routed_experts: Sequence[NDArray[Any] | None] | None = None,
     **options: Any,  # noqa: ANN401 - differ between versions
 ) -> tuple[Any, ...]:
-    """In place of slime's function of this name. routed_experts: `rollout_routed_experts` of the samples."""
+    """Replaces slime's function of this name. routed_experts: `rollout_routed_experts` of the samples."""
     own = import_module("slime.utils.dp_schedule").build_dp_schedule(
         args, train_parallel_config, total_lengths, **options
     )
@@ -75,7 +75,7 @@ def repacked(
     own: DpSchedule, total_lengths: Sequence[int], *, tokens_per_rank: int, multiple: int = 1,
     routes: Routes | None = None,
 ) -> DpSchedule:  # fmt: skip
-    """The steps of a schedule packed again. multiple: what a step's number of micro-batches must be a multiple of."""
+    """The schedule with every step repacked. multiple: a step's number of micro-batches must be a multiple of it."""
     num_ranks, lengths = len(own.partitions), np.asarray(total_lengths, np.int64)
     result = DpSchedule([[] for _ in own.partitions], [[] for _ in own.partitions], [], list(own.global_batch_sizes))
     first = 0
@@ -92,7 +92,7 @@ def repacked(
 def _better(
     own: list[list[list[int]]], lengths: NDArray[np.int64], budget: int, multiple: int, routes: Routes | None
 ) -> list[list[list[int]]]:
-    """[M][R] samples of a step: packed again, or as they were."""
+    """[M][R] samples of a step, repacked if ranks then wait less."""
     num_ranks, samples = len(own[0]), np.array(sorted(s for cells in own for cell in cells for s in cell))
     of_step = lengths[samples]
     if of_step.max() > budget:
@@ -118,7 +118,7 @@ def _better(
 
 
 def _waiting(cells: list[list[list[int]]], lengths: NDArray[np.int64]) -> int:
-    """The slowest rank of every micro-batch, summed."""
+    """Cost of the slowest rank, summed over micro-batches."""
     places = [(s, m, rank) for m, of_ranks in enumerate(cells) for rank, cell in enumerate(of_ranks) for s in cell]
     sample, micro_batch, rank = (np.array(column, np.int32) for column in zip(*places, strict=True))
     schedule = Schedule(micro_batch_of_sequence=micro_batch, rank_of_sequence=rank, num_micro_batches=len(cells))
@@ -134,7 +134,7 @@ def _add(result: DpSchedule, cells: list[list[list[int]]]) -> None:
 
 
 def _routes(args: Any, routed_experts: Sequence[NDArray[Any] | None] | None) -> Routes | None:  # noqa: ANN401
-    """Counts of the MoE layers, if all samples have routes, and homes as Megatron places them."""
+    """Expert load of the samples; None unless all have routing."""
     if not routed_experts or any(routed is None for routed in routed_experts):
         return None
     ranks, experts = args.expert_model_parallel_size, args.num_experts
@@ -145,7 +145,7 @@ def _routes(args: Any, routed_experts: Sequence[NDArray[Any] | None] | None) -> 
         if (layer % frequency == 0 if isinstance(frequency, int) else frequency[layer])
     ]  # fmt: skip
     if min(int(routed.min(initial=0)) for routed in every) < 0 or max(int(r.max(initial=0)) for r in every) >= experts:
-        raise InputError(f"routes of samples must name experts 0 to {experts - 1} of --num-experts {experts}")
+        raise InputError(f"routing of samples must name experts 0 to {experts - 1} of --num-experts {experts}")
     tokens_SLE = np.zeros((len(every), len(columns), experts), np.int32)
     for tokens_LE, routed in zip(tokens_SLE, every, strict=True):
         for tokens_E, column in zip(tokens_LE, columns, strict=True):

@@ -1,7 +1,7 @@
-"""What the hooks rely on in verl: names, their parameters, and who looks them up where.
+"""What the hooks rely on in verl: functions, their parameters, and the names they look up.
 
-verl promises none of it. So it is compared when the hooks go in: a release that renamed something is refused with the
-name and the version, before a run, instead of training without a plan or failing in the middle.
+None of it is verl's public API, so it is checked when the hooks are installed. A release that renamed something is
+refused before the run, with the name and the version, instead of training without a plan or failing midway.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ MICRO_BATCHES = "verl.workers.engine.utils"
 
 @dataclass(frozen=True)
 class Needed:
-    """One name."""
+    """A function of verl that the hooks call or wrap."""
 
     module: str
     name: str
-    """dots lead into classes"""
+    """within the module; dots lead into classes"""
     parameters: tuple[str, ...]
-    """that it must have, with these names"""
+    """parameters that it must have"""
     looks_up: tuple[str, ...] = ()
-    """names of its module that it must look up when it runs, for these are replaced"""
+    """names that it must look up in its module at run time, since the hooks replace them"""
 
 
 NEEDED = (
@@ -64,14 +64,12 @@ NEEDED = (
         ),
     ),
 )  # fmt: skip
-FIELDS = (
-    "dynamic_context_parallel", "forward_only", "override_mcore_model_config", "router_replay",
-)  # fmt: skip
-"""of McoreEngineConfig"""
+FIELDS = ("dynamic_context_parallel", "forward_only", "override_mcore_model_config", "router_replay")
+"""fields that McoreEngineConfig must have"""
 
 
 def differences() -> list[str]:
-    """What the installed verl lacks, in words; empty if nothing."""
+    """What the installed verl lacks, one message each."""
     found = [said for one in NEEDED if (said := _difference(one))]
     config = importlib.import_module("verl.workers.config").McoreEngineConfig
     missing = [name for name in FIELDS if name not in config.__dataclass_fields__]
@@ -83,21 +81,20 @@ def _difference(needed: Needed) -> str | None:
     try:
         found: Any = reduce(getattr, needed.name.split("."), importlib.import_module(needed.module))
     except (ImportError, AttributeError) as error:
-        return f"{where} is not there ({error})"
+        return f"{where} is missing ({error})"
     found = inspect.unwrap(found)
     parameters = list(inspect.signature(found).parameters)
     missing = [name for name in needed.parameters if name not in parameters]
     if missing:
         return f"{where} has no parameter {', '.join(missing)}: it has {', '.join(parameters)}"
-    aside = [name for name in needed.looks_up if name not in found.__code__.co_names]
-    return f"{where} does not call {', '.join(aside)}" if aside else None
+    unused = [name for name in needed.looks_up if name not in found.__code__.co_names]
+    return f"{where} does not call {', '.join(unused)}" if unused else None
 
 
 def check_contract(version: str) -> None:
-    """An error that says what is different, and in which version."""
+    """Raise an error that lists what this verl lacks."""
     if found := differences():
         raise InputError(
-            f"Equilibra cannot hook into verl {version}: {'; '.join(found)}. It was written for verl "
-            f"{' and '.join(WRITTEN_FOR)}: use one of them, or take equilibra.integrations.verl.plugin out of "
-            "VERL_USE_EXTERNAL_MODULES"
+            f"Equilibra cannot hook into verl {version}: {'; '.join(found)}. Use verl {' or '.join(WRITTEN_FOR)}, or "
+            "remove equilibra.integrations.verl.plugin from VERL_USE_EXTERNAL_MODULES"
         )

@@ -1,18 +1,18 @@
-"""A Megatron engine of verl under plans: what is planned when, from which routing, and what is said about it.
+"""verl's Megatron engine under plans: what is planned when, from which routing, and which metrics are reported.
 
 Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this rank, K experts per token.
 
-Every `forward_backward_batch` is a step of its own. With routing to replay it is planned as soon as its micro-batches
-are made; without (reference log-probabilities, R2's recording) it runs on homes alone. Routing is taken from verl's own
-functions, a micro-batch at a time: they pack, slice for context and tensor parallelism, and write to the routers, where
-it is read and taken away again.
+Every `forward_backward_batch` is one step. With routing to replay, it is planned once its micro-batches are made;
+without (reference log-probs, R2's recording), it runs on homes alone. verl's own functions prepare the routing of one
+micro-batch at a time: they pack it, slice it for context and tensor parallelism, and write it to the routers. It is
+read from there and cleared again.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import ModuleType
 from typing import Any, overload
 
@@ -30,9 +30,9 @@ logger = logging.getLogger(__name__)
 
 
 def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # noqa: ANN401 - verl's MegatronEngine
-    """Collective, when the engine has its model and optimizer; None where there is nothing to train or it is off.
+    """Collective: balance an initialised engine; None if it trains no policy or balancing is off.
 
-    verl: the module of the engine, whose functions are used.
+    verl: the engine's module, whose functions are used.
     """
     setting = setting_of(engine.engine_config)
     if not setting.enabled or engine.engine_config.forward_only or engine.is_value_model:
@@ -44,13 +44,13 @@ def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # n
 
 
 def check_engine(engine: Any) -> None:  # noqa: ANN401
-    """An error where verl's options cannot be together with plans; `balance` looks at Megatron's."""
+    """Refuse options of verl that exclude planning; `balance` checks Megatron's."""
     config, off = engine.engine_config, f"or set {BLOCK}.enabled=False"
     if not getattr(engine.tf_config, "num_moe_experts", None):
         raise InputError(f"there is nothing to balance: the actor's model has no experts; {off}")
     if config.router_replay.mode == "disabled":
         raise InputError(
-            "cannot plan without replay, for nobody knows the routing before the step: set "
+            "cannot plan without replay, since the routing is unknown before the step: set "
             "actor_rollout_ref.actor.megatron.router_replay.mode=R3 with "
             f"actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or R2; {off}"
         )
@@ -61,17 +61,19 @@ def check_engine(engine: Any) -> None:  # noqa: ANN401
         )
     if config.dynamic_context_parallel:
         raise InputError(
-            "cannot plan with dynamic_context_parallel=True: its micro-batches are made by another scheduler, and "
-            f"sequences change ranks; set it to False, {off}"
+            "cannot plan with dynamic_context_parallel=True: another scheduler makes its micro-batches and moves "
+            f"sequences between ranks; set it to False, {off}"
         )
     if getattr(engine, "peft_cls", None) is not None:
-        raise InputError(f"cannot copy experts with adapters (LoRA): their weights are in two places; {off}")
+        raise InputError(
+            f"cannot copy experts with adapters (LoRA): their weights are in two places; remove them, {off}"
+        )
     if getattr(engine, "_qat_enabled", False):
-        raise InputError(f"cannot copy experts under quantisation-aware training; {off}")
+        raise InputError(f"cannot copy experts under quantisation-aware training: switch it off, {off}")
 
 
 class BalancedEngine:
-    """An engine, its balancer and the pass that is under way."""
+    """A verl engine with its balancer and the pass that is running."""
 
     def __init__(self, engine: Any, verl: ModuleType, setting: VerlSetting, balancer: Balancer) -> None:  # noqa: ANN401
         self.engine, self.verl, self.setting, self.balancer = engine, verl, setting, balancer
@@ -79,26 +81,26 @@ class BalancedEngine:
         self._data: Any = None
         self._stage = Stage.UPDATE
         self.waiting: dict[str, float] = {}
-        """figures of passes that are not in verl's log yet"""
+        """metrics that are not in verl's log yet"""
 
     def begin(self, data: Any, *, forward_only: bool) -> None:  # noqa: ANN401 - a TensorDict
-        """A pass over this batch; it is planned when its micro-batches are there."""
+        """Begin a pass over this batch; `plan` follows when its micro-batches are made."""
         self._data, self._stage = data, Stage.LOGPROB if forward_only else Stage.UPDATE
         self.balancer.end()
 
     def end(self) -> None:
-        """The pass is over, or was cut off."""
+        """End the pass, also after an error."""
         self._data = None
         self.balancer.end()
 
     @property
     def replays(self) -> bool:
-        """Whether the pass under way replays routing that is in its batch."""
+        """Whether the running pass replays routing from its batch."""
         flag = self.verl.tu.get_non_tensor_data(data=self._data, key="enable_routing_replay", default=False)
         return bool(flag) and self._data.get("routed_experts", None) is not None
 
     def plan(self, micro_batches: Sequence[Any]) -> None:
-        """Collective: plan the pass."""
+        """Collective: plan the pass if it replays routing."""
         if not self.replays:
             return
         start = time.perf_counter()
@@ -108,15 +110,15 @@ class BalancedEngine:
         self.waiting |= {f"equilibra/{part}{name}": value for name, value in found.items()}
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns
-        """Add the figures to the metrics of an update; those of log-probabilities wait for it, as nobody logs them."""
-        if self._stage is Stage.UPDATE and isinstance(output, dict) and "metrics" in output:
-            output["metrics"].update({name: [value] for name, value in self.waiting.items()})
+        """Add the metrics to an update's output, with those of the log-prob stage, where verl logs none."""
         if self._stage is Stage.UPDATE:
+            if isinstance(output, dict) and "metrics" in output:
+                output["metrics"].update({name: [value] for name, value in self.waiting.items()})
             self.waiting = {}
         return output
 
     def routing_of(self, micro_batch: Any) -> list[Tensor]:  # noqa: ANN401
-        """[L] ids [T, K] of a micro-batch as this rank's routers will replay them, -1 in rows they route live."""
+        """[L] ids [T, K] of a micro-batch as this rank's routers will replay them; -1 in rows routed live."""
         engine, verl = self.engine, self.verl
         ids, mask, input_ids = micro_batch["routed_experts"], None, micro_batch["input_ids"]
         if engine.engine_config.router_replay.mode == "R3":
@@ -125,7 +127,7 @@ class BalancedEngine:
         attention_mask, replays = micro_batch.get("attention_mask", None), [one.router_replay for one in self.routers]
         try:
             for model in map(verl.unwrap_model, engine.module):
-                if not _layers_of([model]):  # a stage or a chunk without experts, where verl finds no routers
+                if not _layers_of([model]):  # no experts in this stage or chunk: verl would find no routers
                     continue
                 verl.set_router_replay_data(
                     ids, attention_mask, engine.tf_config, getattr(model, "vp_stage", None) or 0,
@@ -144,7 +146,7 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
 
 
 class _Replayed(Sequence[Sequence[Tensor]]):
-    """[M][L] ids [T, K], made when they are asked for: int64 ids of all micro-batches would fill gigabytes."""
+    """[M][L] ids [T, K], made on access: int64 ids of all micro-batches would take gigabytes."""
 
     def __init__(self, engine: BalancedEngine, micro_batches: Sequence[Any]) -> None:
         self.engine, self.micro_batches = engine, micro_batches
@@ -161,12 +163,9 @@ class _Replayed(Sequence[Sequence[Tensor]]):
             return _Replayed(self.engine, self.micro_batches[number])
         return self.engine.routing_of(self.micro_batches[number])
 
-    def __iter__(self) -> Iterator[Sequence[Tensor]]:
-        return (self.engine.routing_of(one) for one in self.micro_batches)
-
 
 def figures(step: Step, stage: Stage) -> dict[str, float]:
-    """What a plan is worth, by name; none of the names has "min" or "max" in it, by which verl would reduce them."""
+    """Metrics of a plan by name; no name contains "min" or "max", by which verl would reduce it."""
     load_MLE = step.load.expert_load()
     static_MLR = load_MLE.reshape(*load_MLE.shape[:2], step.load.num_ranks, -1).sum(axis=3)
     planned_LMR = step.plan.rank_load(step.load, stage)

@@ -1,9 +1,9 @@
-"""The module to name in `VERL_USE_EXTERNAL_MODULES`: verl imports it, and its Megatron engines run under plans.
+"""The module that makes verl's Megatron engines run under plans.
 
     export VERL_USE_EXTERNAL_MODULES=equilibra.integrations.verl.plugin
 
-verl imports it in every process, also where no model is trained and Megatron has no business. So nothing is imported
-here: the hooks go in when the module of the Megatron engine has been imported by verl itself.
+verl imports it in every process, including those that train nothing. So it imports neither torch nor Megatron: the
+hooks are installed when verl itself imports the module of its Megatron engine.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ __all__ = ["install"]
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):
-    """Finds the engine's module as Python would, and hooks it once it has run."""
+    """Finds the engine's module as Python would, and installs the hooks once it has run."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Only for the engine's module."""
         if fullname != ENGINE:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
@@ -50,7 +49,7 @@ def _hook(module: ModuleType) -> None:
 
 
 def install() -> None:
-    """Once in a process; importing this module does it."""
+    """Wait for verl's engine module, or hook it if it is loaded. Importing this module calls it."""
     if ENGINE in sys.modules:
         _hook(sys.modules[ENGINE])
     elif not any(isinstance(finder, _WhenImported) for finder in sys.meta_path):

@@ -1,13 +1,13 @@
 """A rollout engine inside the training processes: one `vllm.LLM` per rank.
 
-It is started when the first weights come, from the folder that hands them over, and loads later ones from there
-(`reload_weights`). vLLM's CPU build repacks weights when it starts and cannot load others in place: there every
-hand-over starts a new `vllm.LLM`. Log-probabilities are those of the temperature
-(`logprobs_mode="processed_logprobs"`). The noise of a request becomes its seed, so runs repeat as far as vLLM does.
+vLLM starts when the first weights arrive, from the folder that carries them, and later reloads from there
+(`reload_weights`). Its CPU build repacks weights at start and cannot reload them, so there every update starts a new
+`vllm.LLM`. Log-probs are at the sampling temperature (`logprobs_mode="processed_logprobs"`). A request's noise becomes
+its seed: runs are as reproducible as vLLM is.
 
-Ranks may not have children (they are daemonic), so vLLM runs its engine core in the rank's own process unless
-VLLM_ENABLE_V1_MULTIPROCESSING says otherwise. This has been run with vLLM 0.30 on CPUs, with one and two ranks; on GPUs
-only with a stand-in of the same interface.
+Ranks are daemonic and may not have children, so the engine core runs in the rank's process unless
+VLLM_ENABLE_V1_MULTIPROCESSING says otherwise. Run with vLLM 0.30 on CPUs, with one and two ranks; on GPUs only with a
+stand-in of the same interface.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from torch import Tensor
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.save import NOTHING
-from equilibra.integrations.vllm.routing import sequences_of_outputs
+from equilibra.integrations.routing_formats.sequence import NOTHING
+from equilibra.integrations.vllm import sequences_of_outputs
 from equilibra.integrations.weights_folder import hand_over
 from equilibra.rl.engine import Generation, Request, seed_of
 from equilibra.rl.mismatch import unit_roundoff
@@ -35,33 +35,33 @@ from equilibra.rl.mismatch import unit_roundoff
 __all__ = ["VLLMEngine", "import_vllm"]
 
 OURS = frozenset({"model", "dtype", "skip_tokenizer_init", "enable_return_routed_experts", "logprobs_mode"})
-"""settings of vllm.LLM that follow from the run"""
+"""settings of vllm.LLM that the run decides"""
 
 
 def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
-    """The library, or an error that says what to do."""
-    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read when it is loaded
+    """Import vLLM, or say that it must be installed."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # vLLM reads it on import
     try:
         return import_module("vllm")
     except ImportError as error:
-        raise InputError(f"rollout.engine vllm needs vLLM ({error}): install it, or use another engine") from error
+        raise InputError(f"rollout.engine vllm needs vLLM ({error}): install it, or choose another engine") from error
 
 
 class VLLMEngine:
-    """Prompts in, answers with routing out."""
+    """Answers prompts with vLLM and returns the routing of every token."""
 
     def __init__(
         self, group: ExpertGroup, model: RoutedModel, *, end: int, folder: Path, files: Mapping[str, bytes], dtype: str,
         options: Mapping[str, Any], load: Callable[[], Any] = import_vllm,
     ) -> None:  # fmt: skip
-        """Hold everything but vLLM, which starts with the first weights.
+        """Prepare everything; vLLM itself starts with the first weights.
 
-        folder: where weights are handed over; all ranks see it. files: config.json and the tokenizer's.
-        options: further settings of vllm.LLM.
+        end: token that ends an answer. folder: carries the weights, on a file system that all ranks share.
+        files: config.json and the tokenizer's. options: further settings of vllm.LLM.
         """
         taken = sorted(OURS & options.keys())
         if taken:
-            raise InputError(f"{', '.join(taken)} cannot be settings of vLLM here: the run sets them")
+            raise InputError(f"{', '.join(taken)} cannot be settings of vLLM here: the run decides them; remove them")
         self.group, self.model, self.end, self.folder, self.files = group, model, end, folder, files
         self._settings = {
             **options, "model": str(folder), "dtype": dtype, "skip_tokenizer_init": True,
@@ -73,33 +73,33 @@ class VLLMEngine:
 
     @property
     def roundoff(self) -> float:
-        """Of the model's type on the device that vLLM uses."""
+        """Unit roundoff of the model's type on vLLM's device."""
         return unit_roundoff(getattr(torch, self._settings["dtype"]), "cuda" if torch.cuda.is_available() else "cpu")
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
-        """Collective: take new weights, or start with them."""
+        """Collective: start vLLM with these weights, or reload them."""
         hand_over(self.group, self.folder, weights, self.files, take=self._take)
         self._version = version
 
     def _take(self) -> None:
         if self._llm is None or self._repacks():
-            self._llm = None  # its memory is free before the next one takes any
+            self._llm = None  # free its memory before the next one starts
             self._llm = self._library.LLM(**self._settings)
             return
         self._llm.collective_rpc("reload_weights", kwargs={"weights_path": str(self.folder)})
-        self._llm.reset_prefix_cache()  # of the weights before
+        self._llm.reset_prefix_cache()  # computed with the old weights
 
     def _repacks(self) -> bool:
-        """Whether weights are repacked when vLLM starts, so that `reload_weights` does not reach them."""
+        """Whether vLLM repacks weights at start (its CPU build), so that `reload_weights` has no effect."""
         platform = getattr(getattr(self._library, "platforms", None), "current_platform", None)
         return platform is not None and bool(platform.is_cpu())
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests; vLLM batches them."""
+        """Answer all requests in one call; vLLM batches them."""
         asked = [request for request in requests if request.max_new]
         outputs = self._ask(asked, temperature) if asked else []
         if len(outputs) != len(asked) or any(len(output.outputs) != 1 for output in outputs):
-            raise InputError(f"vLLM was asked {len(asked)} questions and gave {len(outputs)} answers")
+            raise InputError(f"vLLM must answer each of {len(asked)} requests once; it gave {len(outputs)} outputs")
         if asked and all(output.outputs[0].routed_experts is None for output in outputs):
             raise InputError(f"vLLM: {NOTHING}")
         sequences = sequences_of_outputs(outputs, self.model)
@@ -107,11 +107,8 @@ class VLLMEngine:
             self._generation(request, output.outputs[0], sequence.experts())
             for request, output, sequence in zip(asked, outputs, sequences, strict=True)
         ])  # fmt: skip
-        return [next(answers) if request.max_new else request.unanswered(self._shape) for request in requests]
-
-    @property
-    def _shape(self) -> tuple[int, int]:
-        return len(self.model.moe_layers), self.model.top_k
+        shape = len(self.model.moe_layers), self.model.top_k
+        return [next(answers) if request.max_new else request.unanswered(shape) for request in requests]
 
     def _ask(self, requests: Sequence[Request], temperature: float) -> list[Any]:
         prompts = [{"prompt_token_ids": request.tokens.tolist()} for request in requests]
@@ -122,18 +119,17 @@ class VLLMEngine:
             )
             for request in requests
         ]  # fmt: skip
-        found: list[Any] = self._llm.generate(prompts, settings, use_tqdm=False)
-        return found
+        return list(self._llm.generate(prompts, settings, use_tqdm=False))
 
     def _generation(self, request: Request, answer: Any, experts: NDArray[np.int32]) -> Generation:  # noqa: ANN401
         tokens = np.array(answer.token_ids, np.int64)
         ended = bool(tokens.size) and bool(tokens[-1] == self.end)
         if answer.logprobs is None or len(answer.logprobs) != tokens.size:
-            raise InputError(f"vLLM gave {tokens.size} tokens and log-probabilities of {len(answer.logprobs or ())}")
+            raise InputError(f"vLLM gave {tokens.size} tokens but log-probs of {len(answer.logprobs or ())}")
         if not ended and tokens.size != request.max_new:
             raise InputError(
-                f"vLLM gave {tokens.size} of {request.max_new} tokens, and they do not end with token {self.end}: it "
-                f"stopped because of {answer.finish_reason!r} ({answer.stop_reason!r})"
+                f"vLLM stopped after {tokens.size} of {request.max_new} tokens, not at end token {self.end}: finish "
+                f"reason {answer.finish_reason!r} ({answer.stop_reason!r})"
             )
         pairs = zip(answer.logprobs, tokens.tolist(), strict=True)
         logprobs = np.array([chosen[token].logprob for chosen, token in pairs], np.float64)

@@ -17,7 +17,7 @@ from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.hf.expert_parallel.copies import carry
-from equilibra.integrations.hf.replay import route_recorded
+from equilibra.integrations.hf.sharded_experts import route_recorded
 from equilibra.integrations.planned.slots import SlotTable
 
 __all__ = ["TransformersVisits", "known_or_live", "to_slots"]
