@@ -1,7 +1,6 @@
-"""Load the compiled code of a step once, in the process that ranks are forked from: it takes seconds in each otherwise.
+"""Compile or load the code of a step once, in the process that ranks are forked from, instead of in every rank.
 
-Plans a made-up step for two nodes and makes its tables. Importing this does it; no thread is left behind, so the
-process may be forked.
+Plans a made-up step and makes its tables. No thread is left behind, so the process may be forked.
 """
 
 from __future__ import annotations
@@ -26,8 +25,8 @@ __all__ = ["warm"]
 SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
 
 
-def warm() -> None:
-    """Plan a step, make the tables of a rank, and share out the tiles of a launch."""
+def warm(num_nodes: int) -> None:
+    """Plan a step on so many nodes (more than two need the code of two), make tables, share out a launch's tiles."""
     random = np.random.default_rng(0)
     popular = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (SEQUENCES * TOKENS * LAYERS, 1)), axis=1)
     ids = np.where(popular[:, :TOP_K] > 3, popular[:, :TOP_K] - 3, popular[:, :TOP_K])
@@ -36,7 +35,8 @@ def warm() -> None:
         ids=ids.reshape(-1, LAYERS, TOP_K), offsets=np.arange(SEQUENCES + 1, dtype=np.int64) * TOKENS,
         num_experts=EXPERTS,
     )  # fmt: skip
-    cluster = Cluster(num_nodes=2, ranks_per_node=2)
+    nodes = min(num_nodes, 2)
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=4 // nodes)
     loads = sequence_loads(trace)
     mini_batches = np.arange(SEQUENCES) % 2
     owner = np.repeat(np.arange(4), SEQUENCES // 4)
@@ -53,6 +53,3 @@ def warm() -> None:
     visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
     visit.receive_table(0, visit.counts(load, 0))
     launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
-
-
-warm()

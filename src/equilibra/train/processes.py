@@ -29,7 +29,7 @@ from equilibra.train.observers import Screen
 from equilibra.train.rank import STOP, Done, Failure, Job, Told, rank_main
 from equilibra.train.run_folder import FolderLock
 
-__all__ = ["run_processes"]
+__all__ = ["NODES", "run_processes"]
 
 MOST_PROCESSES = 128
 """on one machine"""
@@ -39,6 +39,8 @@ TERMINATE_S = 2.0
 """in which ranks end by themselves once nobody listens to them"""
 TICK_S = 0.2
 """how often signals are looked for"""
+NODES = "EQUILIBRA_NODES"
+"""environment variable for `preload`: nodes of an expert-parallel group"""
 STOPPING = "stopping: finishing this step and writing a checkpoint first; a second signal ends the run at once"
 
 
@@ -130,6 +132,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         "MASTER_PORT": str(_free_port()),
         "WORLD_SIZE": str(world),
         "LOCAL_WORLD_SIZE": str(world),
+        NODES: str(job.config.cluster.nodes),
     }
     with environment_with(shared), _holding_interrupts():  # libraries read some of it when they are loaded
         forkserver.ensure_running()
