@@ -21,7 +21,7 @@ from tests.distributed.rl_runs import run
 
 from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.rl.engine import Request, seed_of
-from equilibra.train import engines
+from equilibra.train import build
 
 
 def noise_of(seed: int, size: int) -> np.ndarray:
@@ -36,7 +36,7 @@ class Seeded(Replica):
 
 def run_embedded(config: Any, folder: Path) -> Any:
     """A training run with noise from seeds; called on every rank."""
-    with mock.patch.object(engines, "Replica", Seeded):
+    with mock.patch.object(build, "Replica", Seeded):
         return run(config, folder)
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import equilibra
-from equilibra.cli.arguments import positive
-from equilibra.cli.progress import Progress
+from equilibra.cli.arguments import Progress, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:

@@ -16,8 +16,8 @@ from equilibra.core.errors import EquilibraError, InputError
 
 if TYPE_CHECKING:
     from equilibra.train.config import TrainConfig
-    from equilibra.train.launch import Place
-    from equilibra.train.observers import Screen
+    from equilibra.train.plain_log import Screen
+    from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
 __all__ = ["add_parser", "finish"]
@@ -73,7 +73,7 @@ class _Asked:
 
 def run(arguments: argparse.Namespace) -> int:
     """Train, then say what came of it."""
-    from equilibra.train.options import options_text
+    from equilibra.train.config_files import options_text
 
     if arguments.options:
         print(options_text(), end="")
@@ -94,9 +94,8 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
     """Understand what is wanted, and make or open the folder of the run."""
     from equilibra.plan.planner import planner_named
     from equilibra.train.config import TrainConfig
-    from equilibra.train.config_files import load_config
-    from equilibra.train.launch import place_under_torchrun
-    from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
+    from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
+    from equilibra.train.processes import place_under_torchrun
     from equilibra.train.run_folder import reopen_run
 
     overrides = _overrides(arguments)
@@ -156,8 +155,8 @@ def _opened(
 
 def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
     """Run all steps; returns whether the run was told to stop before."""
-    from equilibra.train.launch import launch
     from equilibra.train.plain_log import LogFile
+    from equilibra.train.processes import launch
     from equilibra.train.rank import Job
 
     job = Job(config=asked.config, folder=asked.folder, resume=asked.resume, worker=arguments.worker)
@@ -208,7 +207,7 @@ def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
 def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
     """The table, or the JSON object, and what to do next."""
     from equilibra.train.metrics_file import read_history
-    from equilibra.train.summary import summary, summary_table
+    from equilibra.train.plain_log import summary, summary_table
 
     folder, steps = asked.folder, asked.config.run.steps
     history = read_history(folder.metrics)

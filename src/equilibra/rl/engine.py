@@ -70,15 +70,12 @@ class Engine(Protocol):
     @property
     def roundoff(self) -> float:
         """Unit roundoff of its products."""
-        ...
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
         """Take new weights, and answer with their version from now on.
 
         All ranks call it together; every engine must read the stream to its end.
         """
-        ...
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
         """Answer all requests; temperature 0 takes the likeliest token."""
-        ...

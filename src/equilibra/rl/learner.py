@@ -39,18 +39,9 @@ from equilibra.rl.vocabulary import chunk_of, token_logprobs
 from equilibra.trace.routing import RoutingTrace, narrow_ids
 
 __all__ = [
-    "Batch",
-    "Language",
-    "Learner",
-    "Loss",
-    "LossSums",
-    "Padded",
-    "Predictions",
-    "Skipped",
-    "padded",
-    "routing_of",
+    "Batch", "Language", "Learner", "Loss", "LossSums", "Padded", "Predictions", "Skipped", "padded", "routing_of",
     "total_over",
-]
+]  # fmt: skip
 
 # Sequences of a micro-batch as a rectangle of tokens, and where in it the answers are predicted.
 #
@@ -148,25 +139,20 @@ class Language(Protocol):
     @property
     def moe_layers(self) -> list[BalancedMoE]:
         """In order."""
-        ...
 
     def hidden(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
         """[B, T, D]."""
-        ...
 
     def head(self, hidden_ND: Tensor) -> Tensor:
         """[N, V] logits, or [N, 1] values; row by row."""
-        ...
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:
         """All that `head` reads."""
-        ...
 
     @property
     def vocabulary(self) -> int:
         """V."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -47,15 +47,12 @@ class Observer(Protocol):
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
         """A stage begins, or is `done` of `total` parts through."""
-        ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over."""
-        ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """Held-out problems were answered before this step."""
-        ...
 
 
 class Silent:

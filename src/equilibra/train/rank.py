@@ -20,19 +20,62 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from threading import Event, Thread
-from typing import Any
+from time import monotonic
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from equilibra.core.errors import InputError, RankLostError
 from equilibra.integrations.tensorboard import TensorBoard
 from equilibra.rl.observe import Silent
 from equilibra.train.config import TrainConfig
-from equilibra.train.interrupts import SIGNALS
 from equilibra.train.metrics_file import MetricsFile
-from equilibra.train.observers import Screen, Several
-from equilibra.train.plain_log import LogFile, PlainLog
+from equilibra.train.plain_log import LogFile, PlainLog, Screen, Several
 from equilibra.train.run_folder import RunFolder
 
-__all__ = ["STOP", "Done", "Failure", "Job", "Told", "failure_of", "rank_main", "run_rank"]
+__all__ = [
+    "REPEAT_S", "SIGNALS", "STOP", "Done", "Failure", "Interrupts", "Job", "Told", "failure_of", "rank_main",
+    "run_rank",
+]  # fmt: skip
+
+# Ctrl-C and SIGTERM as a count: the first one asks a run to end after its step, the second one at once.
+#
+# A scheduler's SIGTERM may come twice: to every process, and again from the parent that passes it on (torchrun,
+# `timeout`). Those that follow within REPEAT_S are the same one.
+
+
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_S = 2.0
+"""in which further SIGTERMs count as the one before"""
+
+
+class Interrupts:
+    """Counts the signals of a `with` block, in the main thread."""
+
+    def __init__(self, at_each: Callable[[int], None] = lambda _count: None) -> None:
+        """`at_each` is called with the count, in the signal handler: it must be short."""
+        self.count = 0
+        self._terminated_at = float("-inf")
+        self._at_each = at_each
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            before, self._terminated_at = self._terminated_at, monotonic()
+            if self._terminated_at - before < REPEAT_S:
+                return
+        self.count += 1
+        self._at_each(self.count)
+
 
 STOP = "stop"
 """what a rank is told to end after this step"""

@@ -22,7 +22,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from equilibra.train.history import History
+from equilibra.train.metrics_file import History
 
 __all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
 

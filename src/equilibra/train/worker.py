@@ -27,16 +27,15 @@ from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.stream import logical_weights
 from equilibra.execute.steps.replicated import check_replicated
 from equilibra.integrations.hf import ShardedModel
-from equilibra.rl.critic import Critic
 from equilibra.rl.learner import Learner
-from equilibra.rl.loop import LoopSetting, Source, Trainer, train
+from equilibra.rl.loop import LoopSetting, Source, Trainer, WarmUpSetting, train, warm_up
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
 from equilibra.rl.recording import ModelShape
-from equilibra.rl.sources import EngineSource, RecordedSource, Recording
+from equilibra.rl.rollout import EngineSource, RecordedSource, Recording
 from equilibra.rl.tasks.timed import TimedTask
-from equilibra.rl.warm_up import WarmUpSetting, warm_up
+from equilibra.rl.updates import Critic
 from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout, cluster_of
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep

@@ -27,7 +27,7 @@ from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.train.config import ClusterConfig, TrainConfig
-from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
+from equilibra.train.config_files import check_resumable, with_absolute_paths, with_overrides
 
 END = 17
 ROUNDING = 1e-9

@@ -7,8 +7,7 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.rl.tasks.jsonl import final_answer, jsonl_task, same_final_answer
-from equilibra.rl.tasks.reward import RewardFunction, judged, reward_function
-from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, RewardFunction, check_number, hash_of_prompt, judged, reward_function
 
 
 def test_hash_of_prompt_is_the_published_sha256():

@@ -5,7 +5,7 @@ import pytest
 from equilibra.core.errors import InputError
 from equilibra.train.build import build_parts
 from equilibra.train.config import TrainConfig
-from equilibra.train.overrides import with_overrides
+from equilibra.train.config_files import with_overrides
 from equilibra.train.worker import _device
 
 

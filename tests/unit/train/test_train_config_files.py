@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from equilibra.core.errors import InputError
 from equilibra.train.config import OptimizerConfig, RunConfig, TaskConfig, TrainConfig
-from equilibra.train.config_files import config_from_table, load_config, toml_text
-from equilibra.train.overrides import changed_options, check_resumable, with_absolute_paths, with_overrides
+from equilibra.train.config_files import (
+    changed_options,
+    check_resumable,
+    config_from_table,
+    load_config,
+    toml_text,
+    with_absolute_paths,
+    with_overrides,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 VALUES = st.one_of(

@@ -18,11 +18,9 @@ import pytest
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.train import processes
 from equilibra.train.config import ClusterConfig, RunConfig, TaskConfig, TrainConfig
-from equilibra.train.history import History
-from equilibra.train.interrupts import REPEAT_S, Interrupts
-from equilibra.train.launch import Place, launch, place_under_torchrun
-from equilibra.train.metrics_file import read_history
-from equilibra.train.rank import Job, failure_of
+from equilibra.train.metrics_file import History, read_history
+from equilibra.train.processes import Place, launch, place_under_torchrun
+from equilibra.train.rank import REPEAT_S, Interrupts, Job, failure_of
 from equilibra.train.run_folder import FolderLock, RunFolder, begin_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -236,7 +234,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from equilibra.train.config import RunConfig, TaskConfig, TrainConfig
-from equilibra.train.launch import launch
+from equilibra.train.processes import launch
 from equilibra.train.plain_log import PlainLog
 from equilibra.train.rank import Job
 from equilibra.train.run_folder import begin_run

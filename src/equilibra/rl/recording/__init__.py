@@ -12,14 +12,6 @@ from equilibra.rl.recording.rollouts import (
 from equilibra.rl.recording.sample_file import ModelShape, read_samples, write_samples
 
 __all__ = [
-    "ModelShape",
-    "RolloutAbout",
-    "convert_rollout",
-    "load_rollout",
-    "read_about",
-    "read_samples",
-    "recorded_steps",
-    "save_rollout",
-    "to_trace",
-    "write_samples",
-]
+    "ModelShape", "RolloutAbout", "convert_rollout", "load_rollout", "read_about", "read_samples", "recorded_steps",
+    "save_rollout", "to_trace", "write_samples",
+]  # fmt: skip

@@ -27,14 +27,8 @@ from equilibra.trace.open import save_trace
 from equilibra.trace.routing import PolicySegments, RoutingTrace, narrow_ids
 
 __all__ = [
-    "RolloutAbout",
-    "convert_rollout",
-    "load_rollout",
-    "read_about",
-    "recorded_steps",
-    "save_rollout",
-    "to_trace",
-]
+    "RolloutAbout", "convert_rollout", "load_rollout", "read_about", "recorded_steps", "save_rollout", "to_trace",
+]  # fmt: skip
 
 # Recorded rollouts as routing traces, which `equilibra simulate` and `equilibra trace` read.
 

@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.reward import RewardFunction, judged
-from equilibra.rl.tasks.task import Problem, Task, check_number, check_share, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
 
 __all__ = ["JsonlTask", "final_answer", "jsonl_task", "same_final_answer"]
 

@@ -45,7 +45,6 @@ class Scorer(Protocol):
 
     def reward(self, problem: Problem, answer_text: str) -> float:
         """How good the answer is, 0 to 1."""
-        ...
 
 
 @dataclass(frozen=True)
