@@ -261,6 +261,6 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_several_end_the_run(mod
     (tmp_path / "ended").mkdir()
     for notes, error in run_ranks(2, run_with_nan, config, tmp_path / "ended", (1, 2), timeout_s=240):
         assert len(notes.steps) == 2
-        assert error.startswith("step 3: the norm of the gradient is nan, not finite in ")
+        assert error.startswith("step 3: the gradient norm is nan, not finite in ")
         assert "3 optimizer steps in a row, optimizer.max_skipped_steps is 2" in error
     assert resumable_steps(tmp_path / "ended") == [2]

@@ -1,12 +1,12 @@
-"""Rollout: which problems a step asks, who asks them, and what came back.
+"""Rollout: the problems of a step, their share on each rank, and the samples that come back.
 
-Everything depends on the seed and on numbers of steps, groups and answers alone. So the same answers come whatever the
-number of ranks is and wherever a run was interrupted.
+Answers depend on the seed and on the numbers of step, group and answer alone: not on the number of ranks, nor on where
+a run was interrupted.
 
-Two ways of filling a batch of prompts x answers:
+A batch of prompts x answers is filled in one of two ways:
   whole answers    step s asks problems s * prompts ... (s + 1) * prompts - 1, each `answers` times
-  windows (T-PPO)  there are prompts x answers places; a place keeps its answer until it is finished, window by window,
-                   and then goes on to the problem that is as many numbers further as there are places
+  windows (T-PPO)  each of prompts x answers places keeps its answer until it is finished, window by window; its next
+                   problem has a number larger by the number of places
 """
 
 from __future__ import annotations
@@ -32,40 +32,32 @@ from equilibra.rl.tasks.timed import TimedTask
 
 __all__ = ["EngineSource", "RecordedSource", "Recording", "Rollout", "RolloutSetting", "Words", "share_of_rank"]
 
-# Where samples come from: an engine that answers now, or a recording of what one answered.
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recording:
     """A folder that every rollout is written to."""
 
     folder: Path
-    """made if it is not there"""
+    """created if missing"""
     model: ModelShape
-    """that answers"""
     about: Mapping[str, object]
-    """task and seed, for people"""
+    """task and seed"""
 
 
 class EngineSource:
-    """Asks the engine; unfinished answers are carried from window to window."""
+    """Samples from an engine; unfinished answers are carried from window to window."""
 
     def __init__(
         self, rollout: Rollout, group: ExpertGroup, weights: Callable[[], Iterable[tuple[str, Tensor]]], *,
         num_held_out: int, windowed: bool, record: Recording | None = None,
     ) -> None:  # fmt: skip
-        """Hold an engine.
-
-        group: the ranks, with the patience that rollouts and engines need. weights: the policy's, by published names.
-        record: where every rollout is written down.
-        """
+        """group: with a timeout long enough for rollouts. weights: the policy's, by published names."""
         self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
         self.num_held_out, self.windowed = num_held_out, windowed
         self.carried: list[Sample] = rollout.places() if windowed else []
-        """windows: what this rank's places hold before the next step"""
+        """windows: this rank's answers before the next step"""
 
     def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
-        """Collective in the sense that every rank does its part."""
         with clock.stage("rollout"):
             begun = self.carried if self.windowed else self.rollout.begin(step)
             grown = self.rollout.generate(begun, version=version)
@@ -82,60 +74,54 @@ class EngineSource:
         return rewarded
 
     def new_weights(self, version: int) -> None:
-        """Collective: the engine takes the policy's weights."""
         self.rollout.engine.load_weights(self.weights(), version=version)
 
     def held_out(self) -> dict[str, float]:
-        """Collective: mean rewards on held-out problems."""
         return self.rollout.held_out(self.num_held_out, total_over(self.group))
 
     def take_unscored(self) -> int:
-        """Own answers since the last call that got no reward because scoring them did not end in time."""
         task = self.rollout.task
         return task.take_unscored() if isinstance(task, TimedTask) else 0
 
     def resume(self, carried: Sequence[Sample]) -> None:
-        """Go on with answers that any ranks had under way."""
+        """Continue unfinished answers, whichever ranks had them."""
         self.carried = self.rollout.here(carried)
 
 
 class RecordedSource:
-    """Reads what a rollout wrote down; nobody is asked anything."""
+    """Samples from recorded rollouts, with their rewards; there is no engine."""
 
     def __init__(self, folder: Path, group: ExpertGroup, model: ModelShape) -> None:
         self.folder, self.group, self.model = folder, group, model
 
     def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:  # noqa: ARG002 - answers have their own
-        """Own part of a step."""
         with clock.stage("rollout"):
             return load_rollout(
                 self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model
             )
 
     def new_weights(self, version: int) -> None:
-        """Nobody takes them."""
+        """Nothing to do."""
 
     def held_out(self) -> dict[str, float]:
-        """Nobody can be asked."""
         return {}
 
     def take_unscored(self) -> int:
-        """Rewards are recorded, too."""
         return 0
 
 
 class Words(Protocol):
-    """From words to tokens and back."""
+    """Converts text to tokens and back."""
 
     @property
     def end(self) -> int:
-        """Token that ends an answer."""
+        """The end-of-text token."""
 
     def prompt(self, text: str) -> NDArray[np.int64]:
-        """Tokens of a question."""
+        """Tokens of a prompt."""
 
     def answer(self, text: str) -> NDArray[np.int64]:
-        """Tokens of an answer, with the one that ends it."""
+        """Tokens of an answer, with the end-of-text token."""
 
     def read(self, tokens: NDArray[np.int64]) -> str:
         """Text of an answer."""
@@ -143,28 +129,24 @@ class Words(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetting:
-    """How a batch is filled."""
+    """What a step generates."""
 
     seed: int
-    """of all noise"""
     prompts: int
-    """different problems of a step"""
     answers: int
-    """answers to each"""
+    """answers per prompt"""
     max_prompt_tokens: int
-    """longest prompt"""
     max_answer_tokens: int
-    """an answer is cut off here"""
+    """longer answers are cut off"""
     reward_cut_off: bool = False
-    """whether an answer that was cut off is rewarded for what it says"""
+    """whether cut-off answers are scored; otherwise they get no reward"""
     temperature: float
-    """answers are drawn with"""
     window: int = 0
-    """tokens generated per step and answer, 0: whole answers"""
+    """tokens generated per step and answer; 0: whole answers"""
 
 
 def share_of_rank(total: int, rank: int, world: int) -> range:
-    """The part of 0 to total - 1 that a rank takes: neighbours, as even as possible."""
+    """A rank's contiguous part of range(total), as even as possible."""
     return range(total * rank // world, total * (rank + 1) // world)
 
 
@@ -173,20 +155,14 @@ class Rollout:
     """One rank's part of every step's rollout."""
 
     engine: Engine
-    """of this rank"""
     task: Task
-    """asks and rewards"""
     words: Words
-    """between text and tokens"""
     setting: RolloutSetting
-    """what a batch is"""
     rank: int
-    """of all ranks"""
     world: int
-    """ranks"""
 
     def begin(self, step: int) -> list[Sample]:
-        """Whole answers: this rank's samples of a step, none of them begun. A group is on one rank."""
+        """Whole answers: this rank's samples of a step, still empty. A group is on one rank."""
         setting = self.setting
         groups = [step * setting.prompts + p for p in share_of_rank(setting.prompts, self.rank, self.world)]
         return [
@@ -196,7 +172,7 @@ class Rollout:
         ]
 
     def places(self) -> list[Sample]:
-        """Windows: what this rank's places begin with."""
+        """Windows: the first, still empty samples of this rank's places."""
         return [self._begun(place) for place in share_of_rank(self.num_places, self.rank, self.world)]
 
     @property
@@ -205,13 +181,13 @@ class Rollout:
         return self.setting.prompts * self.setting.answers
 
     def here(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Windows: those of any samples that are in this rank's places, in the order of places."""
+        """Windows: the samples that belong to this rank's places, in the order of places."""
         mine = set(share_of_rank(self.num_places, self.rank, self.world))
         found = [sample for sample in samples if sample.group % self.num_places in mine]
         return sorted(found, key=lambda sample: sample.group % self.num_places)
 
     def succeed(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Windows: unfinished answers go on, finished ones are replaced."""
+        """Windows: keep unfinished answers, replace finished ones by new problems."""
         return [
             self._begun(sample.group + self.num_places) if sample.finished else replace(sample, reward=0.0)
             for sample in samples
@@ -221,9 +197,9 @@ class Rollout:
         return Sample(problem=number, group=number, number=0, prompt=self._prompt(self.task.problem(number)))
 
     def generate(self, samples: Sequence[Sample], *, version: int) -> list[Sample]:
-        """Let the engine go on with all samples, to their end or for a window.
+        """Continue all samples to their end, or for a window.
 
-        version: of the weights that it was given; what it says itself comes first.
+        version: of the weights handed over; the version that the engine reports takes precedence.
         """
         setting = self.setting
         requests = [
@@ -244,7 +220,7 @@ class Rollout:
         )  # fmt: skip
 
     def rewarded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """With the rewards of finished answers."""
+        """The samples with the rewards of finished answers."""
         return [
             replace(sample, reward=self._reward(self.task.problem(sample.problem), sample.answer))
             if sample.finished else sample
@@ -261,13 +237,13 @@ class Rollout:
         tokens = self.words.prompt(problem.prompt)
         if not 0 < tokens.size <= self.setting.max_prompt_tokens:
             raise InputError(
-                f"the prompt of problem {problem.number} of {self.task.name} has {tokens.size} tokens: allow at least "
-                f"that many with rollout.max_prompt_tokens, now {self.setting.max_prompt_tokens}, or take it out"
+                f"the prompt of problem {problem.number} of {self.task.name} has {tokens.size} tokens, but "
+                f"rollout.max_prompt_tokens is {self.setting.max_prompt_tokens}: raise it, or remove the problem"
             )
         return tokens
 
     def held_out(self, count: int, total: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> dict[str, float]:
-        """Collective: mean reward of answers to held-out problems, drawn as in training and as likely as can be."""
+        """Collective: mean rewards on held-out problems, sampled as in training and greedily."""
         rewards = [self._held_out(count, temperature) for temperature in (self.setting.temperature, 0.0)]
         drawn, likeliest, number = total(np.array([*(sum(part) for part in rewards), len(rewards[0])])).tolist()
         return {
@@ -275,7 +251,7 @@ class Rollout:
         }  # fmt: skip
 
     def _held_out(self, count: int, temperature: float) -> list[float]:
-        """Rewards of own held-out problems, always with the same noise."""
+        """Rewards of own held-out problems; the noise is the same in every evaluation."""
         setting = self.setting
         problems = [self.task.held_out(n) for n in share_of_rank(count, self.rank, self.world)]
         noise = [
@@ -290,6 +266,6 @@ class Rollout:
 
 
 def _noise(setting: RolloutSetting, sample: Sample) -> NDArray[np.float64]:
-    """One number for every token that the answer may have, the same in whichever windows it is generated."""
+    """One random number per possible answer token, independent of the windows."""
     random = np.random.default_rng([setting.seed, 0, sample.group, sample.number])
     return random.random(setting.max_answer_tokens)

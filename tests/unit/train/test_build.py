@@ -26,5 +26,5 @@ def test_refused_before_the_warm_up(override, reason):
 
 @pytest.mark.parametrize("path", ["ipc", "both"])
 def test_paths_between_gpus_need_them(path):
-    with pytest.raises(InputError, match=f"balance.path = {path} is between GPUs, the run is on cpu"):
+    with pytest.raises(InputError, match=f"balance.path = {path} needs GPUs, but the run is on cpu"):
         _device(with_overrides(TrainConfig(), ["run.device=cpu", f"balance.path={path}"]))
