@@ -1,4 +1,4 @@
-"""Rollouts on disk: recorded by one run, trained on by another, which may have another number of ranks."""
+"""Rollouts on disk: recorded by one run, trained on by another with any number of ranks."""
 
 from equilibra.rl.recording.rollouts import (
     RolloutAbout,
