@@ -1,10 +1,9 @@
-"""The ranks of a run on this machine: started, listened to, and never left behind.
+"""Start a run: all ranks as processes of this machine, or, under torchrun, the one rank that this process is.
 
-They are forked from a server that has the worker's libraries loaded, so that these are loaded once. Ctrl-C or SIGTERM
-tells every rank to end after its step; a second one ends them at once. Schedulers send SIGTERM to every process of the
-job: the server ignores it, ranks take it as being told to stop, and only this process decides when they end. When a
-rank fails or dies, the others get a few seconds to notice; then they are ended too, and one error says which rank it
-was, and how.
+Ranks are forked from a server that has loaded the worker's libraries once. Ctrl-C or SIGTERM stops every rank after its
+step; a second one kills them. Schedulers send SIGTERM to every process of the job: the server ignores it, ranks stop
+after their step, and this process decides when they end. When a rank fails or dies, the others get a few seconds to
+notice and are then killed; one error names the rank and the reason.
 """
 
 from __future__ import annotations
@@ -31,25 +30,218 @@ from equilibra.train.run_folder import FolderLock
 
 __all__ = ["Place", "launch", "place_under_torchrun", "run_processes"]
 
-# Start a run: as processes of this machine, or, under torchrun, as the rank that this process is.
-#
-# torchrun says who a process is by RANK and WORLD_SIZE; without RANK this process starts all ranks itself.
+MOST_PROCESSES = 128
+"""most ranks on one machine"""
+GRACE_S = 6.0
+"""seconds in which the other ranks may report the loss or its cause"""
+TERMINATE_S = 2.0
+"""seconds in which ranks end by themselves after their pipe is closed"""
+TICK_S = 0.2
+"""seconds between checks for signals"""
+STOPPING = "stopping: finishing this step and writing a checkpoint first; a second signal ends the run at once"
+
+
+@dataclass(kw_only=True, eq=False)
+class _Rank:
+    number: int
+    process: BaseProcess
+    pipe: Connection
+    ending: Done | Failure | None = None
+    """its last message"""
+    ended_at: float = 0.0
+    """when that arrived"""
+    speaks: bool = True
+    """whether the pipe is open"""
+    ended: bool = False
+
+    def listen(self, screen: Screen) -> None:
+        """Pass its messages to the screen, and notice its end."""
+        code = self.process.exitcode  # before the pipe, which still holds its last message
+        try:
+            while self.speaks and self.pipe.poll():
+                said = self.pipe.recv()
+                if isinstance(said, Told):
+                    getattr(screen, said.method)(*said.arguments, **said.keywords)
+                else:
+                    self.ending, self.ended_at = said, monotonic()
+        except (EOFError, OSError):
+            self.speaks = False
+        if code is not None:
+            self.ended = True
+            if self.ending is None:
+                self.ending, self.ended_at = _death(code), monotonic()
+
+    def tell(self, what: str) -> None:
+        """Send a message if it still listens."""
+        with suppress(OSError):
+            self.pipe.send(what)
+
+
+def _death(code: int) -> Failure:
+    if code >= 0:
+        return Failure(text=f"ended with exit code {code} without an error")
+    try:
+        name = signal.Signals(-code).name
+    except ValueError:
+        name = f"signal {-code}"
+    hint = " (by hand, or out of memory)" if -code == signal.SIGKILL else ""
+    return Failure(text=f"was killed by {name}{hint}")
+
+
+def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
+    """Run all ranks to the end; returns whether they were told to stop earlier."""
+    world = job.config.cluster.num_processes
+    if world > MOST_PROCESSES:
+        raise InputError(
+            f"cluster.nodes x ranks_per_node x groups is {world} processes, too many for one machine: use at most "
+            f"{MOST_PROCESSES}, or start them on several machines with torchrun"
+        )
+    ranks: list[_Rank] = []
+    with Interrupts() as interrupts:
+        try:
+            screen.stage("start", step=0)
+            for rank in _started(job, world, lock):
+                ranks.append(rank)  # noqa: PERF402 - those started must end if the next cannot start
+            hung = _listen(ranks, screen, interrupts, job.config.run.timeout_s)
+        finally:
+            _end(ranks)
+    _raise_failure(job, ranks, hung)
+    return interrupts.count > 0
+
+
+def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
+    context = multiprocessing.get_context("forkserver")
+    worker = job.worker.partition(":")[0]
+    beside_it = f"{worker.rpartition('.')[0]}.preload"  # further libraries to load, if there is such a file
+    context.set_forkserver_preload(["equilibra.train.rank", worker, beside_it])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(given) if given.isdecimal() and int(given) > 0 else max(1, cores // world)
+    shared = {
+        "OMP_NUM_THREADS": str(threads),
+        "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),  # AMX tiles can fail in forks
+        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # some problems depend on the order of sets
+        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(_free_port()),
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+    }
+    with environment_with(shared), _holding_interrupts():  # some libraries read it when loaded
+        forkserver.ensure_running()
+    for number in range(world):
+        mine, theirs = context.Pipe()
+        environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
+        process: BaseProcess = context.Process(
+            target=rank_main, args=(number, environment, threads, theirs, job), name=f"rank {number}", daemon=True
+        )
+        try:
+            process.start()
+        except (OSError, EOFError) as error:  # the server ended: a library cannot be loaded
+            raise ExecuteError(f"cannot start rank {number}: {error or 'the worker cannot be loaded'}") from error
+        theirs.close()
+        yield _Rank(number=number, process=process, pipe=mine)
+        assert process.pid is not None
+        with suppress(OSError):  # a dead one is noticed later
+            send_handle(mine, lock.file, process.pid)
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextmanager
+def _holding_interrupts() -> Iterator[None]:
+    """Block signals in processes started inside the block; this process gets them afterwards."""
+    resource_tracker.ensure_running()  # starting it would unblock signals
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
+    """Listen until all ranks ended, or GRACE_S after a failure; returns the ranks still running."""
+    told, deadline = False, float("inf")
+    while running := [rank for rank in ranks if not rank.ended]:
+        if monotonic() > deadline:
+            return running
+        wait([rank.process.sentinel for rank in running] + [rank.pipe for rank in running if rank.speaks], TICK_S)
+        for rank in running:
+            rank.listen(screen)
+        if interrupts.count > 1:
+            raise KeyboardInterrupt
+        if interrupts.count and not told:
+            told = True
+            screen.note(STOPPING)
+            for rank in running:
+                rank.tell(STOP)
+        if any(isinstance(rank.ending, Failure) for rank in ranks):
+            deadline = min(deadline, monotonic() + GRACE_S)
+        elif any(rank.ended for rank in ranks):  # one is done, another is not
+            deadline = min(deadline, monotonic() + timeout_s + GRACE_S)
+    return []
+
+
+def _end(ranks: Sequence[_Rank]) -> None:
+    running = [rank for rank in ranks if rank.process.exitcode is None]
+    for rank in ranks:
+        rank.pipe.close()  # a rank without a pipe ends itself
+    _join(running, TERMINATE_S)
+    for rank in running:
+        rank.process.kill()
+    _join(running, TERMINATE_S)
+
+
+def _join(ranks: Sequence[_Rank], seconds: float) -> None:
+    end = monotonic() + seconds
+    for rank in ranks:
+        rank.process.join(max(0.0, end - monotonic()))
+
+
+def _raise_failure(job: Job, ranks: Sequence[_Rank], hung: Sequence[_Rank]) -> None:
+    """Raise the first failure that is not an echo of another; else name the ranks that hung, else any failure."""
+    in_order = sorted(ranks, key=lambda rank: rank.ended_at)
+    failed = [(rank, rank.ending) for rank in in_order if isinstance(rank.ending, Failure)]
+    causes = [(rank, failure) for rank, failure in failed if not failure.is_echo]
+    world, folder = len(ranks), job.folder
+    resume = f"continue with: equilibra train --resume {folder.path}"
+    if causes and causes[0][1].is_input:
+        raise InputError(causes[0][1].text + (f"; {resume}" if folder.has_checkpoint else ""))
+    what = ""
+    if causes:
+        rank, failure = causes[0]
+        what = f"rank {rank.number} of {world} {_said(failure)}"
+    elif hung:
+        numbers = ", ".join(str(rank.number) for rank in hung)
+        what = f"rank {numbers} of {world} did not answer and was ended"
+        what += f" (rank {failed[0][0].number}: {failed[0][1].text})" if failed else ""
+    elif failed:
+        what = f"rank {failed[0][0].number} of {world} {_said(failed[0][1])}"
+    if what:
+        raise ExecuteError(f"{what}; {resume} (output of the ranks: {folder.output})")
+
+
+def _said(failure: Failure) -> str:
+    return failure.text if failure.text.startswith(("was ", "ended ")) else f"failed: {failure.text}"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Who this process is under torchrun."""
+    """Rank of this process under torchrun."""
 
     rank: int
-    """among all processes"""
     world: int
-    """processes in all"""
+    """number of processes"""
     restarts: int = 0
-    """times that torchrun has started all processes again"""
+    """times that torchrun restarted all processes"""
 
 
 def place_under_torchrun(cluster: ClusterConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Who this process is; None if torchrun did not start it. An error if torchrun started another number of them."""
+    """Read this process's place from RANK and WORLD_SIZE, which must fit the cluster; None without torchrun."""
     if "RANK" not in environment:
         return None
     try:
@@ -71,7 +263,7 @@ def place_under_torchrun(cluster: ClusterConfig, environment: Mapping[str, str] 
 
 
 def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | None) -> bool:
-    """Run until all steps are done; returns whether the run was told to stop before."""
+    """Run to the last step; returns whether the run was told to stop earlier."""
     if place is None:
         assert lock is not None
         return run_processes(job, screen=screen, lock=lock)
@@ -82,7 +274,7 @@ def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | 
             nonlocal told
             if interrupts.count and not told:
                 told = True
-                screen.note("stopping: the step is finished, a checkpoint is written next")
+                screen.note("stopping: finishing this step and writing a checkpoint first")
             return interrupts.count > 0
 
         try:
@@ -98,206 +290,3 @@ def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | 
 def _end_at_second(count: int) -> None:
     if count > 1:
         os._exit(130)
-
-
-MOST_PROCESSES = 128
-"""on one machine"""
-GRACE_S = 6.0
-"""in which the other ranks may say that they lost one, or what really went wrong"""
-TERMINATE_S = 2.0
-"""in which ranks end by themselves once nobody listens to them"""
-TICK_S = 0.2
-"""how often signals are looked for"""
-STOPPING = "stopping: finishing this step and writing a checkpoint first; a second signal ends the run at once"
-
-
-@dataclass(kw_only=True, eq=False)
-class _Rank:
-    """A process that was started."""
-
-    number: int
-    process: BaseProcess
-    pipe: Connection
-    ending: Done | Failure | None = None
-    """what it said last"""
-    ended_at: float = 0.0
-    """when that was heard"""
-    speaks: bool = True
-    """whether more may come through the pipe"""
-    ended: bool = False
-
-    def listen(self, screen: Screen) -> None:
-        """Pass on what it said, and find out whether it ended."""
-        code = self.process.exitcode  # before the pipe: what it said last is still in there
-        try:
-            while self.speaks and self.pipe.poll():
-                said = self.pipe.recv()
-                if isinstance(said, Told):
-                    getattr(screen, said.method)(*said.arguments, **said.keywords)
-                else:
-                    self.ending, self.ended_at = said, monotonic()
-        except (EOFError, OSError):
-            self.speaks = False
-        if code is not None:
-            self.ended = True
-            if self.ending is None:
-                self.ending, self.ended_at = _death(code), monotonic()
-
-    def tell(self, what: str) -> None:
-        """Say something to it, if it still listens."""
-        with suppress(OSError):
-            self.pipe.send(what)
-
-
-def _death(code: int) -> Failure:
-    if code >= 0:
-        return Failure(text=f"ended with exit code {code} without a word")
-    try:
-        name = signal.Signals(-code).name
-    except ValueError:
-        name = f"signal {-code}"
-    hint = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
-    return Failure(text=f"was killed by {name}{hint}")
-
-
-def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
-    """Run all ranks until they are done; returns whether they were told to stop before."""
-    world = job.config.cluster.num_processes
-    if world > MOST_PROCESSES:
-        raise InputError(
-            f"{world} processes (cluster.nodes x ranks_per_node x groups) are too many for one machine: "
-            f"use at most {MOST_PROCESSES}, or start them on several machines with torchrun"
-        )
-    ranks: list[_Rank] = []
-    with Interrupts() as interrupts:
-        try:
-            screen.stage("start", step=0)
-            for rank in _started(job, world, lock):
-                ranks.append(rank)  # noqa: PERF402 - those started so far must end if the next one cannot start
-            hung = _listen(ranks, screen, interrupts, job.config.run.timeout_s)
-        finally:
-            _end(ranks)
-    _raise_failure(job, ranks, hung)
-    return interrupts.count > 0
-
-
-def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
-    """Start one rank after another."""
-    context = multiprocessing.get_context("forkserver")
-    worker = job.worker.partition(":")[0]
-    beside_it = f"{worker.rpartition('.')[0]}.preload"  # what else the worker wants loaded, if there is such a file
-    context.set_forkserver_preload(["equilibra.train.rank", worker, beside_it])
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    threads = int(given) if given.isdecimal() and int(given) > 0 else max(1, cores // world)
-    shared = {
-        "OMP_NUM_THREADS": str(threads),
-        "ONEDNN_MAX_CPU_ISA": os.environ.get("ONEDNN_MAX_CPU_ISA", "AVX512_CORE"),  # AMX tiles can fail in forks
-        "PYTHONHASHSEED": os.environ.get("PYTHONHASHSEED", "0"),  # some problems depend on the order of sets
-        "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo"),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(_free_port()),
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-    }
-    with environment_with(shared), _holding_interrupts():  # libraries read some of it when they are loaded
-        forkserver.ensure_running()
-    for number in range(world):
-        mine, theirs = context.Pipe()
-        environment = {**shared, "RANK": str(number), "LOCAL_RANK": str(number)}
-        process: BaseProcess = context.Process(
-            target=rank_main, args=(number, environment, threads, theirs, job), name=f"rank {number}", daemon=True
-        )
-        try:
-            process.start()
-        except (OSError, EOFError) as error:  # the server has ended: what it loads cannot be loaded
-            raise ExecuteError(f"cannot start rank {number}: {error or 'the worker cannot be loaded'}") from error
-        theirs.close()
-        yield _Rank(number=number, process=process, pipe=mine)
-        assert process.pid is not None
-        with suppress(OSError):  # one that is gone already is noticed later
-            send_handle(mine, lock.file, process.pid)
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
-
-
-@contextmanager
-def _holding_interrupts() -> Iterator[None]:
-    """A process started meanwhile never sees signals that are for this one, which gets them afterwards."""
-    resource_tracker.ensure_running()  # whoever starts it lets signals through again
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
-
-
-def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
-    """Until all ranks have ended, or one failed and the others had their time; returns those that did not end."""
-    told, deadline = False, float("inf")
-    while running := [rank for rank in ranks if not rank.ended]:
-        if monotonic() > deadline:
-            return running
-        wait([rank.process.sentinel for rank in running] + [rank.pipe for rank in running if rank.speaks], TICK_S)
-        for rank in running:
-            rank.listen(screen)
-        if interrupts.count > 1:
-            raise KeyboardInterrupt
-        if interrupts.count and not told:
-            told = True
-            screen.note(STOPPING)
-            for rank in running:
-                rank.tell(STOP)
-        if any(isinstance(rank.ending, Failure) for rank in ranks):
-            deadline = min(deadline, monotonic() + GRACE_S)
-        elif any(rank.ended for rank in ranks):  # done, but another one is not
-            deadline = min(deadline, monotonic() + timeout_s + GRACE_S)
-    return []
-
-
-def _end(ranks: Sequence[_Rank]) -> None:
-    """Make sure that no process stays."""
-    running = [rank for rank in ranks if rank.process.exitcode is None]
-    for rank in ranks:
-        rank.pipe.close()  # ranks that hear of nobody any more end
-    _join(running, TERMINATE_S)
-    for rank in running:
-        rank.process.kill()
-    _join(running, TERMINATE_S)
-
-
-def _join(ranks: Sequence[_Rank], seconds: float) -> None:
-    end = monotonic() + seconds
-    for rank in ranks:
-        rank.process.join(max(0.0, end - monotonic()))
-
-
-def _raise_failure(job: Job, ranks: Sequence[_Rank], hung: Sequence[_Rank]) -> None:
-    """The first failure that is not an echo of another; ranks that neither failed nor ended, if all are echoes."""
-    in_order = sorted(ranks, key=lambda rank: rank.ended_at)
-    failed = [(rank, rank.ending) for rank in in_order if isinstance(rank.ending, Failure)]
-    causes = [(rank, failure) for rank, failure in failed if not failure.is_echo]
-    world, folder = len(ranks), job.folder
-    resume = f"continue with: equilibra train --resume {folder.path}"
-    if causes and causes[0][1].is_input:
-        raise InputError(causes[0][1].text + (f"; {resume}" if folder.has_checkpoint else ""))
-    what = ""
-    if causes:
-        rank, failure = causes[0]
-        what = f"rank {rank.number} of {world} {_said(failure)}"
-    elif hung:
-        numbers = ", ".join(str(rank.number) for rank in hung)
-        what = f"rank {numbers} of {world} did not answer and was ended"
-        what += f" (rank {failed[0][0].number}: {failed[0][1].text})" if failed else ""
-    elif failed:
-        what = f"rank {failed[0][0].number} of {world} {_said(failed[0][1])}"
-    if what:
-        raise ExecuteError(f"{what}; {resume} (what the ranks printed is in {folder.output})")
-
-
-def _said(failure: Failure) -> str:
-    return failure.text if failure.text.startswith(("was ", "ended ")) else f"failed: {failure.text}"

@@ -131,7 +131,7 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(capsys):
         (["--seed", "x"], "run.seed must be a whole number from 0"),
         (["--config", "none.toml"], "cannot read none.toml: No such file"),
         (["--config", "."], "it is a folder"),
-        (["--resume", "none"], "cannot resume none: it holds no config.toml"),
+        (["--resume", "none"], "cannot resume none: not a folder of equilibra train"),
         (["--resume", "a", "--output", "b"], "leave --config and --output out"),
         (["--output", "file"], "cannot write file: it is a file"),
         (["--output", "file/run"], "cannot write file/run: Not a directory"),
