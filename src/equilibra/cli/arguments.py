@@ -1,4 +1,4 @@
-"""Arguments that several commands share."""
+"""What several commands share: argument types, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -11,56 +11,11 @@ from time import monotonic
 
 __all__ = ["Progress", "add_cluster", "announced", "positive"]
 
-# Progress on stderr: a bar on a terminal, plain lines elsewhere, nothing at all for work below a second.
-
-
 WIDTH = 24
 
 
-class Progress:
-    """`step` before each part of the work, `close` at the end."""
-
-    def __init__(self, *, quiet_s: float = 1.0) -> None:
-        self._begin = monotonic()
-        self._quiet_s = quiet_s
-        self._drawn = False
-
-    def step(self, what: str, done: int, total: int) -> None:
-        """`done` of `total` parts are through, `what` comes next."""
-        seconds = monotonic() - self._begin
-        if seconds < self._quiet_s:
-            return
-        if sys.stderr.isatty():
-            full = WIDTH * done // max(total, 1)
-            bar = "█" * full + "░" * (WIDTH - full)
-            print(f"\r\033[K{bar} {done}/{total} {what} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
-            self._drawn = True
-        else:
-            print(f"[{done}/{total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
-
-    def close(self) -> None:
-        """Take the bar away."""
-        if self._drawn:
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
-
-
-@contextmanager
-def announced(work: str) -> Iterator[None]:
-    """Say what is going on, if it takes longer than a second, and how long it took."""
-    start = monotonic()
-    timer = threading.Timer(1.0, lambda: print(f"{work} ...", file=sys.stderr, flush=True))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-    if monotonic() - start > 1.0:
-        print(f"{work}: {monotonic() - start:.1f} s", file=sys.stderr)
-
-
 def positive(text: str) -> int:
-    """A whole number above 0."""
+    """Argument type: a whole number above 0."""
     try:
         value = int(text)
     except ValueError:
@@ -80,3 +35,45 @@ def add_cluster(parser: argparse.ArgumentParser, *, nodes: int = 1, ranks_per_no
         metavar="G",
         help=f"ranks per node ({ranks_per_node})",
     )
+
+
+class Progress:
+    """A bar on a terminal, plain lines elsewhere, nothing for work below a second."""
+
+    def __init__(self, *, quiet_s: float = 1.0) -> None:
+        self._begin = monotonic()
+        self._quiet_s = quiet_s
+        self._drawn = False
+
+    def step(self, what: str, done: int, total: int) -> None:
+        """Report that `done` of `total` parts are finished and `what` is next."""
+        seconds = monotonic() - self._begin
+        if seconds < self._quiet_s:
+            return
+        if sys.stderr.isatty():
+            full = WIDTH * done // max(total, 1)
+            bar = "█" * full + "░" * (WIDTH - full)
+            print(f"\r\033[K{bar} {done}/{total} {what} {seconds:.0f} s", end="", file=sys.stderr, flush=True)
+            self._drawn = True
+        else:
+            print(f"[{done}/{total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Remove the bar."""
+        if self._drawn:
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def announced(work: str) -> Iterator[None]:
+    """Announce work that takes longer than a second, and how long it took."""
+    start = monotonic()
+    timer = threading.Timer(1.0, lambda: print(f"{work} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+    if monotonic() - start > 1.0:
+        print(f"{work}: {monotonic() - start:.1f} s", file=sys.stderr)
