@@ -28,13 +28,8 @@ def positive(text: str) -> int:
 def add_cluster(parser: argparse.ArgumentParser, *, nodes: int = 1, ranks_per_node: int = 8) -> None:
     """Add --nodes and --ranks-per-node."""
     parser.add_argument("--nodes", type=positive, default=nodes, metavar="N", help=f"nodes ({nodes})")
-    parser.add_argument(
-        "--ranks-per-node",
-        type=positive,
-        default=ranks_per_node,
-        metavar="G",
-        help=f"ranks per node ({ranks_per_node})",
-    )
+    parser.add_argument("--ranks-per-node", type=positive, default=ranks_per_node, metavar="G",
+                        help=f"ranks per node ({ranks_per_node})")  # fmt: skip
 
 
 class Progress:

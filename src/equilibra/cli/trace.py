@@ -53,9 +53,7 @@ def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
     info.add_argument("file", metavar="FILE", help="NAME.npz or NAME.eqtrace")
     info.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the cluster (default 1)")
     info.add_argument("--ranks-per-node", type=int, default=8, metavar="G", help="ranks of a node (default 8)")
-    info.add_argument(
-        "--tokens-per-microbatch", type=int, default=8192, metavar="T", help="token budget (default 8192)"
-    )
+    info.add_argument("--tokens-per-microbatch", type=int, default=8192, metavar="T", help="token budget (8192)")
     info.add_argument("--experts", type=int, metavar="E", help="experts per layer, if an .npz does not say")
     info.add_argument("--distinct", action="store_true", help="refuse tokens that go to one expert twice in a layer")
     info.add_argument("--no-verify", action="store_true", help="do not compare checksums")
@@ -189,23 +187,15 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     )
     convert.add_argument("source", metavar="SRC", help="NAME.npz, NAME.eqtrace or NAME.jsonl")
     convert.add_argument("target", metavar="DST", help="NAME.npz or NAME.eqtrace")
-    convert.add_argument(
-        "--format",
-        choices=("auto", *RESPONSES),
-        default="auto",
-        help="engine that wrote the responses; auto (default): by their contents",
-    )
+    convert.add_argument("--format", choices=("auto", *RESPONSES), default="auto",
+                         help="engine that wrote the responses; auto (default): by their contents")  # fmt: skip
     convert.add_argument("--experts", type=int, metavar="E", help="experts per layer, if SRC does not say")
     convert.add_argument("--model", metavar="FOLDER", help="for responses: folder with the model's config.json")
     convert.add_argument("--layers", type=int, metavar="L", help="for responses: decoder layers, dense ones too")
     convert.add_argument("--top-k", type=int, metavar="K", help="for responses: experts per token")
     convert.add_argument("--dense", type=_numbers, metavar="0,1,...", help="for responses: layers without experts")
-    convert.add_argument(
-        "--start-len",
-        type=int,
-        metavar="N",
-        help="for responses: leading tokens without routing (routed_experts_start_len; default 0)",
-    )
+    convert.add_argument("--start-len", type=int, metavar="N", help="for responses: leading tokens without routing "
+                         "(routed_experts_start_len; default 0)")  # fmt: skip
     convert.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     convert.add_argument("--json", action="store_true", help="print one JSON object")
     convert.set_defaults(run=_convert)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -97,7 +96,8 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
     from equilibra.train.processes import place_under_torchrun
     from equilibra.train.run_folder import reopen_run
 
-    overrides = _overrides(arguments)
+    short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
+    overrides = [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
     folder: RunFolder | None = None
     if arguments.resume is not None:
         if arguments.config is not None or arguments.output is not None:
@@ -113,11 +113,6 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
     if place is not None and folder is None:
         folder = _folder_under_torchrun(arguments, place)
     return _opened(arguments, config, folder, place)
-
-
-def _overrides(arguments: argparse.Namespace) -> Sequence[str]:
-    short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
-    return [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
 
 
 def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFolder | None:

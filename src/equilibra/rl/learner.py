@@ -175,9 +175,10 @@ class Learner:
         chosen = [sample.experts for sample in samples] if experts is None else experts
         routing = routing_of(chosen, self.model.runtime.spec.num_experts)
         step = self.balancer.begin(routing, mini_batches=mini_batches)
-        tokens = step.send([torch.from_numpy(_tokens(sample)) for sample in samples])
-        of_sequence = dict(zip(step.sequences.tolist(), tokens, strict=True))
-        return Batch(learner=self, step=step, tokens=of_sequence)
+        is_answer = [np.arange(sample.num_rows + 1) >= sample.prompt.size for sample in samples]
+        pairs = [np.stack([sample.tokens, own], axis=1) for sample, own in zip(samples, is_answer, strict=True)]
+        tokens = step.send([torch.from_numpy(pair) for pair in pairs])
+        return Batch(learner=self, step=step, tokens=dict(zip(step.sequences.tolist(), tokens, strict=True)))
 
     def begin_live(self, samples: Sequence[Sample]) -> Batch:
         """Collective: plan a step in which every token is routed live, for models that did not generate the samples."""
@@ -286,12 +287,6 @@ class Batch:
             learner.optimizer.step()
             learner.optimizer.zero_grad()
         return {**sums, "gradient_norm": norm, "skipped": float(skipped)}
-
-
-def _tokens(sample: Sample) -> NDArray[np.int64]:
-    """[P + A, 2] token ids and answer flags."""
-    is_answer = np.arange(sample.num_rows + 1) >= sample.prompt.size
-    return np.stack([sample.tokens, is_answer.astype(np.int64)], axis=1)
 
 
 @contextmanager

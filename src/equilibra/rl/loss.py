@@ -162,7 +162,10 @@ def policy_loss(
     `new_T`, `old_T` and `reference_T` are log-probabilities of the tokens now, when they were generated (or before the
     first mini-batch), and under the reference. `sequence_T` numbers the sequences of the micro-batch from 0.
     """
-    _check_parts(setting, reference_T, entropy_T)
+    if setting.divergence is not Divergence.NONE and reference_T is None:
+        raise InputError(f"the divergence {setting.divergence} needs log-probabilities under the reference")
+    if setting.entropy_weight and entropy_T is None:
+        raise InputError(f"entropy_weight {setting.entropy_weight} needs the entropy of each token")
     _check_shapes(
         new=new_T, old=old_T, advantages=advantages_T, weights=weights_T, sequence=sequence_T, reference=reference_T,
         entropy=entropy_T,
@@ -270,13 +273,6 @@ def _member(kind: type[StrEnum], name: str, value: object) -> StrEnum:
     if value not in words:
         raise InputError(f"{name} must be one of {', '.join(words)}, not {value!r}")
     return kind(str(value))
-
-
-def _check_parts(setting: LossSetting, reference_T: Tensor | None, entropy_T: Tensor | None) -> None:
-    if setting.divergence is not Divergence.NONE and reference_T is None:
-        raise InputError(f"the divergence {setting.divergence} needs log-probabilities under the reference")
-    if setting.entropy_weight and entropy_T is None:
-        raise InputError(f"entropy_weight {setting.entropy_weight} needs the entropy of each token")
 
 
 def _check_shapes(**numbers: Tensor | None) -> None:

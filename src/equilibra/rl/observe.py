@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol
 
-__all__ = ["STAGES", "Clock", "Observer", "Silent"]
+__all__ = ["Clock", "Observer", "Silent"]
 
 
 class Clock:
@@ -31,13 +31,6 @@ class Clock:
     def metrics(self) -> dict[str, float]:
         """Seconds so far: in total and by stage."""
         return {"seconds": perf_counter() - self._began, **{f"seconds_{k}": v for k, v in self.seconds.items()}}
-
-
-STAGES = (
-    "start", "warm-up", "weights", "evaluate", "rollout", "reward", "plan", "logprob", "advantages", "update",
-    "checkpoint", "report",
-)  # fmt: skip
-"""stages of a run, as users see them"""
 
 
 class Observer(Protocol):

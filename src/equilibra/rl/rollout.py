@@ -201,16 +201,16 @@ class Rollout:
 
         version: of the weights handed over; the version that the engine reports takes precedence.
         """
-        setting = self.setting
-        requests = [
-            Request(tokens=sample.tokens, noise=_noise(setting, sample)[self._from_to(sample)]) for sample in samples
-        ]
-        said = self.engine.generate(requests, temperature=setting.temperature)
+        requests = [self._request(sample) for sample in samples]
+        said = self.engine.generate(requests, temperature=self.setting.temperature)
         return [self._grown(sample, one, version) for sample, one in zip(samples, said, strict=True)]
 
-    def _from_to(self, sample: Sample) -> slice:
-        first, limit = sample.answer.size, self.setting.max_answer_tokens
-        return slice(first, min(first + self.setting.window, limit) if self.setting.window else limit)
+    def _request(self, sample: Sample) -> Request:
+        """The next tokens of a sample; the noise of a token does not depend on the windows."""
+        setting, first = self.setting, sample.answer.size
+        random = np.random.default_rng([setting.seed, 0, sample.group, sample.number])
+        noise = random.random(setting.max_answer_tokens)
+        return Request(tokens=sample.tokens, noise=noise[first : first + setting.window if setting.window else None])
 
     def _grown(self, sample: Sample, said: Generation, version: int) -> Sample:
         full = sample.answer.size + said.tokens.size >= self.setting.max_answer_tokens
@@ -252,20 +252,11 @@ class Rollout:
 
     def _held_out(self, count: int, temperature: float) -> list[float]:
         """Rewards of own held-out problems; the noise is the same in every evaluation."""
-        setting = self.setting
+        seed, size = self.setting.seed, self.setting.max_answer_tokens
         problems = [self.task.held_out(n) for n in share_of_rank(count, self.rank, self.world)]
-        noise = [
-            np.random.default_rng([setting.seed, 1, problem.number]).random(setting.max_answer_tokens)
-            for problem in problems
-        ]
         requests = [
-            Request(tokens=self._prompt(problem), noise=own) for problem, own in zip(problems, noise, strict=True)
+            Request(tokens=self._prompt(one), noise=np.random.default_rng([seed, 1, one.number]).random(size))
+            for one in problems
         ]
         said = self.engine.generate(requests, temperature=temperature)
         return [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
-
-
-def _noise(setting: RolloutSetting, sample: Sample) -> NDArray[np.float64]:
-    """One random number per possible answer token, independent of the windows."""
-    random = np.random.default_rng([setting.seed, 0, sample.group, sample.number])
-    return random.random(setting.max_answer_tokens)

@@ -107,13 +107,11 @@ def _toml(value: object) -> str:
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     if isinstance(value, Mapping):
-        inside = ", ".join(f"{_key(key)} = {_toml(entry)}" for key, entry in value.items())
+        inside = ", ".join(
+            f"{key if BARE_KEY.fullmatch(key) else _toml(key)} = {_toml(entry)}" for key, entry in value.items()
+        )
         return f"{{ {inside} }}" if inside else "{}"
     return repr(value)  # int and float: Python's numbers are TOML's
-
-
-def _key(key: str) -> str:
-    return key if BARE_KEY.fullmatch(key) else _toml(key)
 
 
 def _as_type(kind: object, value: object) -> object:

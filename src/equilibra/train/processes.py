@@ -267,7 +267,7 @@ def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | 
     if place is None:
         assert lock is not None
         return run_processes(job, screen=screen, lock=lock)
-    with Interrupts(_end_at_second) as interrupts:
+    with Interrupts(lambda count: os._exit(130) if count > 1 else None) as interrupts:
         told = False
 
         def stop() -> bool:
@@ -285,8 +285,3 @@ def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | 
                 raise InputError(failure.text) from error
             raise
     return interrupts.count > 0
-
-
-def _end_at_second(count: int) -> None:
-    if count > 1:
-        os._exit(130)

@@ -93,7 +93,6 @@ class Told:
     """A call of one of the screen's methods."""
 
     method: str
-    """stage, step, evaluated or note"""
     arguments: tuple[Any, ...]
     keywords: Mapping[str, Any] = field(default_factory=dict)
 
@@ -193,7 +192,9 @@ def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Con
         Thread(target=_listen, args=(pipe, stop), daemon=True).start()
         os.environ.update(environment)
         _redirect(job.folder, rank)
-        _use_threads(job, threads)
+        import_module(job.worker.partition(":")[0])
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
         run_rank(job, rank, screen=_Teller(pipe), stop=stop.is_set)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         ending = failure_of(error)
@@ -227,10 +228,3 @@ def _redirect(folder: RunFolder, rank: int) -> None:
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
-
-
-def _use_threads(job: Job, threads: int) -> None:
-    import_module(job.worker.partition(":")[0])
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)

@@ -68,12 +68,8 @@ def run_worker(
         observer.stage("start", step=0)
         parts = build_parts(config, group, device)
         model = build_model_of(parts)
-        value = build_model_of(parts, value=True) if parts.algorithm.needs_values else None
-        if not resume and not parts.folder.has_weights:
-            _prepare(parts, model, value, folder, observer)
-        policy = build_learner(parts, model, lr=config.optimizer.lr)
-        critic = None if value is None else build_learner(parts, value, lr=config.optimizer.value_lr, value=True)
-        reference = _reference(parts, model, folder, resume=resume)
+        policy, critic, reference = _learners(parts, model, folder, observer, resume=resume)
+        learners = [learner for learner in (policy, critic, reference) if learner is not None]
         source = _source(parts, model, folder)
         windowed = parts.algorithm.windowed and isinstance(source, EngineSource)
         state = State(folder, policy, critic, keep=config.run.keep, timeout_s=config.run.checkpoint_timeout_s)
@@ -83,9 +79,8 @@ def run_worker(
             first, carried = state.load(windowed=windowed, say=say)
             if isinstance(source, EngineSource) and windowed:
                 source.resume(carried)
-        for learner in (policy, critic, reference):
-            if learner is not None:
-                check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
+        for learner in learners:
+            check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
         cut(first)
         observer.stage("weights", step=first)
         setting = _loop(config, windowed=parts.algorithm.windowed)
@@ -107,9 +102,21 @@ def run_worker(
         state.close()
         if isinstance(parts.task, TimedTask):
             parts.task.close()
-        for learner in (policy, critic, reference):
-            if learner is not None:
-                learner.balancer.close()
+        for learner in learners:
+            learner.balancer.close()
+
+
+def _learners(
+    parts: Parts, model: ShardedModel, folder: Path, observer: Observer, *, resume: bool
+) -> tuple[Learner, Learner | None, Learner | None]:
+    """Collective: the policy, and the value model and the reference if the algorithm needs them."""
+    optimizer = parts.config.optimizer
+    value = build_model_of(parts, value=True) if parts.algorithm.needs_values else None
+    if not resume and not parts.folder.has_weights:
+        _prepare(parts, model, value, folder, observer)
+    policy = build_learner(parts, model, lr=optimizer.lr)
+    critic = None if value is None else build_learner(parts, value, lr=optimizer.value_lr, value=True)
+    return policy, critic, _reference(parts, model, folder, resume=resume)
 
 
 def _device(config: TrainConfig) -> torch.device:

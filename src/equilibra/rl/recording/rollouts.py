@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -89,8 +89,7 @@ class RolloutAbout:
     """description of the run in plain values: task, seed"""
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class _File:
+class _File(NamedTuple):
     rank: int
     world_size: int
     path: Path
@@ -165,17 +164,13 @@ def read_about(folder: Path | str) -> RolloutAbout:
         raise InputError(f"{path} is damaged: not valid JSON ({error}); record again") from error
     if not isinstance(body, dict) or (body.get("format"), body.get("version")) != (FORMAT, VERSION):
         raise InputError(f"{path} is damaged or not {FORMAT} version {VERSION}; record again")
+    model, about = body.get("model"), body.get("about")
     try:
-        return _about(body)
+        if not isinstance(model, dict) or not isinstance(about, dict):
+            raise TypeError("it must have tables model and about")  # noqa: TRY301
+        return RolloutAbout(model=ModelShape(**model), about=about)
     except (InputError, TypeError) as error:
         raise InputError(f"{path} is damaged: {error}; record again") from error
-
-
-def _about(body: dict[str, Any]) -> RolloutAbout:
-    model, about = body.get("model"), body.get("about")
-    if not isinstance(model, dict) or not isinstance(about, dict):
-        raise InputError("it must hold tables model and about")
-    return RolloutAbout(model=ModelShape(**model), about=about)
 
 
 def _write_about(folder: Path, new: RolloutAbout) -> None:
