@@ -28,63 +28,6 @@ from equilibra.rl.updates import POLICY_SUMS, Critic, MiniBatches, policy_column
 __all__ = ["LoopSetting", "Source", "Trainer", "step_metrics", "train"]
 
 
-def step_metrics(
-    samples: Sequence[Sample], apart: Mismatch, sums: Sequence[Mapping[str, float]], batch: Batch,
-    record: PlannerRecord | None, seconds: float, total: Total,
-) -> dict[str, float]:  # fmt: skip
-    """Collective: the metrics of a step, equal on all ranks except for `record`, which only world rank 0 has."""
-    answers = _of_answers(samples, total)
-    return {
-        **answers,
-        **_of_losses(sums, total),
-        **apart.metrics(),
-        **_of_plan(batch, record, seconds),
-        "tokens_per_s": answers["tokens"] / seconds,
-    }
-
-
-def _of_answers(samples: Sequence[Sample], total: Total) -> dict[str, float]:
-    finished = [sample for sample in samples if sample.finished]
-    own = [
-        len(samples), len(finished), sum(sample.reward for sample in finished),
-        sum(sample.num_rows for sample in samples), sum(sample.answer.size - sample.fresh for sample in samples),
-    ]  # fmt: skip
-    count, num_finished, reward, rows, fresh = total(np.array(own, np.float64)).tolist()
-    return {
-        "reward": reward / max(num_finished, 1.0), "finished": num_finished / max(count, 1.0), "tokens": rows,
-        "answer_tokens": fresh / max(count, 1.0),
-    }  # fmt: skip
-
-
-def _of_losses(sums: Sequence[Mapping[str, float]], total: Total) -> dict[str, float]:
-    """Means over the optimizer steps; a rank whose group ran nothing of one reports no sums for it."""
-    names = [*POLICY_SUMS, *(name for name in ("value_loss",) if name in sums[0])]
-    shares = total(np.array([[one.get(name, 0.0) for name in names] for one in sums], np.float64)).mean(axis=0)
-    found = dict(zip(names, shares.tolist(), strict=True))
-    weight = found.pop("weight")
-    for name in ("policy", "kl", "divergence", "entropy", "clipped"):
-        found[name] /= weight or 1.0
-    norms = np.array([one["gradient_norm"] for one in sums])  # the same on all ranks
-    taken = norms[np.isfinite(norms)]
-    return {
-        **found, "gradient_norm": float(taken.mean()) if taken.size else float("nan"),
-        "skipped_steps": sum(one["skipped"] for one in sums),
-    }  # fmt: skip
-
-
-def _of_plan(batch: Batch, record: PlannerRecord | None, seconds: float) -> dict[str, float]:
-    step = batch.step
-    measured = {} if record is None else record.metrics
-    return {
-        "tokens_without_routing": float(step.tokens_without_routing),
-        "imbalance_static": step.static_imbalance,
-        "imbalance": step.planned_imbalance,
-        "copies": measured.get("copies_per_layer", 0.0),
-        "moves": float(step.plan.migration.num_moves),
-        "exposed": measured.get("exposed_overhead_s", 0.0) / seconds,
-    }
-
-
 class Source(Protocol):
     """Where samples come from: an engine or a recording."""
 
@@ -216,3 +159,60 @@ def _evaluate(trainer: Trainer, step: int) -> None:
     rewards = trainer.source.held_out()
     if rewards:
         trainer.observer.evaluated(step, rewards)
+
+
+def step_metrics(
+    samples: Sequence[Sample], apart: Mismatch, sums: Sequence[Mapping[str, float]], batch: Batch,
+    record: PlannerRecord | None, seconds: float, total: Total,
+) -> dict[str, float]:  # fmt: skip
+    """Collective: the metrics of a step, equal on all ranks except for `record`, which only world rank 0 has."""
+    answers = _of_answers(samples, total)
+    return {
+        **answers,
+        **_of_losses(sums, total),
+        **apart.metrics(),
+        **_of_plan(batch, record, seconds),
+        "tokens_per_s": answers["tokens"] / seconds,
+    }
+
+
+def _of_answers(samples: Sequence[Sample], total: Total) -> dict[str, float]:
+    finished = [sample for sample in samples if sample.finished]
+    own = [
+        len(samples), len(finished), sum(sample.reward for sample in finished),
+        sum(sample.num_rows for sample in samples), sum(sample.answer.size - sample.fresh for sample in samples),
+    ]  # fmt: skip
+    count, num_finished, reward, rows, fresh = total(np.array(own, np.float64)).tolist()
+    return {
+        "reward": reward / max(num_finished, 1.0), "finished": num_finished / max(count, 1.0), "tokens": rows,
+        "answer_tokens": fresh / max(count, 1.0),
+    }  # fmt: skip
+
+
+def _of_losses(sums: Sequence[Mapping[str, float]], total: Total) -> dict[str, float]:
+    """Means over the optimizer steps; a rank whose group ran nothing of one reports no sums for it."""
+    names = [*POLICY_SUMS, *(name for name in ("value_loss",) if name in sums[0])]
+    shares = total(np.array([[one.get(name, 0.0) for name in names] for one in sums], np.float64)).mean(axis=0)
+    found = dict(zip(names, shares.tolist(), strict=True))
+    weight = found.pop("weight")
+    for name in ("policy", "kl", "divergence", "entropy", "clipped"):
+        found[name] /= weight or 1.0
+    norms = np.array([one["gradient_norm"] for one in sums])  # the same on all ranks
+    taken = norms[np.isfinite(norms)]
+    return {
+        **found, "gradient_norm": float(taken.mean()) if taken.size else float("nan"),
+        "skipped_steps": sum(one["skipped"] for one in sums),
+    }  # fmt: skip
+
+
+def _of_plan(batch: Batch, record: PlannerRecord | None, seconds: float) -> dict[str, float]:
+    step = batch.step
+    measured = {} if record is None else record.metrics
+    return {
+        "tokens_without_routing": float(step.tokens_without_routing),
+        "imbalance_static": step.static_imbalance,
+        "imbalance": step.planned_imbalance,
+        "copies": measured.get("copies_per_layer", 0.0),
+        "moves": float(step.plan.migration.num_moves),
+        "exposed": measured.get("exposed_overhead_s", 0.0) / seconds,
+    }

@@ -33,83 +33,6 @@ from equilibra.rl.tasks.timed import TimedTask
 __all__ = ["EngineSource", "RecordedSource", "Recording", "Rollout", "RolloutSetting", "Words", "share_of_rank"]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """A folder that every rollout is written to."""
-
-    folder: Path
-    """created if missing"""
-    model: ModelShape
-    about: Mapping[str, object]
-    """task and seed"""
-
-
-class EngineSource:
-    """Samples from an engine; unfinished answers are carried from window to window."""
-
-    def __init__(
-        self, rollout: Rollout, group: ExpertGroup, weights: Callable[[], Iterable[tuple[str, Tensor]]], *,
-        num_held_out: int, windowed: bool, record: Recording | None = None,
-    ) -> None:  # fmt: skip
-        """group: with a timeout long enough for rollouts. weights: the policy's, by published names."""
-        self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
-        self.num_held_out, self.windowed = num_held_out, windowed
-        self.carried: list[Sample] = rollout.places() if windowed else []
-        """windows: this rank's answers before the next step"""
-
-    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
-        with clock.stage("rollout"):
-            begun = self.carried if self.windowed else self.rollout.begin(step)
-            grown = self.rollout.generate(begun, version=version)
-        with clock.stage("reward"):
-            rewarded = self.rollout.rewarded(grown)
-        self.group.barrier(what="waiting for the rollouts of all ranks")
-        if self.windowed:
-            self.carried = self.rollout.succeed(rewarded)
-        if self.record is not None:
-            save_rollout(
-                self.record.folder, step, rewarded, rank=self.group.world_rank, world_size=self.group.world_size,
-                model=self.record.model, about=self.record.about,
-            )  # fmt: skip
-        return rewarded
-
-    def new_weights(self, version: int) -> None:
-        self.rollout.engine.load_weights(self.weights(), version=version)
-
-    def held_out(self) -> dict[str, float]:
-        return self.rollout.held_out(self.num_held_out, total_over(self.group))
-
-    def take_unscored(self) -> int:
-        task = self.rollout.task
-        return task.take_unscored() if isinstance(task, TimedTask) else 0
-
-    def resume(self, carried: Sequence[Sample]) -> None:
-        """Continue unfinished answers, whichever ranks had them."""
-        self.carried = self.rollout.here(carried)
-
-
-class RecordedSource:
-    """Samples from recorded rollouts, with their rewards; there is no engine."""
-
-    def __init__(self, folder: Path, group: ExpertGroup, model: ModelShape) -> None:
-        self.folder, self.group, self.model = folder, group, model
-
-    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:  # noqa: ARG002 - answers have their own
-        with clock.stage("rollout"):
-            return load_rollout(
-                self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model
-            )
-
-    def new_weights(self, version: int) -> None:
-        """Nothing to do."""
-
-    def held_out(self) -> dict[str, float]:
-        return {}
-
-    def take_unscored(self) -> int:
-        return 0
-
-
 class Words(Protocol):
     """Converts text to tokens and back."""
 
@@ -260,3 +183,80 @@ class Rollout:
         ]
         said = self.engine.generate(requests, temperature=temperature)
         return [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A folder that every rollout is written to."""
+
+    folder: Path
+    """created if missing"""
+    model: ModelShape
+    about: Mapping[str, object]
+    """task and seed"""
+
+
+class EngineSource:
+    """Samples from an engine; unfinished answers are carried from window to window."""
+
+    def __init__(
+        self, rollout: Rollout, group: ExpertGroup, weights: Callable[[], Iterable[tuple[str, Tensor]]], *,
+        num_held_out: int, windowed: bool, record: Recording | None = None,
+    ) -> None:  # fmt: skip
+        """group: with a timeout long enough for rollouts. weights: the policy's, by published names."""
+        self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
+        self.num_held_out, self.windowed = num_held_out, windowed
+        self.carried: list[Sample] = rollout.places() if windowed else []
+        """windows: this rank's answers before the next step"""
+
+    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
+        with clock.stage("rollout"):
+            begun = self.carried if self.windowed else self.rollout.begin(step)
+            grown = self.rollout.generate(begun, version=version)
+        with clock.stage("reward"):
+            rewarded = self.rollout.rewarded(grown)
+        self.group.barrier(what="waiting for the rollouts of all ranks")
+        if self.windowed:
+            self.carried = self.rollout.succeed(rewarded)
+        if self.record is not None:
+            save_rollout(
+                self.record.folder, step, rewarded, rank=self.group.world_rank, world_size=self.group.world_size,
+                model=self.record.model, about=self.record.about,
+            )  # fmt: skip
+        return rewarded
+
+    def new_weights(self, version: int) -> None:
+        self.rollout.engine.load_weights(self.weights(), version=version)
+
+    def held_out(self) -> dict[str, float]:
+        return self.rollout.held_out(self.num_held_out, total_over(self.group))
+
+    def take_unscored(self) -> int:
+        task = self.rollout.task
+        return task.take_unscored() if isinstance(task, TimedTask) else 0
+
+    def resume(self, carried: Sequence[Sample]) -> None:
+        """Continue unfinished answers, whichever ranks had them."""
+        self.carried = self.rollout.here(carried)
+
+
+class RecordedSource:
+    """Samples from recorded rollouts, with their rewards; there is no engine."""
+
+    def __init__(self, folder: Path, group: ExpertGroup, model: ModelShape) -> None:
+        self.folder, self.group, self.model = folder, group, model
+
+    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:  # noqa: ARG002 - answers have their own
+        with clock.stage("rollout"):
+            return load_rollout(
+                self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model
+            )
+
+    def new_weights(self, version: int) -> None:
+        """Nothing to do."""
+
+    def held_out(self) -> dict[str, float]:
+        return {}
+
+    def take_unscored(self) -> int:
+        return 0

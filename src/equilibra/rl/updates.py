@@ -22,39 +22,6 @@ from equilibra.rl.sample import Sample
 
 __all__ = ["POLICY_SUMS", "Critic", "MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
 
-
-class Critic:
-    """A value model with its own experts, balancer and optimizer.
-
-    The rollout knows nothing of its routing. So the pass that computes the values of a step is routed live and
-    recorded; the update replays that routing, planned and balanced like the policy's.
-    """
-
-    def __init__(self, learner: Learner) -> None:
-        self.learner = learner
-        self._values: list[NDArray[np.float64]] = []
-        self._experts: list[NDArray[np.int32]] = []
-
-    def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float64]]:
-        """Collective: values [A] of every own sample, forward only."""
-        self._values, self._experts = self.learner.begin_live(samples).logprobs_and_experts()
-        return self._values
-
-    def update(
-        self, samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], parts: MiniBatches,
-        total: Total, sums: Sequence[Mapping[str, float]],
-    ) -> list[dict[str, float]]:  # fmt: skip
-        """Collective: train towards the returns, after `values` of the same samples; extends the policy's sums."""
-        batch = self.learner.begin(samples, parts.of_sample, experts=self._experts)
-        batch.give(value_columns(samples, algorithm, targets, self._values, parts, total))
-        loss = partial(value_loss_of, algorithm.value_clip)
-        updates = [batch.update(mini_batch, loss) for mini_batch in parts.order]
-        return [
-            {**of_policy, "value_loss": own.get("value_loss", 0.0), "skipped": of_policy["skipped"] + own["skipped"]}
-            for own, of_policy in zip(updates, sums, strict=True)
-        ]
-
-
 POLICY_SUMS = ("loss", "policy", "kl", "divergence", "entropy", "clipped", "weight")
 """statistics of the policy loss; a rank whose group ran nothing reports none"""
 
@@ -142,3 +109,35 @@ def value_loss_of(clip: float, predictions: Predictions, columns_NC: Tensor) -> 
     old, returns, weights = columns_NC.unbind(dim=1)
     loss = value_loss(predictions.logprobs, old, returns, weights, clip)
     return LossSums(loss=loss, sums={"value_loss": float(loss.detach())})
+
+
+class Critic:
+    """A value model with its own experts, balancer and optimizer.
+
+    The rollout knows nothing of its routing. So the pass that computes the values of a step is routed live and
+    recorded; the update replays that routing, planned and balanced like the policy's.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self._values: list[NDArray[np.float64]] = []
+        self._experts: list[NDArray[np.int32]] = []
+
+    def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float64]]:
+        """Collective: values [A] of every own sample, forward only."""
+        self._values, self._experts = self.learner.begin_live(samples).logprobs_and_experts()
+        return self._values
+
+    def update(
+        self, samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], parts: MiniBatches,
+        total: Total, sums: Sequence[Mapping[str, float]],
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Collective: train towards the returns, after `values` of the same samples; extends the policy's sums."""
+        batch = self.learner.begin(samples, parts.of_sample, experts=self._experts)
+        batch.give(value_columns(samples, algorithm, targets, self._values, parts, total))
+        loss = partial(value_loss_of, algorithm.value_clip)
+        updates = [batch.update(mini_batch, loss) for mini_batch in parts.order]
+        return [
+            {**of_policy, "value_loss": own.get("value_loss", 0.0), "skipped": of_policy["skipped"] + own["skipped"]}
+            for own, of_policy in zip(updates, sums, strict=True)
+        ]
