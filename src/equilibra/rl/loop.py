@@ -78,7 +78,7 @@ class LoopSetting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """Everything a run holds on one rank."""
+    """The parts of a run on one rank."""
 
     setting: LoopSetting
     source: Source

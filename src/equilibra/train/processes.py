@@ -79,7 +79,7 @@ class _Rank:
 
 def _death(code: int) -> Failure:
     if code >= 0:
-        return Failure(text=f"ended with exit code {code} without an error")
+        return Failure(text=f"ended with exit code {code} without reporting an error")
     try:
         name = signal.Signals(-code).name
     except ValueError:
@@ -274,7 +274,7 @@ def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | 
             nonlocal told
             if interrupts.count and not told:
                 told = True
-                screen.note("stopping: finishing this step and writing a checkpoint first")
+                screen.note("stopping: the step is finished, writing a checkpoint")
             return interrupts.count > 0
 
         try:
