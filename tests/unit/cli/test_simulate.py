@@ -265,7 +265,7 @@ def test_files_are_written_once_and_never_over_others(ask, tmp_path, capsys):
     for name in ("pages.html", "pages.json"):
         (tmp_path / name).mkdir()
     refused(ask("--report", tmp_path / "pages.html", "--overwrite"), "folder")
-    refused(ask("--output", tmp_path / "pages.html", "--overwrite"), "something else")
+    refused(ask("--output", tmp_path / "pages.html", "--overwrite"), "not a run folder")
     assert run("report", names["--output"], "--output", tmp_path / "again.html") == 0
 
 

@@ -10,12 +10,12 @@ from equilibra.train.worker import _device
 
 
 @pytest.mark.parametrize(("override", "reason"), [
-    ("rollout.engine=vllm", "not installed here"),
+    ("rollout.engine=vllm", "not installed"),
     ("rollout.engine=vlm", "one of embedded, sglang, vllm.*did you mean 'vllm'"),
     ("rollout.engine=sglang", "needs a server: set rollout.server"),
     ("rollout.options.swap_space=4", "rollout.options are for vLLM"),
     ("algorithm.mini_batches=33", "needs as many groups of answers, but a step has 32"),
-    ("rollout.max_prompt_tokens=3", "tokens, rollout.max_prompt_tokens is 3"),
+    ("rollout.max_prompt_tokens=3", "tokens, but rollout.max_prompt_tokens is 3"),
     ("rollout.window=2", "needs whole answers"),
     ("algorithm.options.foo=1", "no option of grpo"),
 ])  # fmt: skip

@@ -162,7 +162,7 @@ def test_overrides_add_to_tables():
         ("planer=static", r"did you mean balance\.planner\?"),
         ("run=5", "run is a section, its options are run.key=value"),
         ("=5", "unknown option; sections are run"),
-        ("run.steps.x=5", r"run\.steps is no table"),
+        ("run.steps.x=5", r"run\.steps is not a table"),
         ("run.steps=6O", "run.steps must be a whole number from 1 to .*, not '6O'"),
         ("run.steps=", "cannot read run.steps=''"),
         ('run.steps="5', "write a value as in TOML"),

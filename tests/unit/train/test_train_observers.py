@@ -26,7 +26,7 @@ from equilibra.train.view import LiveView, Picture, can_draw, draw, sparkline
 FULL = {
     "reward": 0.4123, "kl": 0.00123, "entropy": 1.312, "loss": 0.1, "tokens_per_s": 12345.6, "imbalance_static": 1.839,
     "imbalance": 1.021, "exposed": 0.0123, "seconds": 3.12, "seconds_rollout": 1.5, "seconds_plan": 0.02,
-    "seconds_recompute": 0.5, "seconds_update": 1.0,
+    "seconds_logprob": 0.5, "seconds_update": 1.0,
 }  # fmt: skip
 
 
