@@ -13,7 +13,7 @@ from equilibra.execute import CopySetting, join_expert_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.integrations.hf import build_model, family_of, open_model_folder, shard_experts
 from equilibra.integrations.hf.folder import norms_in_float64
-from equilibra.rl.learner import padded
+from equilibra.rl.vocabulary import padded
 from equilibra.trace.routing import RoutingTrace
 
 LENGTHS = (5, 9, 3, 7, 6, 8)

@@ -11,7 +11,7 @@ from tests.distributed.rl_runs import run, small
 from tests.references.hf_models import small_config
 
 from equilibra.integrations.hf import Replica
-from equilibra.train import engines
+from equilibra.train import build
 from equilibra.train.config import ClusterConfig
 
 TWO = ClusterConfig(nodes=1, ranks_per_node=2)
@@ -54,7 +54,7 @@ def slow(config, folder, seconds):
 
             super().load_weights(slowly(), version=version)
 
-    engines.Replica = Slow
+    build.Replica = Slow
     return run(config, folder)
 
 

@@ -21,8 +21,8 @@ from tests.distributed.rl_runs import (
 )
 from tests.references.hf_models import small_config
 
+from equilibra.execute.state.checkpoint_folder import checkpoint_steps
 from equilibra.rl.recording import read_samples, write_samples
-from equilibra.train.state import resumable_steps
 
 ALGORITHMS = ["grpo", pytest.param("gspo", marks=pytest.mark.slow), "ppo", "tppo"]
 ROUNDING = 1e-6
@@ -261,6 +261,6 @@ def test_a_step_without_a_finite_gradient_is_skipped_and_several_end_the_run(mod
     (tmp_path / "ended").mkdir()
     for notes, error in run_ranks(2, run_with_nan, config, tmp_path / "ended", (1, 2), timeout_s=240):
         assert len(notes.steps) == 2
-        assert error.startswith("step 3: the norm of the gradient is nan, not finite in ")
+        assert error.startswith("step 3: the gradient norm is nan, not finite in ")
         assert "3 optimizer steps in a row, optimizer.max_skipped_steps is 2" in error
-    assert resumable_steps(tmp_path / "ended") == [2]
+    assert checkpoint_steps(tmp_path / "ended" / "checkpoints" / "policy") == [2]

@@ -21,7 +21,7 @@ from tests.distributed.rl_runs import run
 
 from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.rl.engine import Request, seed_of
-from equilibra.train import engines
+from equilibra.train import build
 
 BUILDING = threading.Lock()
 """transformers builds a model under a default type that all threads share: servers of one process take turns"""
@@ -39,7 +39,7 @@ class Seeded(Replica):
 
 def run_embedded(config: Any, folder: Path) -> Any:
     """A training run with noise from seeds; called on every rank."""
-    with mock.patch.object(engines, "Replica", Seeded):
+    with mock.patch.object(build, "Replica", Seeded):
         return run(config, folder)
 
 

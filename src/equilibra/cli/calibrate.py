@@ -1,4 +1,4 @@
-"""`equilibra calibrate`: a machine, measurements of one, or measured runs in; a hardware file for `simulate` out."""
+"""`equilibra calibrate`: fit a hardware file for `simulate` to measurements, measured runs or this machine."""
 
 from __future__ import annotations
 
@@ -21,31 +21,31 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "calibrate",
         help="fit the cost model to measurements of your machine",
-        description="Takes measurement files and folders of measured runs. Constants that nothing was measured for "
-        "stay as in --base, or as measured here with --measure: products, memory and links. Experts and attention are "
-        "measured by benchmarks/probes/measure_device.py in a clone of the repository.",
+        description="Reads measurement files and folders of measured runs. Constants without a measurement stay as in "
+        "--base, or as measured here with --measure: products, memory and links. In a clone of the repository, "
+        "benchmarks/probes/measure_device.py measures experts and attention.",
     )
     parser.add_argument("source", nargs="*", metavar="FILE|RUN", help="measurements (.json) or measured runs")
     base = parser.add_mutually_exclusive_group()
     base.add_argument("--base", default="h200", metavar="NAME", help="hardware to start from (h200)")
     base.add_argument(
-        "--measure", action="store_true", help="start from this machine, as `equilibra doctor` measures it"
+        "--measure", action="store_true", help="start from this machine, measured as by `equilibra doctor`"
     )
     parser.add_argument("--name", default="mine", help="name of the result (mine)")
-    parser.add_argument("--output", metavar="FILE.toml", help="write the hardware there")
+    parser.add_argument("--output", metavar="FILE.toml", help="write the hardware to this file")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Fit, print how well it fits, and write the file."""
+    """Fit, print the errors of the fit, and write the file."""
     from equilibra.core.atomic import atomic_file
     from equilibra.cost.calibrate import Calibration, calibrate
     from equilibra.cost.files import load_prices, prices_toml
 
     if not arguments.source and not arguments.measure:
-        raise InputError("there is nothing to fit: name measurements or runs, or measure this machine with --measure")
+        raise InputError("nothing to fit: name measurements or runs, or measure this machine with --measure")
     measurements = [one for source in arguments.source for one in _measurements(Path(source))]
     base = _this_machine(arguments.name) if arguments.measure else load_prices(arguments.base)
     fitted = Calibration(hardware=base, errors={})
@@ -75,7 +75,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _this_machine(name: str) -> Prices:
-    """What `equilibra doctor --write` would write."""
+    """The prices that `equilibra doctor --write` would write."""
     from equilibra.doctor.finding import Ask
     from equilibra.doctor.node import examine
     from equilibra.doctor.preset import preset_of
@@ -96,7 +96,7 @@ def _measurements(path: Path) -> list[dict[str, Any]]:
     if not path.is_dir():
         found = read_table(path).get("measurements")
         if not isinstance(found, list):
-            raise InputError(f"{path} holds no list of measurements")
+            raise InputError(f"{path} has no list of measurements")
         return found
     loaded = load_run(path)
     if loaded.about.get("kind") != "measured":

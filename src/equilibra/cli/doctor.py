@@ -1,4 +1,4 @@
-"""`equilibra doctor`: what does this machine have, what do its links carry, which transfer paths will work on it?"""
+"""`equilibra doctor`: check and measure this machine, and say which transfer paths work on it."""
 
 from __future__ import annotations
 
@@ -11,8 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import equilibra
-from equilibra.cli.arguments import positive
-from equilibra.cli.progress import Progress
+from equilibra.cli.arguments import Progress, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -25,14 +24,14 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
     parser = commands.add_parser(
         "doctor",
-        help="check and measure this machine, and say which transfer paths will work on it",
-        description="Looks at software, GPUs, links and memory, tries what the transfer paths need, measures, and says "
-        "which paths will work. Exit code 0 if at least one does, 1 if none, 2 for bad input.",
+        help="check and measure this machine, and say which transfer paths work on it",
+        description="Checks software, GPUs, links and memory, measures them, and says which transfer paths work. Exit "
+        "code 0 if at least one works, 1 if none, 2 for bad input.",
     )
     parser.add_argument("--model", metavar="NAME", help="preset, .toml or config.json: is /dev/shm enough for it?")
     parser.add_argument("--spare-slots", type=positive, default=2, metavar="S", help="flash copies a rank can hold (2)")
     parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks on this machine (its GPUs)")
-    parser.add_argument("--no-measure", action="store_true", help="only check: a few seconds less")
+    parser.add_argument("--no-measure", action="store_true", help="only check, which saves a few seconds")
     parser.add_argument("--write", metavar="FILE.toml", help="write its prices, for --hardware and balance.hardware")
     parser.add_argument("--force", "--overwrite", action="store_true", help="replace --write's file if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -40,7 +39,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Examine, print, write."""
+    """Examine the machine, print the findings, write the file."""
     from equilibra.doctor.finding import Ask, PathState
     from equilibra.doctor.node import examine
     from equilibra.doctor.show import as_table, as_text
@@ -48,7 +47,7 @@ def run(arguments: argparse.Namespace) -> int:
     _check(arguments)
     ask = Ask(model=arguments.model, spare_slots=arguments.spare_slots, ranks_per_node=arguments.ranks_per_node)
     progress = Progress()
-    tell = progress.step if sys.stderr.isatty() else _quiet  # many short jobs: a line for each would be noise
+    tell = progress.step if sys.stderr.isatty() else lambda *_: None  # a line for each short job would be noise
     try:
         found = examine(ask, measure=not arguments.no_measure, tell=tell)
     finally:
@@ -61,18 +60,12 @@ def run(arguments: argparse.Namespace) -> int:
         print(as_text(found))
     sys.stdout.flush()
     if arguments.write:
-        _write(
-            found, Path(arguments.write), overwrite=arguments.force
-        )  # after the answer: a full disk must not cost it
+        _write(found, Path(arguments.write), overwrite=arguments.force)  # last: a full disk must not cost the answer
     return 0 if any(one.state is PathState.WORKS for one in found.verdicts) else 1
 
 
-def _quiet(_what: str, _done: int, _total: int) -> None:
-    pass
-
-
 def _check(arguments: argparse.Namespace) -> None:
-    """Refuse before the work what would be refused after it."""
+    """Refuse early what would fail after the measurements."""
     if arguments.model is not None:
         from equilibra.cost.files import load_model
 

@@ -1,7 +1,7 @@
-"""`equilibra`: one command, one file per subcommand. Heavy imports happen inside the commands, so help is instant.
+"""`equilibra`: one file per subcommand, which imports heavy libraries only when it runs.
 
-Exit codes: 0 done, 1 a defect of ours (doctor: no transfer path works here), 2 the input cannot be used (one clear line
-on stderr), 130 interrupted.
+Exit codes: 0 done, 1 our defect (doctor: no transfer path works), 2 unusable input (one line on stderr), 130
+interrupted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["main"]
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; returns the exit code."""
-    signal.signal(signal.SIGTERM, _interrupt)  # ends like Ctrl-C: nothing half-written stays
+    signal.signal(signal.SIGTERM, _interrupt)  # like Ctrl-C: no half-written file stays
     try:
         parsed = _parsed(arguments)
         return int(parsed.run(parsed))
@@ -35,17 +35,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("equilibra: interrupted", file=sys.stderr)
         return 130
     except MemoryError:
-        print(
-            "equilibra: this needs more memory than there is; use a smaller input, or fewer at a time", file=sys.stderr
-        )
+        print("equilibra: out of memory; use a smaller input, or fewer at a time", file=sys.stderr)
         return 2
     except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # whoever read us has gone: not an error
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # the reader has gone: not an error
         return 0
 
 
 def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """What was asked."""
     parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
@@ -53,7 +50,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
         command.add_parser(commands)
     parsed, rest = parser.parse_known_args(arguments)
     if rest and all("=" in word and not word.startswith("-") for word in rest) and parsed.command == "train":
-        parsed.overrides += rest  # argparse takes only those that stand together
+        parsed.overrides += rest  # argparse takes only adjacent ones
     elif rest:
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     return parsed

@@ -1,4 +1,4 @@
-"""`equilibra plan`: a load matrix or a routing recording in, a plan out."""
+"""`equilibra plan`: plan copies for a load matrix, or a whole step for a routing recording."""
 
 from __future__ import annotations
 
@@ -108,9 +108,9 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
     except (ValueError, EOFError, MemoryError) as error:
-        raise InputError(f"cannot read {path}: it is not a .npy array of numbers, or damaged ({error})") from error
+        raise InputError(f"cannot read {path}: not a .npy array of numbers, or damaged ({error})") from error
     if not isinstance(loads, np.ndarray):
-        raise InputError(f"{path} holds several arrays; --loads takes one array in a .npy file")
+        raise InputError(f"{path} has several arrays, but --loads takes one array in a .npy file")
     if not np.issubdtype(loads.dtype, np.integer):
         raise InputError(f"loads must be integers, {path} has {loads.dtype}; convert with loads.astype('int64')")
     if loads.ndim not in (2, 3) or 0 in loads.shape:

@@ -1,4 +1,4 @@
-"""`equilibra report`: a run folder in, one HTML page out, and a trace for ui.perfetto.dev."""
+"""`equilibra report`: turn a run folder into one HTML page or a trace for ui.perfetto.dev."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
     parser = commands.add_parser(
         "report",
-        help="turn a run into one HTML page that needs nothing else",
+        help="turn a run into one self-contained HTML page",
         description="Reads a run folder (of `equilibra simulate`) and writes one self-contained HTML file: the gain, "
-        "heat maps, every copy, the timeline, memory. With --perfetto also, or only, a trace for ui.perfetto.dev.",
+        "heat maps, every copy, the timeline, memory. --perfetto writes a trace for ui.perfetto.dev.",
     )
     parser.add_argument("folder", metavar="RUN", help="a run folder")
     parser.add_argument("--output", metavar="FILE.html", help="the page (RUN.html, unless only --perfetto is given)")

@@ -11,8 +11,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import positive
-from equilibra.cli.progress import Progress
+from equilibra.cli.arguments import Progress, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -126,12 +125,12 @@ def run(arguments: argparse.Namespace) -> int:
         progress.close()
     _print(answer, as_json=arguments.json)
     sys.stdout.flush()
-    _write(answer.run, arguments)  # after the answer: a full disk must not cost it
+    _write(answer.run, arguments)  # last: a full disk must not cost the answer
     return 0
 
 
 def _check_target(path: str, *, overwrite: bool, folder: bool) -> None:
-    """Refuse before the work what would be refused after it."""
+    """Refuse early what would fail after the simulation."""
     target = Path(path).absolute()
     if not target.parent.is_dir():
         raise InputError(f"cannot write {path}: the folder {target.parent} does not exist")
@@ -140,13 +139,13 @@ def _check_target(path: str, *, overwrite: bool, folder: bool) -> None:
     if target.is_dir() and not folder:
         raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
     if target.exists() and folder and not (target / "run.json").is_file():
-        raise InputError(f"cannot overwrite {path}: it holds no run.json, so it is something else")
+        raise InputError(f"cannot overwrite {path}: not a run folder (no run.json)")
     if not os.access(target.parent, os.W_OK):
         raise InputError(f"cannot write {path}: the folder {target.parent} cannot be written")
 
 
 def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, SequenceLoad, list[dict[str, Any]], Any]:
-    """The model, the loads, where they come from, and the last step's loads."""
+    """The model, the loads, a description of the inputs, and the last step's loads."""
     import numpy as np
 
     from equilibra.cost.files import load_model
@@ -183,15 +182,15 @@ def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, S
 
 
 def _fitting_model(recording: Recording, path: str) -> MoEModel:
-    """The one preset of the recording's shape."""
+    """The only preset with the recording's shape."""
     from equilibra.core.model import MODELS
 
     shape = (recording.num_layers, recording.num_experts, recording.top_k)
     found = [model for model in MODELS.values() if (model.num_layers, model.num_experts, model.top_k) == shape]
     if len(found) != 1:
         raise InputError(
-            f"{path} has {shape[0]} MoE layers, {shape[1]} experts, top-{shape[2]}, which is the shape of "
-            f"{'several models' if found else 'no model known here'}: say which with --model (a name or a file)"
+            f"{path} has {shape[0]} MoE layers, {shape[1]} experts, top-{shape[2]}, the shape of "
+            f"{'several presets' if found else 'no preset'}: name the model with --model (a name or a file)"
         )
     print(
         f"no --model: taking {found[0].name}, the preset of {shape[0]} MoE layers, {shape[1]} experts, top-{shape[2]}",
@@ -201,7 +200,7 @@ def _fitting_model(recording: Recording, path: str) -> MoEModel:
 
 
 def _input(path: str, recording: Recording) -> dict[str, Any]:
-    """What identifies an input file."""
+    """Name, size and hash of an input file."""
     file = Path(path)
     entry: dict[str, Any] = {
         "name": file.name, "sequences": recording.num_sequences, "tokens": int(recording.offsets[-1]),

@@ -1,24 +1,24 @@
-"""`equilibra trace info | convert | synth`: look at a routing recording, convert it, make one.
+"""`equilibra trace info | convert | synth`: inspect a routing recording, convert it, or make a synthetic one.
 
-stdout carries the answer (a table, or one JSON object with --json), stderr a line for work that takes longer
-than a second. numpy and numba are imported by the handlers, so that `equilibra --help` does not wait for
-them.
+stdout carries the answer, stderr a line for work of more than a second. Handlers import numpy and numba, so that
+`equilibra --help` need not.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from equilibra.cli.progress import announced
-from equilibra.cli.trace_convert import add_convert
+from equilibra.cli.arguments import announced
+from equilibra.core.errors import InputError, TraceFormatError
 
 if TYPE_CHECKING:
-    import argparse
     from collections.abc import Sequence
 
+    from equilibra.integrations.routing_formats import RoutedModel
     from equilibra.trace.count import TraceSummary
     from equilibra.trace.synth import SynthKnobs, SynthShape
 
@@ -27,33 +27,35 @@ __all__ = ["add_parser"]
 BLOCKS = "▁▂▃▄▅▆▇█"
 KNOBS = {
     "popularity_skew": (float, "spread of log-popularity over experts; 0: all alike"),
-    "sequence_noise": (float, "how much sequences differ from it; 0: all alike"),
+    "sequence_noise": (float, "how much sequences differ from the popularity; 0: not at all"),
     "group_correlation": (float, "how alike answers to one prompt are, 0 to 1"),
     "drift": (float, "how much of popularity is new after one step, 0 to 1"),
     "median_length": (float, "tokens of a sequence, median"),
     "length_tail": (float, "spread of log-length; 0: all of one length"),
     "max_length": (int, "tokens at which a sequence is cut"),
 }
+RESPONSES = ("vllm", "sglang")
+LINES = (".jsonl", ".ndjson")
+PICKLES = (".pt", ".pth", ".pkl", ".pickle", ".bin")
+MODEL = "give --model FOLDER (with its config.json), or --layers, --top-k and --experts"
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `trace` and its three commands."""
-    trace = subparsers.add_parser("trace", help="look at a routing recording, convert it, make a synthetic one")
+    """Add `trace` and its commands."""
+    trace = subparsers.add_parser("trace", help="inspect a routing recording, convert it, or make a synthetic one")
     commands = trace.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
     _add_info(commands)
-    add_convert(commands)
+    _add_convert(commands)
     _add_synth(commands)
 
 
 def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    info = commands.add_parser("info", help="what a recording holds, and its imbalance on a cluster")
+    info = commands.add_parser("info", help="contents of a recording, and its imbalance on a cluster")
     info.add_argument("file", metavar="FILE", help="NAME.npz or NAME.eqtrace")
     info.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the cluster (default 1)")
     info.add_argument("--ranks-per-node", type=int, default=8, metavar="G", help="ranks of a node (default 8)")
-    info.add_argument(
-        "--tokens-per-microbatch", type=int, default=8192, metavar="T", help="token budget (default 8192)"
-    )
-    info.add_argument("--experts", type=int, metavar="E", help="experts of a layer, where an .npz does not say")
+    info.add_argument("--tokens-per-microbatch", type=int, default=8192, metavar="T", help="token budget (8192)")
+    info.add_argument("--experts", type=int, metavar="E", help="experts per layer, if an .npz does not say")
     info.add_argument("--distinct", action="store_true", help="refuse tokens that go to one expert twice in a layer")
     info.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     info.add_argument("--json", action="store_true", help="print one JSON object")
@@ -69,12 +71,12 @@ def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     synth.add_argument("--top-k", type=int, metavar="K", help="experts per token (default 8)")
     synth.add_argument("--prompts", type=int, default=32, metavar="P", help="prompts of the step (default 32)")
     synth.add_argument("--answers", type=int, default=8, metavar="A", help="answers to each prompt (default 8)")
-    synth.add_argument("--seed", type=int, default=0, help="of all random numbers (default 0)")
-    synth.add_argument("--step", type=int, default=0, help="steps of drift behind it (default 0)")
+    synth.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
+    synth.add_argument("--step", type=int, default=0, help="steps of drift before it (default 0)")
     synth.add_argument("--no-last-token", action="store_true", help="leave the last token of each answer unrecorded")
     for name, (kind, text) in KNOBS.items():
         synth.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
-    synth.add_argument("--overwrite", action="store_true", help="replace OUT if it is there")
+    synth.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
     synth.add_argument("--json", action="store_true", help="print one JSON object")
     synth.set_defaults(run=_synth)
 
@@ -90,7 +92,7 @@ def _info(arguments: argparse.Namespace) -> int:
         if arguments.distinct:
             require_distinct_experts(recording)
         summary = summarize(recording, cluster, arguments.tokens_per_microbatch)
-    _print(json.dumps(asdict(summary)) if arguments.json else _table(arguments.file, summary))
+    print(json.dumps(asdict(summary)) if arguments.json else _table(arguments.file, summary))
     return 0
 
 
@@ -117,12 +119,12 @@ def _synth(arguments: argparse.Namespace) -> int:
     }
     text = "wrote {target}: {tokens} tokens, {sequences} sequences, {layers} layers, {top_k} of {experts} experts"
     lines = [text.format(**made), *(f"  {name:18} {value:g}" for name, value in asdict(knobs).items())]
-    _print(json.dumps(made) if arguments.json else "\n".join(lines))
+    print(json.dumps(made) if arguments.json else "\n".join(lines))
     return 0
 
 
 def _wanted(arguments: argparse.Namespace) -> tuple[SynthShape, SynthKnobs]:
-    """What was asked for, else what --like has, else the defaults."""
+    """Options, else what --like has, else the defaults."""
     from dataclasses import replace
 
     from equilibra.trace.synth import SynthKnobs, SynthShape
@@ -176,5 +178,91 @@ def _sparkline(values: Sequence[float]) -> str:
     return "".join(BLOCKS[min(7, int(8 * value / top))] for value in values)
 
 
-def _print(text: str) -> None:
-    sys.stdout.write(text + "\n")
+def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    convert = commands.add_parser(
+        "convert",
+        help="from .npz to .eqtrace and back, or from responses of vLLM or SGLang, by the suffix of DST",
+        description="SRC is a recording (NAME.npz, NAME.eqtrace), or a file with one response of vLLM's or SGLang's "
+        'HTTP server per line (NAME.jsonl), as received or as {"request": ..., "response": ...}.',
+    )
+    convert.add_argument("source", metavar="SRC", help="NAME.npz, NAME.eqtrace or NAME.jsonl")
+    convert.add_argument("target", metavar="DST", help="NAME.npz or NAME.eqtrace")
+    convert.add_argument("--format", choices=("auto", *RESPONSES), default="auto",
+                         help="engine that wrote the responses; auto (default): by their contents")  # fmt: skip
+    convert.add_argument("--experts", type=int, metavar="E", help="experts per layer, if SRC does not say")
+    convert.add_argument("--model", metavar="FOLDER", help="for responses: folder with the model's config.json")
+    convert.add_argument("--layers", type=int, metavar="L", help="for responses: decoder layers, dense ones too")
+    convert.add_argument("--top-k", type=int, metavar="K", help="for responses: experts per token")
+    convert.add_argument("--dense", type=_numbers, metavar="0,1,...", help="for responses: layers without experts")
+    convert.add_argument("--start-len", type=int, metavar="N", help="for responses: leading tokens without routing "
+                         "(routed_experts_start_len; default 0)")  # fmt: skip
+    convert.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
+    convert.add_argument("--json", action="store_true", help="print one JSON object")
+    convert.set_defaults(run=_convert)
+
+
+def _numbers(text: str) -> tuple[int, ...]:
+    try:
+        return tuple(int(part) for part in text.split(",") if part)
+    except ValueError:
+        raise argparse.ArgumentTypeError(
+            f"must be layer numbers separated by commas, such as 0,1,2, not {text!r}"
+        ) from None
+
+
+def _convert(arguments: argparse.Namespace) -> int:
+    suffix = Path(arguments.source).suffix
+    if suffix in PICKLES:
+        raise TraceFormatError(
+            f"cannot open {arguments.source}: {suffix} files are pickles, which can run code when opened; convert "
+            "where it was made: equilibra.integrations has functions for the objects inside"
+        )
+    with announced(f"converting {arguments.source}"):
+        responses = arguments.format in RESPONSES or suffix in LINES
+        tokens, sequences = _convert_responses(arguments) if responses else _convert_recording(arguments)
+    made = {"target": arguments.target, "tokens": tokens, "sequences": sequences}
+    text = json.dumps(made) if arguments.json else f"wrote {arguments.target}: {tokens} tokens, {sequences} sequences"
+    print(text)
+    return 0
+
+
+def _convert_recording(arguments: argparse.Namespace) -> tuple[int, int]:
+    from equilibra.trace.open import load_trace, save_trace
+
+    given = [
+        name for name in ("model", "layers", "top_k", "dense", "start_len") if getattr(arguments, name) is not None
+    ]
+    if given:
+        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+        raise InputError(
+            f"{names} are for responses, but {arguments.source} is a recording: files of responses end in .jsonl"
+        )
+    recording = load_trace(arguments.source, num_experts=arguments.experts)
+    save_trace(recording, arguments.target, overwrite=arguments.overwrite)
+    return recording.num_tokens, recording.num_sequences
+
+
+def _convert_responses(arguments: argparse.Namespace) -> tuple[int, int]:
+    from equilibra.integrations.responses import sequences_of_file
+    from equilibra.integrations.routing_formats import save_sequences
+
+    model = _model(arguments)
+    engine = None if arguments.format == "auto" else arguments.format
+    sequences = sequences_of_file(arguments.source, model, engine=engine, first=arguments.start_len or 0)
+    return save_sequences(sequences, arguments.target, model, overwrite=arguments.overwrite)
+
+
+def _model(arguments: argparse.Namespace) -> RoutedModel:
+    """The model of the responses: from config.json, overridden by options."""
+    from dataclasses import replace
+
+    from equilibra.integrations.routing_formats import RoutedModel, model_from_folder
+
+    said = {"num_layers": arguments.layers, "top_k": arguments.top_k, "num_experts": arguments.experts}
+    said["dense_layers"] = arguments.dense
+    given = {name: value for name, value in said.items() if value is not None}
+    if arguments.model is not None:
+        return replace(model_from_folder(arguments.model), **given)
+    if missing := [name for name in ("num_layers", "top_k", "num_experts") if name not in given]:
+        raise InputError(f"responses do not say the model's {', '.join(missing)}: {MODEL}")
+    return RoutedModel(**given)

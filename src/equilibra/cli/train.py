@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,14 +15,14 @@ from equilibra.core.errors import EquilibraError, InputError
 
 if TYPE_CHECKING:
     from equilibra.train.config import TrainConfig
-    from equilibra.train.launch import Place
-    from equilibra.train.observers import Screen
+    from equilibra.train.plain_log import Screen
+    from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
 __all__ = ["add_parser", "finish"]
 
 WORKER = "equilibra.train.worker:run_worker"
-"""what a rank runs; tests put their own here"""
+"""module:function that a rank runs; tests replace it"""
 NEEDED = ("torch", "transformers", "safetensors", "tensorboard", "rich")
 
 
@@ -31,22 +30,21 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand."""
     parser = commands.add_parser(
         "train",
-        help="train a MoE model by reinforcement learning, balanced; a small one on any laptop without options",
+        help="train a MoE model with RL and balanced experts; without options a small one, on any laptop",
         usage="equilibra train [section.key=value ...] [--config FILE] [--output DIR | --resume DIR] ...",
-        description="Trains a MoE language model on verifiable problems, with the experts of every step balanced. "
-        "Starts cluster.nodes x ranks_per_node x groups processes here; under torchrun, uses torchrun's. Ctrl-C once "
-        "ends with a checkpoint.",
+        description="Trains a MoE language model on verifiable problems and balances the experts of every step. Starts "
+        "cluster.nodes x ranks_per_node x groups processes, or uses torchrun's. Ctrl-C once stops with a checkpoint.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options, as in run.steps=20")
-    parser.add_argument("--config", metavar="FILE", help="options from a TOML file")
-    parser.add_argument("--output", metavar="DIR", help="folder of the run (runs/<date and time>)")
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options, such as run.steps=20")
+    parser.add_argument("--config", metavar="FILE", help="read options from a TOML file")
+    parser.add_argument("--output", metavar="DIR", help="run folder (runs/<date and time>)")
     parser.add_argument("--resume", metavar="DIR", help="continue the run in this folder from its last checkpoint")
     parser.add_argument("--planner", metavar="NAME", help="short for balance.planner=NAME; static: no balancing")
     parser.add_argument("--seed", metavar="N", help="short for run.seed=N")
     parser.add_argument("--steps", metavar="N", type=positive, help="short for run.steps=N")
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
-    parser.add_argument("--json", action="store_true", help="at the end, print one JSON object")
-    parser.add_argument("--options", action="store_true", help="print every option with its default, and end")
+    parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
+    parser.add_argument("--options", action="store_true", help="print every option with its default, and exit")
     parser.set_defaults(run=run, worker=WORKER)
 
 
@@ -57,30 +55,30 @@ class _Asked:
     config: TrainConfig
     folder: RunFolder
     resume: bool
-    """whether there is a checkpoint to go on from"""
+    """whether to continue from a checkpoint"""
     fresh: bool
-    """whether the folder was made for this run"""
+    """whether the folder was created now"""
     place: Place | None
-    """who this process is, under torchrun"""
+    """this process's rank under torchrun; None: this process starts the ranks"""
     lock: FolderLock | None
-    """of the folder: world rank 0 has it, or whoever starts the ranks"""
+    """lock of the folder, held by world rank 0 or the process that starts the ranks"""
 
     @property
     def is_first(self) -> bool:
-        """Whether this process talks to the user."""
+        """Whether this process reports to the user."""
         return self.place is None or self.place.rank == 0
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Train, then say what came of it."""
-    from equilibra.train.options import options_text
+    """Train, then print the summary."""
+    from equilibra.train.config_files import options_text
 
     if arguments.options:
         print(options_text(), end="")
         return 0
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
-        raise InputError(f"equilibra train needs {', '.join(missing)}: install it with pip install 'equilibra[train]'")
+        raise InputError(f"equilibra train needs {', '.join(missing)}: pip install 'equilibra[train]'")
     asked = _asked(arguments)
     try:
         stopped = _train(asked, arguments)
@@ -91,43 +89,38 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> _Asked:
-    """Understand what is wanted, and make or open the folder of the run."""
+    """Read the configuration, and create or open the run folder."""
     from equilibra.plan.planner import planner_named
     from equilibra.train.config import TrainConfig
-    from equilibra.train.config_files import load_config
-    from equilibra.train.launch import place_under_torchrun
-    from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
+    from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
+    from equilibra.train.processes import place_under_torchrun
     from equilibra.train.run_folder import reopen_run
 
-    overrides = _overrides(arguments)
+    short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
+    overrides = [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
     folder: RunFolder | None = None
     if arguments.resume is not None:
         if arguments.config is not None or arguments.output is not None:
-            raise InputError("--resume takes configuration and folder from the run: leave --config and --output out")
+            raise InputError("--resume takes configuration and folder from the run: remove --config and --output")
         folder, before = reopen_run(Path(arguments.resume))
         config = with_overrides(before, overrides)
         check_resumable(before, config)
     else:
         base = load_config(arguments.config) if arguments.config is not None else TrainConfig()
         config = with_absolute_paths(with_overrides(base, overrides))
-    planner_named(config.balance.planner)  # an error now, not after the warm-up
+    planner_named(config.balance.planner)  # fail now, not after the warm-up
     place = place_under_torchrun(config.cluster)
     if place is not None and folder is None:
         folder = _folder_under_torchrun(arguments, place)
     return _opened(arguments, config, folder, place)
 
 
-def _overrides(arguments: argparse.Namespace) -> Sequence[str]:
-    short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
-    return [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
-
-
 def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFolder | None:
-    """The folder, if there is nothing to make: for other ranks than 0, and when torchrun starts all of them again."""
+    """The run folder, if it need not be created: on ranks other than 0, and after a restart by torchrun."""
     from equilibra.train.run_folder import RunFolder
 
     if arguments.output is None:
-        raise InputError("under torchrun every rank must know the folder of the run: give --output DIR")
+        raise InputError("under torchrun every rank must know the run folder: give --output DIR")
     folder = RunFolder(path=Path(arguments.output))
     return folder if place.rank != 0 or (place.restarts > 0 and folder.config.is_file()) else None
 
@@ -135,7 +128,7 @@ def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFo
 def _opened(
     arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None
 ) -> _Asked:  # fmt: skip
-    """Make the folder, or take the one there is."""
+    """Create the folder, or open the given one."""
     from datetime import datetime
 
     from equilibra.train.config_files import load_config
@@ -155,9 +148,9 @@ def _opened(
 
 
 def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
-    """Run all steps; returns whether the run was told to stop before."""
-    from equilibra.train.launch import launch
+    """Run all steps; returns whether the run was told to stop earlier."""
     from equilibra.train.plain_log import LogFile
+    from equilibra.train.processes import launch
     from equilibra.train.rank import Job
 
     job = Job(config=asked.config, folder=asked.folder, resume=asked.resume, worker=arguments.worker)
@@ -181,7 +174,7 @@ def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
 
 
 def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
-    """The live view on a terminal, plain lines elsewhere; stdout stays free for JSON."""
+    """The live view on a terminal, plain lines elsewhere; with --json on stderr."""
     from equilibra.train.metrics_file import read_history
     from equilibra.train.plain_log import PlainLog, to_stream
 
@@ -206,9 +199,9 @@ def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
 
 
 def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
-    """The table, or the JSON object, and what to do next."""
+    """Print the summary as a table or JSON, and how to continue a stopped run."""
     from equilibra.train.metrics_file import read_history
-    from equilibra.train.summary import summary, summary_table
+    from equilibra.train.plain_log import summary, summary_table
 
     folder, steps = asked.folder, asked.config.run.steps
     history = read_history(folder.metrics)
@@ -227,17 +220,17 @@ def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
 
 
 def _report(folder: Path) -> str | None:
-    """The path of the report; a page that cannot be written is no reason to lose the rest."""
+    """Write the report; a failure is only noted."""
     try:
         report = finish(folder)
     except EquilibraError as error:
-        print(f"note: there is no report: {error}", file=sys.stderr)
+        print(f"note: no report: {error}", file=sys.stderr)
         return None
     return None if report is None else str(report)
 
 
 def finish(folder: Path) -> Path | None:
-    """Write the report of the run's last step; None if the run kept no such step."""
+    """Write the report of the run's last step; None if the run has no record of it."""
     from equilibra.events.run import load_run
     from equilibra.report.page import write_report
 

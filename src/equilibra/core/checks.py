@@ -1,4 +1,4 @@
-"""What a value of a setting may be. Each check raises one line: the setting, what it must be, what it was."""
+"""Checks of settings. Errors name the option, what it must be, and what it was."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from equilibra.core.errors import InputError
 __all__ = ["MOST", "check_choice", "check_flag", "check_number", "check_table", "check_text", "check_whole", "shown"]
 
 MOST = 2**31 - 1
-"""the largest whole number, where an option has no smaller limit"""
+"""largest whole number of an option without a smaller limit"""
 SHOWN = 60
 
 
 def shown(value: object) -> str:
-    """The value as a message shows it: short, on one line."""
+    """The value for a message: short, on one line."""
     try:
         text = repr(value)
     except (ValueError, RecursionError):  # a whole number of thousands of digits
@@ -25,7 +25,7 @@ def shown(value: object) -> str:
 
 
 def check_whole(name: str, value: object, *, low: int, high: int | None = MOST) -> None:
-    """A whole number from `low` to `high` (None: without end); True and False are none."""
+    """Require a whole number from `low` to `high` (None: no limit), not a bool."""
     if isinstance(value, bool) or not isinstance(value, int) or value < low or (high is not None and value > high):
         end = "on" if high is None else f"to {high}"
         raise InputError(f"{name} must be a whole number from {low} {end}, not {shown(value)}")
@@ -34,7 +34,7 @@ def check_whole(name: str, value: object, *, low: int, high: int | None = MOST) 
 def check_number(
     name: str, value: object, *, above: float | None = None, low: float = 0.0, high: float = 1e9, below: bool = False
 ) -> None:
-    """A finite number: more than `above` or from `low` on, up to `high` (`below`: less than `high`)."""
+    """Require a finite number: above `above` or at least `low`, up to `high` (`below`: less than `high`)."""
     start = f"more than {above:g}" if above is not None else f"from {low:g}"
     end = f"{'to below' if below and above is None else 'and below' if below else 'to'} {high:g}"
     end = end if math.isfinite(high) else "on"
@@ -46,23 +46,23 @@ def check_number(
 
 
 def check_flag(name: str, value: object) -> None:
-    """True or false."""
+    """Require a bool."""
     if not isinstance(value, bool):
         raise InputError(f"{name} must be true or false, not {shown(value)}")
 
 
 def check_text(name: str, value: object, *, empty: bool = False) -> None:
-    """Text that a file and a path can hold."""
+    """Require text that files and paths can hold."""
     if not isinstance(value, str):
         raise InputError(f"{name} must be text, not {shown(value)}")
     if not value and not empty:
         raise InputError(f"{name} must not be empty")
     if "\0" in value or any("\ud800" <= sign <= "\udfff" for sign in value):
-        raise InputError(f"{name} must be text without NUL and broken characters, not {shown(value)}")
+        raise InputError(f"{name} must be text without NUL and lone surrogates, not {shown(value)}")
 
 
 def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
-    """One of a few words."""
+    """Require one of `choices`."""
     if not isinstance(value, str) or value not in choices:
         near = get_close_matches(value, choices, 1) if isinstance(value, str) else []
         hint = f"; did you mean {near[0]!r}?" if near else ""
@@ -70,7 +70,7 @@ def check_choice(name: str, value: object, choices: Sequence[str]) -> None:
 
 
 def check_table(name: str, value: object) -> None:
-    """A table of text, whole numbers, finite numbers, true and false."""
+    """Require a table of text, finite numbers and bools."""
     if not isinstance(value, Mapping):
         raise InputError(f"{name} must be a table of keys and values, not {shown(value)}")
     for key, entry in value.items():

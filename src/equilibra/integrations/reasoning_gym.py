@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.reward import RewardFunction, judged
-from equilibra.rl.tasks.task import Problem, Task, check_number, check_share, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
 
 __all__ = ["ReasoningGymTask", "dataset_names", "reasoning_gym_task"]
 

@@ -1,8 +1,8 @@
-"""Rollout engines: whatever turns prompts into answers and says which experts every token went to.
+"""The protocol of rollout engines: prompts in, answers out, with the experts of every token.
 
-An engine has weights of its own: after every update it is given the new ones by their published names, in logical
-order, whatever the placement of the trainer is. The embedded one is `integrations.hf.Replica`; those of
-`integrations.sglang` and `integrations.vllm` implement the same protocol.
+An engine has its own weights. After every update it gets the new ones under their published names, in logical order,
+whatever the trainer's placement. The embedded engine is `integrations.hf.Replica`; `integrations.sglang` and
+`integrations.vllm` have the others.
 """
 
 from __future__ import annotations
@@ -19,66 +19,59 @@ from torch import Tensor
 __all__ = ["UNKNOWN", "Engine", "Generation", "Request", "seed_of"]
 
 UNKNOWN = -1
-"""version of weights that the run did not hand over"""
+"""version of weights that did not come from this run"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Request:
-    """One answer to begin, or to go on with."""
+    """One answer to start or to continue."""
 
     tokens: NDArray[np.int64]
-    """[N] prompt, and the answer so far"""
+    """[N] prompt and the answer so far"""
     noise: NDArray[np.float64]
-    """one number in [0, 1) for each token to come: the same noise gives the same answer, whatever the batch is"""
+    """one number in [0, 1) per token to generate: the same noise gives the same answer in any batch"""
 
     @property
     def max_new(self) -> int:
-        """Tokens that may be generated."""
+        """The most tokens to generate."""
         return int(self.noise.size)
 
     def unanswered(self, shape: tuple[int, int]) -> Generation:
-        """No token was asked for: nothing is generated, and no routing known. shape: MoE layers, experts per token."""
+        """The empty generation for a request of no tokens. shape: MoE layers, experts per token."""
         experts = np.full((self.tokens.size - 1, *shape), -1, np.int32)
         return Generation(tokens=np.zeros(0, np.int64), logprobs=np.zeros(0), experts=experts, ended=False)
 
 
 def seed_of(request: Request) -> int:
-    """31 bits for engines that take a seed: the same noise gives the same one."""
+    """A 31-bit seed for engines that take one; a function of the noise."""
     return int.from_bytes(hashlib.sha256(request.noise.tobytes()).digest()[:4], "big") >> 1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Generation:
-    """What was generated for a request."""
+    """The answer to a request."""
 
     tokens: NDArray[np.int64]
-    """[A] new tokens, with the one that ends the answer if it came"""
+    """[A] new tokens, with the end-of-text token if it was generated"""
     logprobs: NDArray[np.float64]
-    """[A] log-probability of each, under the temperature it was drawn with"""
+    """[A] log-probability of each at the sampling temperature"""
     experts: NDArray[np.int32]
-    """[N + A - 1, L, K] experts of every token that was processed, -1 where the engine does not know; the last token
-    is never processed"""
+    """[N + A - 1, L, K] experts of all tokens but the last, which is never processed; -1: unknown"""
     ended: bool
-    """whether the token that ends an answer came"""
+    """whether the end-of-text token was generated"""
     version: int | None = None
-    """of the weights that the engine says it answered with, `UNKNOWN` if it is none of ours; None: it does not say"""
+    """version of the weights that the engine reports, `UNKNOWN` if not from this run; None: not reported"""
 
 
 class Engine(Protocol):
-    """Prompts in, answers with routing out."""
+    """Generates answers and reports their routing."""
 
     @property
     def roundoff(self) -> float:
-        """Unit roundoff of its products."""
-        ...
+        """Unit roundoff of the engine's products."""
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int) -> None:
-        """Take new weights, and answer with their version from now on.
-
-        All ranks call it together; every engine must read the stream to its end.
-        """
-        ...
+        """Collective: load new weights. Every engine must read the stream to its end."""
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests; temperature 0 takes the likeliest token."""
-        ...
+        """Answer all requests; temperature 0 is greedy."""

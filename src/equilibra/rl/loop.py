@@ -1,9 +1,8 @@
-"""The training loop, on one screen.
+"""The training loop on one screen.
 
     rollout -> reward -> log-prob (old log-probabilities) -> advantages -> update -> weights to the engine -> next plan
 
-Log-prob and update replay the rollout's routing under one plan. Debug modes cut the loop in half: `source` may be a
-recording instead of an engine, and every rollout may be written down.
+Log-prob and update replay the rollout's routing under one plan. `source` may be a recording instead of an engine.
 """
 
 from __future__ import annotations
@@ -19,158 +18,89 @@ import numpy as np
 from equilibra.core.errors import NonFiniteError
 from equilibra.events.run import PlannerRecord
 from equilibra.rl.algorithms.algorithm import Algorithm
-from equilibra.rl.critic import Critic
 from equilibra.rl.learner import Batch, Learner, total_over
 from equilibra.rl.loss import Total
 from equilibra.rl.mismatch import Mismatch, MismatchCheck, measure_mismatch
 from equilibra.rl.observe import Clock, Observer
 from equilibra.rl.sample import Sample
-from equilibra.rl.updates import POLICY_SUMS, MiniBatches, policy_columns, policy_loss_of
+from equilibra.rl.updates import POLICY_SUMS, Critic, MiniBatches, policy_columns, policy_loss_of
 
 __all__ = ["LoopSetting", "Source", "Trainer", "step_metrics", "train"]
 
-# What is reported of a step. Sums over ranks are taken in the order of ranks: everybody reports the same.
-
-
-def step_metrics(
-    samples: Sequence[Sample], apart: Mismatch, sums: Sequence[Mapping[str, float]], batch: Batch,
-    record: PlannerRecord | None, seconds: float, total: Total,
-) -> dict[str, float]:  # fmt: skip
-    """Collective: the numbers of a step. What was measured (`record`) is known on world rank 0 only."""
-    answers = _of_answers(samples, total)
-    return {
-        **answers,
-        **_of_losses(sums, total),
-        **apart.metrics(),
-        **_of_plan(batch, record, seconds),
-        "tokens_per_s": answers["tokens"] / seconds,
-    }
-
-
-def _of_answers(samples: Sequence[Sample], total: Total) -> dict[str, float]:
-    finished = [sample for sample in samples if sample.finished]
-    own = [
-        len(samples), len(finished), sum(sample.reward for sample in finished),
-        sum(sample.num_rows for sample in samples), sum(sample.answer.size - sample.fresh for sample in samples),
-    ]  # fmt: skip
-    count, num_finished, reward, rows, fresh = total(np.array(own, np.float64)).tolist()
-    return {
-        "reward": reward / max(num_finished, 1.0), "finished": num_finished / max(count, 1.0), "tokens": rows,
-        "answer_tokens": fresh / max(count, 1.0),
-    }  # fmt: skip
-
-
-def _of_losses(sums: Sequence[Mapping[str, float]], total: Total) -> dict[str, float]:
-    """Means over the optimizer steps of this step. A rank whose group ran nothing of one has no sums of it."""
-    names = [*POLICY_SUMS, *(name for name in ("value_loss",) if name in sums[0])]
-    shares = total(np.array([[one.get(name, 0.0) for name in names] for one in sums], np.float64)).mean(axis=0)
-    found = dict(zip(names, shares.tolist(), strict=True))
-    weight = found.pop("weight")
-    for name in ("policy", "kl", "divergence", "entropy", "clipped"):
-        found[name] /= weight or 1.0
-    norms = np.array([one["gradient_norm"] for one in sums])  # the same on all ranks
-    taken = norms[np.isfinite(norms)]
-    return {
-        **found, "gradient_norm": float(taken.mean()) if taken.size else float("nan"),
-        "skipped_steps": sum(one["skipped"] for one in sums),
-    }  # fmt: skip
-
-
-def _of_plan(batch: Batch, record: PlannerRecord | None, seconds: float) -> dict[str, float]:
-    step = batch.step
-    measured = {} if record is None else record.metrics
-    return {
-        "tokens_without_routing": float(step.tokens_without_routing),
-        "imbalance_static": step.static_imbalance,
-        "imbalance": step.planned_imbalance,
-        "copies": measured.get("copies_per_layer", 0.0),
-        "moves": float(step.plan.migration.num_moves),
-        "exposed": measured.get("exposed_overhead_s", 0.0) / seconds,
-    }
-
 
 class Source(Protocol):
-    """Where samples come from: an engine, or a recording."""
+    """Where samples come from: an engine or a recording."""
 
     def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
-        """Collective: own samples of a step, rewarded."""
-        ...
+        """Collective: this rank's samples of a step, with rewards."""
 
     def new_weights(self, version: int) -> None:
-        """Collective: the policy has changed; version: the number of optimizer steps before."""
-        ...
+        """Collective: hand over the policy's weights; version: optimizer steps so far."""
 
     def held_out(self) -> dict[str, float]:
-        """Collective: mean rewards on held-out problems; empty where nothing can be asked."""
-        ...
+        """Collective: mean rewards on held-out problems; empty for a recording."""
 
     def take_unscored(self) -> int:
-        """Own answers since the last call that got no reward because scoring them did not end in time."""
-        ...
+        """Own answers since the last call that got no reward because scoring timed out."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LoopSetting:
-    """How long and how often."""
+    """Length of the run, and how often things happen."""
 
     steps: int
-    """to train until"""
+    """RL steps of the whole run"""
     mini_batches: int
-    """optimizer steps over the samples of a step"""
+    """optimizer steps per pass over a step's samples"""
     epochs: int
-    """times that all samples are gone through"""
+    """passes over a step's samples"""
     evaluate_every: int
-    """steps between evaluations; also before the first and after the last step"""
+    """steps between evaluations; 0: only before the first and after the last step"""
     checkpoint_every: int
-    """steps between checkpoints, 0: only after the last step"""
+    """steps between checkpoints; 0: only after the last step"""
     max_answer_tokens: int
-    """longest answer"""
+    """longest answer, in tokens"""
     places: int = 0
-    """answers that grow at the same time, window by window; 0: answers are whole"""
+    """answers that grow at the same time, window by window; 0: whole answers"""
 
     def version(self, done: int) -> int:
-        """Of the weights after so many steps: optimizer steps before."""
+        """Version of the weights after `done` steps: the number of optimizer steps."""
         return done * self.mini_batches * self.epochs
 
     def evaluates(self, step: int) -> bool:
-        """Whether held-out problems are asked before this step."""
+        """Whether to evaluate before this step."""
         return step == 0 or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
     def saves(self, done: int) -> bool:
-        """Whether a checkpoint is written after so many steps."""
+        """Whether to write a checkpoint after `done` steps."""
         return done == self.steps or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trainer:
-    """Everything a run holds on one rank."""
+    """The parts of a run on one rank."""
 
     setting: LoopSetting
-    """how long"""
     source: Source
-    """samples"""
     algorithm: Algorithm
-    """targets and losses"""
     policy: Learner
-    """learns to answer"""
     critic: Critic | None
-    """learns values, where the algorithm needs them"""
+    """None: the algorithm needs no values"""
     reference: Learner | None
-    """the policy at the beginning, where the loss has a divergence from it"""
+    """the initial policy; None: the loss has no divergence from it"""
     check: MismatchCheck | None
-    """of the engine's weights; None: answers come from a recording"""
+    """compares the engine's weights; None: answers come from a recording"""
     save: Callable[[int], None]
-    """collective: write a checkpoint; the number of steps that are done"""
+    """collective: write a checkpoint; takes the number of finished steps"""
     keep_record: Callable[[int, PlannerRecord | None, Batch], None]
-    """what happened in a step, for the report"""
+    """keeps the step's record for the report"""
     observer: Observer
-    """told everything"""
     stop: Callable[[], bool]
-    """collective: whether to end after this step"""
+    """collective: whether to stop after this step"""
 
 
 def train(trainer: Trainer, first_step: int) -> int:
-    """Collective: train until the last step or until told to stop; returns the number of steps that are done."""
+    """Collective: train until the last step or until told to stop; returns the number of finished steps."""
     setting, algorithm, source, critic = trainer.setting, trainer.algorithm, trainer.source, trainer.critic
     total = total_over(trainer.policy.model.runtime.group)
     loss = partial(policy_loss_of, algorithm.loss)
@@ -209,7 +139,7 @@ def train(trainer: Trainer, first_step: int) -> int:
         if stopping or setting.saves(step + 1):
             trainer.observer.stage("checkpoint", step=step)
             trainer.save(step + 1)
-        if stopping and step + 1 < setting.steps:  # after the last step there is only the evaluation left
+        if stopping and step + 1 < setting.steps:  # after the last step only the evaluation is left
             return step + 1
     _evaluate(trainer, setting.steps)
     return setting.steps
@@ -217,7 +147,7 @@ def train(trainer: Trainer, first_step: int) -> int:
 
 @contextmanager
 def _named(step: int) -> Iterator[None]:
-    """Say in which step a gradient was not finite."""
+    """Add the step to the error of a gradient that is not finite."""
     try:
         yield
     except NonFiniteError as error:
@@ -229,3 +159,60 @@ def _evaluate(trainer: Trainer, step: int) -> None:
     rewards = trainer.source.held_out()
     if rewards:
         trainer.observer.evaluated(step, rewards)
+
+
+def step_metrics(
+    samples: Sequence[Sample], apart: Mismatch, sums: Sequence[Mapping[str, float]], batch: Batch,
+    record: PlannerRecord | None, seconds: float, total: Total,
+) -> dict[str, float]:  # fmt: skip
+    """Collective: the metrics of a step, equal on all ranks except for `record`, which only world rank 0 has."""
+    answers = _of_answers(samples, total)
+    return {
+        **answers,
+        **_of_losses(sums, total),
+        **apart.metrics(),
+        **_of_plan(batch, record, seconds),
+        "tokens_per_s": answers["tokens"] / seconds,
+    }
+
+
+def _of_answers(samples: Sequence[Sample], total: Total) -> dict[str, float]:
+    finished = [sample for sample in samples if sample.finished]
+    own = [
+        len(samples), len(finished), sum(sample.reward for sample in finished),
+        sum(sample.num_rows for sample in samples), sum(sample.answer.size - sample.fresh for sample in samples),
+    ]  # fmt: skip
+    count, num_finished, reward, rows, fresh = total(np.array(own, np.float64)).tolist()
+    return {
+        "reward": reward / max(num_finished, 1.0), "finished": num_finished / max(count, 1.0), "tokens": rows,
+        "answer_tokens": fresh / max(count, 1.0),
+    }  # fmt: skip
+
+
+def _of_losses(sums: Sequence[Mapping[str, float]], total: Total) -> dict[str, float]:
+    """Means over the optimizer steps; a rank whose group ran nothing of one reports no sums for it."""
+    names = [*POLICY_SUMS, *(name for name in ("value_loss",) if name in sums[0])]
+    shares = total(np.array([[one.get(name, 0.0) for name in names] for one in sums], np.float64)).mean(axis=0)
+    found = dict(zip(names, shares.tolist(), strict=True))
+    weight = found.pop("weight")
+    for name in ("policy", "kl", "divergence", "entropy", "clipped"):
+        found[name] /= weight or 1.0
+    norms = np.array([one["gradient_norm"] for one in sums])  # the same on all ranks
+    taken = norms[np.isfinite(norms)]
+    return {
+        **found, "gradient_norm": float(taken.mean()) if taken.size else float("nan"),
+        "skipped_steps": sum(one["skipped"] for one in sums),
+    }  # fmt: skip
+
+
+def _of_plan(batch: Batch, record: PlannerRecord | None, seconds: float) -> dict[str, float]:
+    step = batch.step
+    measured = {} if record is None else record.metrics
+    return {
+        "tokens_without_routing": float(step.tokens_without_routing),
+        "imbalance_static": step.static_imbalance,
+        "imbalance": step.planned_imbalance,
+        "copies": measured.get("copies_per_layer", 0.0),
+        "moves": float(step.plan.migration.num_moves),
+        "exposed": measured.get("exposed_overhead_s", 0.0) / seconds,
+    }

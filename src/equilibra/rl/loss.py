@@ -1,4 +1,4 @@
-"""The losses: one for the policy, whatever the algorithm, and one for the value model.
+"""The policy loss of all algorithms, and the value loss.
 
 Symbols: T answer tokens of a micro-batch, A answer tokens of one sample, r ratio of the probabilities of a token under
 the new policy and under the one that generated it, c dual clip.
@@ -6,9 +6,9 @@ the new policy and under the one that generated it, c dual clip.
     policy loss = Σ_t weight_t · ( -objective_t + kl_weight · divergence_t - entropy_weight · entropy_t )
     objective_t = min(r·A_t, clamp(r, 1 - clip_low, 1 + clip_high)·A_t), and not below c·A_t if A_t < 0 and c > 0
 
-All averaging is in the weights, which `token_weights` makes for a whole mini-batch. So the loss of a micro-batch is its
-share of the whole: losses add up over micro-batches and ranks, and gradients are summed, never averaged. Tokens of
-weight 0 have no influence, whatever their numbers are, NaN too. Sums are in float32 or better.
+All averaging is in the weights, which `token_weights` makes for a whole mini-batch. So losses add up over micro-batches
+and ranks, and gradients are summed, never averaged. Tokens of weight 0 have no influence, even if their inputs are NaN.
+Sums are in float32 or better.
 """
 
 from __future__ import annotations
@@ -31,65 +31,62 @@ __all__ = [
 ]  # fmt: skip
 
 Total = Callable[[NDArray[np.float64]], NDArray[np.float64]]
-"""sums an array over all ranks; every rank must call it the same number of times"""
+"""collective: sums an array over all ranks"""
 
 MAX_LOG_RATIO = 20.0
-"""larger log-ratios count as this one: e^20 is far outside any clip, and infinity would make gradients NaN"""
+"""log-ratios are clamped here: e^20 is far outside any clip, and infinity would make gradients NaN"""
 
 
 class Ratio(StrEnum):
-    """What the clipped ratio is of."""
+    """Which ratio is clipped."""
 
     TOKEN = "token"  # noqa: S105
-    """each token has its own"""
+    """one per token"""
     SEQUENCE = "sequence"
-    """GSPO: the geometric mean over the trained tokens of the sequence, for all of them"""
+    """GSPO: one per sequence, the geometric mean over its trained tokens"""
 
 
 class Divergence(StrEnum):
-    """How far the policy is from the reference, by token; d = log π - log reference."""
+    """Estimators of the divergence from the reference, per token; d = log π - log reference."""
 
     NONE = "none"
-    """no reference"""
     K1 = "k1"
-    """d: right on average, but as a part of the loss its gradient is zero on average"""
+    """d: unbiased, but the expected gradient is zero"""
     K2 = "k2"
-    """d² / 2: as a part of the loss its gradient is that of the divergence, on average"""
+    """d² / 2: biased, but the expected gradient is that of the divergence"""
     K3 = "k3"
-    """exp(-d) + d - 1: right on average, never negative"""
+    """exp(-d) + d - 1: unbiased, never negative"""
 
 
 class Average(StrEnum):
-    """What the loss of a mini-batch is the average of."""
+    """How the loss of a mini-batch is averaged."""
 
     TOKEN = "token"  # noqa: S105
-    """all trained tokens count the same"""
+    """mean over trained tokens"""
     SEQUENCE = "sequence"
-    """all sequences count the same, and within one its trained tokens"""
+    """mean over sequences of the mean over their trained tokens"""
     SEQUENCE_SUM_OVER_MAX = "sequence-sum-over-max"
-    """Dr. GRPO: the sum over tokens, divided by the number of sequences and by one length for all"""
+    """Dr. GRPO: sum over tokens, divided by the number of sequences and one common length"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossSetting:
-    """The policy loss. Words stand for the members of the same name: ratio="sequence"."""
+    """Settings of the policy loss; enums may be given by value: ratio="sequence"."""
 
     clip_low: float = 0.2
-    """the ratio counts from 1 - clip_low on; above 0, at most 1"""
+    """the ratio is clipped below 1 - clip_low; above 0, at most 1"""
     clip_high: float = 0.2
-    """the ratio counts up to 1 + clip_high; above 0"""
+    """the ratio is clipped above 1 + clip_high; above 0"""
     dual_clip: float = 0.0
-    """c: the objective of a token with a negative advantage is at least c times it; above 1, or 0 for off"""
+    """c: with a negative advantage A_t the objective is at least c·A_t; above 1, or 0 for off"""
     ratio: Ratio = Ratio.TOKEN
-    """of tokens or sequences"""
     divergence: Divergence = Divergence.NONE
-    """from the reference; measured also where its weight is 0"""
+    """estimator of the divergence from the reference; reported even if kl_weight is 0"""
     kl_weight: float = 0.0
-    """of the divergence in the loss"""
+    """weight of the divergence in the loss"""
     entropy_weight: float = 0.0
-    """of the entropy in the loss: above 0 it is rewarded"""
+    """weight of the entropy bonus"""
     average: Average = Average.TOKEN
-    """over a mini-batch"""
 
     def __post_init__(self) -> None:
         for name in ("clip_low", "clip_high", "dual_clip", "kl_weight", "entropy_weight"):
@@ -111,10 +108,9 @@ class LossSetting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PolicyLoss:
-    """The loss of a micro-batch, and what it is made of: sums that add up over micro-batches and ranks.
+    """The loss of a micro-batch and its statistics, which add up over micro-batches and ranks.
 
-    For averages divide the summed statistics by the summed `weight`, which is 1 over a mini-batch except under
-    `Average.SEQUENCE_SUM_OVER_MAX`.
+    For means divide by the summed `weight`, which is 1 over a mini-batch except under `SEQUENCE_SUM_OVER_MAX`.
     """
 
     loss: Tensor
@@ -122,13 +118,13 @@ class PolicyLoss:
     policy: Tensor
     """[] weighted sum of -objective"""
     kl: Tensor
-    """[] weighted sum of r - 1 - log r: how far the new policy is from the one that generated"""
+    """[] weighted sum of r - 1 - log r: divergence from the policy that generated"""
     divergence: Tensor
     """[] weighted sum of the divergence from the reference, without kl_weight"""
     entropy: Tensor
     """[] weighted sum of the entropy, without entropy_weight"""
     clipped: Tensor
-    """[] weight of the tokens that a clip leaves without gradient"""
+    """[] weight of the clipped tokens, which get no gradient"""
     weight: Tensor
     """[] sum of the weights"""
 
@@ -136,12 +132,12 @@ class PolicyLoss:
 def token_weights(
     masks: Sequence[NDArray[np.bool_]], setting: LossSetting, total: Total, max_length: int
 ) -> list[NDArray[np.float64]]:
-    """[A] for each own sample of a mini-batch: what each token counts in the loss; `masks` say which are trained.
+    """Collective: weights [A] for each own sample of a mini-batch; `masks` say which tokens are trained.
 
-    Sequences without a trained token are not counted. `total` is called once, so ranks without samples call this too.
+    Sequences without a trained token are not counted.
     """
     if max_length < 1:
-        raise InputError(f"the length that sums of tokens are divided by must be at least 1, not {max_length}")
+        raise InputError(f"the length that divides token sums must be at least 1, not {max_length}")
     lengths = [int(np.count_nonzero(mask)) for mask in masks]
     own = np.array([sum(lengths), sum(length > 0 for length in lengths)], np.float64)
     num_tokens, num_sequences = (float(count) for count in total(own))
@@ -166,7 +162,10 @@ def policy_loss(
     `new_T`, `old_T` and `reference_T` are log-probabilities of the tokens now, when they were generated (or before the
     first mini-batch), and under the reference. `sequence_T` numbers the sequences of the micro-batch from 0.
     """
-    _check_parts(setting, reference_T, entropy_T)
+    if setting.divergence is not Divergence.NONE and reference_T is None:
+        raise InputError(f"the divergence {setting.divergence} needs log-probabilities under the reference")
+    if setting.entropy_weight and entropy_T is None:
+        raise InputError(f"entropy_weight {setting.entropy_weight} needs the entropy of each token")
     _check_shapes(
         new=new_T, old=old_T, advantages=advantages_T, weights=weights_T, sequence=sequence_T, reference=reference_T,
         entropy=entropy_T,
@@ -196,12 +195,12 @@ def policy_loss(
 
 
 def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weights_T: Tensor, clip: float) -> Tensor:
-    """[] half the squared error, weighted. Only `values_T` gets a gradient.
+    """[] half the weighted squared error; only `values_T` gets a gradient.
 
-    With a clip above 0 values gain nothing by moving further than that from the old ones.
+    With a clip above 0, moving further than that from the old value does not lower the loss.
     """
     if not 0 <= clip < inf:
-        raise InputError(f"the clip of values must be 0 for off, or above, not {clip}")
+        raise InputError(f"the value clip must be 0 (off) or more, not {clip}")
     _check_shapes(values=values_T, old_values=old_values_T, returns=returns_T, weights=weights_T)
     clean = _Cleaner(weights_T, values_T)
     values, old, returns = clean(values_T), clean(old_values_T).detach(), clean(returns_T).detach()
@@ -212,7 +211,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weight
 
 
 class _Cleaner:
-    """Brings numbers to one device and type, float32 or better, and sets them to 0 where the weight is."""
+    """Moves tensors to one device and dtype, float32 or better, and zeroes them where the weight is 0."""
 
     def __init__(self, weights_T: Tensor, like_T: Tensor) -> None:
         self.dtype, self.device = torch.promote_types(like_T.dtype, torch.float32), like_T.device
@@ -220,17 +219,16 @@ class _Cleaner:
         self.trained_T = self.weights_T != 0
 
     def __call__(self, numbers_T: Tensor) -> Tensor:
-        """Chosen before anything is computed of them, so that neither a NaN nor its gradient passes."""
+        # before anything is computed, so that neither a NaN nor its gradient passes
         numbers_T = numbers_T.to(dtype=self.dtype, device=self.device)
         return torch.where(self.trained_T, numbers_T, torch.zeros_like(numbers_T))
 
     def sum(self, numbers_T: Tensor) -> Tensor:
-        """[] weighted."""
         return (self.weights_T * numbers_T).sum()
 
 
 def _sequence_means(log_ratio_T: Tensor, sequence_T: Tensor, trained_T: Tensor) -> Tensor:
-    """[T] for each token the mean of the log-ratios of its sequence, over trained tokens; others must be 0 here."""
+    """[T] mean log-ratio over the trained tokens of each token's sequence; untrained ones must be 0."""
     sequence_T = sequence_T.to(log_ratio_T.device)
     zeros_S = log_ratio_T.new_zeros(int(sequence_T.max()) + 1 if sequence_T.numel() else 0)
     sums_S = zeros_S.index_add(0, sequence_T, log_ratio_T)
@@ -240,7 +238,7 @@ def _sequence_means(log_ratio_T: Tensor, sequence_T: Tensor, trained_T: Tensor) 
 
 
 def _bounded(ratio_T: Tensor, advantages_T: Tensor, setting: LossSetting) -> Tensor:
-    """[T] the objective: clipped, and perhaps clipped again."""
+    """[T] the objective after clip and dual clip."""
     clamped = ratio_T.clamp(1 - setting.clip_low, 1 + setting.clip_high)
     objective = torch.minimum(ratio_T * advantages_T, clamped * advantages_T)
     if not setting.dual_clip:
@@ -250,7 +248,7 @@ def _bounded(ratio_T: Tensor, advantages_T: Tensor, setting: LossSetting) -> Ten
 
 
 def _divergence(d_T: Tensor, kind: Divergence) -> Tensor:
-    """[T] by token; d is the log-ratio of the policy that samples over the other one."""
+    """[T] divergence per token; d is the log-ratio of the sampling policy over the other one."""
     if kind is Divergence.K1:
         return d_T
     if kind is Divergence.K2:
@@ -262,7 +260,7 @@ def _divergence(d_T: Tensor, kind: Divergence) -> Tensor:
 
 
 def _part(weight: float, number: Tensor) -> Tensor:
-    """What a statistic adds to the loss; without a weight nothing, not even a gradient of 0 times infinity."""
+    """A term of the loss; exactly 0 without a weight, as 0 times an infinite gradient is NaN."""
     return weight * number if weight else torch.zeros_like(number)
 
 
@@ -271,18 +269,10 @@ def _exp(log_ratio_T: Tensor) -> Tensor:
 
 
 def _member(kind: type[StrEnum], name: str, value: object) -> StrEnum:
-    """The member that a word stands for."""
     words = [str(member) for member in kind]
     if value not in words:
         raise InputError(f"{name} must be one of {', '.join(words)}, not {value!r}")
     return kind(str(value))
-
-
-def _check_parts(setting: LossSetting, reference_T: Tensor | None, entropy_T: Tensor | None) -> None:
-    if setting.divergence is not Divergence.NONE and reference_T is None:
-        raise InputError(f"the divergence {setting.divergence} needs log-probabilities under the reference")
-    if setting.entropy_weight and entropy_T is None:
-        raise InputError(f"entropy_weight {setting.entropy_weight} needs the entropy of each token")
 
 
 def _check_shapes(**numbers: Tensor | None) -> None:

@@ -1,18 +1,18 @@
-"""Whether the rollout engine has the weights that it was given: its log-probabilities against the trainer's.
+"""Does the rollout engine have the trainer's weights? Compares the log-probabilities of both.
 
-The log-prob stage replays the engine's routing under the trainer's weights, before the first update of the step. Where
-both have the same weights, the two log-probabilities of an answer token differ by rounding alone. Only the tokens of
-this step's window are compared: older ones of the same answer are of older weights.
+The log-prob stage replays the engine's routing under the trainer's weights, before the first update of the step. With
+the same weights, the two log-probabilities of an answer token differ by rounding alone. Only this step's window is
+compared: older tokens of an answer come from older weights.
 
-The statistic is the mean of |difference| over all tokens of the step: one that only a few tokens are far off (an expert
-that was chosen on the edge) hardly moves, while stale weights move every token. Its limit is
+The statistic is the mean of |difference| over all tokens of the step. A few outliers (experts chosen by a narrow
+margin) hardly move it; stale weights do. Its limit is
 
     (PER_LAYER x u x sqrt(layers) + LAST x 2^-24) / min(1, temperature)
 
-u: unit roundoff of the coarsest type that takes part (bfloat16 2^-8, float16 and TF32 2^-11, float32 2^-24). float64
-counts as float32, in which every family computes some part, and float32 on GPUs as TF32, which engines multiply in.
-Every layer rounds what it adds to the residual stream; such errors are independent and add up as the root of the number
-of layers. Last, the log-softmax is float32 whatever the model is. docs/training.md has what was measured.
+u: unit roundoff of the coarsest type involved (bfloat16 2^-8, float16 and TF32 2^-11, float32 2^-24). float64 counts as
+float32, in which every model family computes some part, and float32 on GPUs as TF32, which engines multiply in. Each
+layer rounds what it adds to the residual stream; these errors are independent, so they grow with the root of the number
+of layers. The log-softmax is always float32. docs/training.md has measurements.
 """
 
 from __future__ import annotations
@@ -32,46 +32,44 @@ from equilibra.rl.sample import Sample
 __all__ = ["Mismatch", "MismatchCheck", "measure_mismatch", "mismatch_limit", "unit_roundoff"]
 
 PER_LAYER = 4.0
-"""unit roundoffs of the mean difference that one layer explains"""
+"""mean difference that one layer explains, in unit roundoffs"""
 LAST = 16.0
-"""float32 roundoffs of a log-probability: it may be -16, and the sum over the vocabulary has errors, too"""
+"""error of a log-probability in float32 roundoffs: it may be -16, and the sum over the vocabulary rounds too"""
 TF32 = 2.0**-11
 WHAT = "comparing log-probabilities with the engine's"
 
 
 def unit_roundoff(dtype: torch.dtype, device: str) -> float:
-    """Of products in this type. device: cpu or cuda."""
+    """Unit roundoff of products in this type. device: cpu or cuda."""
     finest = TF32 if device == "cuda" else 2.0**-24
     return max(torch.finfo(dtype).eps / 2, finest)
 
 
 def mismatch_limit(roundoffs: Sequence[float], *, num_layers: int, temperature: float) -> float:
-    """The largest mean difference that rounding explains. roundoffs: of everybody who takes part."""
+    """The largest mean difference that rounding explains. roundoffs: of engine and trainer."""
     return (PER_LAYER * max(roundoffs) * sqrt(num_layers) + LAST * 2.0**-24) / min(1.0, temperature)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mismatch:
-    """How far apart engine and trainer are in a step, over all ranks."""
+    """Difference between engine and trainer in a step, over all ranks."""
 
     mean: float
-    """of |difference| of log-probabilities"""
+    """mean |difference| of log-probabilities"""
     largest: float
-    """difference"""
+    """largest |difference|"""
     num_tokens: int
-    """that were compared"""
     oldest: int
-    """version of weights that the engine answered with; `UNKNOWN`: none that this run handed over"""
+    """oldest version of weights that the engine answered with; `UNKNOWN`: not from this run"""
     newest: int
-    """the same; another one where answers are of several versions"""
+    """newest such version"""
 
     def metrics(self) -> dict[str, float]:
-        """What is reported of it."""
         return {"mismatch_mean": self.mean, "mismatch_max": self.largest}
 
 
 def measure_mismatch(samples: Sequence[Sample], old: Sequence[NDArray[np.float64]], group: ExpertGroup) -> Mismatch:
-    """Collective: compare the newest tokens of own samples, and of everybody else's."""
+    """Collective: compare the newest tokens of all ranks' samples with `old`, the trainer's log-probabilities."""
     pairs = [(sample, numbers) for sample, numbers in zip(samples, old, strict=True) if sample.segments]
     apart = [np.abs(numbers - sample.logprobs)[sample.fresh :] for sample, numbers in pairs]
     flat = np.concatenate([np.zeros(0), *apart])
@@ -89,17 +87,17 @@ def measure_mismatch(samples: Sequence[Sample], old: Sequence[NDArray[np.float64
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MismatchCheck:
-    """What happens when the engine does not have the trainer's weights."""
+    """Stops or warns when the engine does not have the trainer's weights."""
 
     limit: float
-    """of the mean difference"""
+    """largest allowed mean difference"""
     stop: bool
-    """True: the run ends; False: it is said, and goes on"""
+    """True: raise an error; False: only warn"""
     say: Callable[[str], None]
-    """a line for people"""
+    """prints a line"""
 
     def __call__(self, found: Mismatch, *, step: int, version: int) -> None:
-        """An error, or a line, where the engine answered with other weights than those of this version."""
+        """Raise or warn if the engine answered with other weights than those of `version`."""
         reason = self._reason(found, version)
         if not reason:
             return
@@ -117,11 +115,11 @@ class MismatchCheck:
         if (found.oldest, found.newest) != (version, version):
             other = found.oldest if found.oldest != version else found.newest
             said = f"weights of version {other}" if other >= 0 else "weights that this run did not hand over"
-            return f"it answered with {said}, and version {version} was handed over (was it restarted?)"
+            return f"it answered with {said}, but was given version {version} (was it restarted?)"
         if found.mean <= self.limit:
             return ""
         return (
             f"log-probabilities of {found.num_tokens:,} answer tokens differ from the trainer's by {found.mean:.2g} on "
             f"average (at most {found.largest:.2g}), rounding explains {self.limit:.2g}. It kept older weights, loaded "
-            "only some of the tensors, or computes in a lower precision than the run assumes"
+            "only some of the tensors, or computes in lower precision than the run assumes"
         )

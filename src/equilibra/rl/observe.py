@@ -1,4 +1,4 @@
-"""Observer: whoever watches a run. World rank 0 has a real one, the others a silent one."""
+"""Observers of a run: world rank 0 has a real one, the others a silent one."""
 
 from __future__ import annotations
 
@@ -7,13 +7,11 @@ from contextlib import contextmanager
 from time import perf_counter
 from typing import Protocol
 
-__all__ = ["STAGES", "Clock", "Observer", "Silent"]
-
-# Clock: where a step's time goes, by stage, while an observer is told.
+__all__ = ["Clock", "Observer", "Silent"]
 
 
 class Clock:
-    """Seconds of the stages of one step on this rank."""
+    """Times the stages of one step on this rank, and tells an observer."""
 
     def __init__(self, observer: Observer, step: int) -> None:
         self.observer, self.number = observer, step
@@ -22,7 +20,7 @@ class Clock:
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
-        """What runs inside is this stage."""
+        """Time the block as part of this stage."""
         self.observer.stage(name, step=self.number)
         start = perf_counter()
         try:
@@ -31,41 +29,28 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Seconds so far, by stage and together."""
+        """Seconds so far: in total and by stage."""
         return {"seconds": perf_counter() - self._began, **{f"seconds_{k}": v for k, v in self.seconds.items()}}
 
 
-STAGES = (
-    "start", "warm-up", "weights", "evaluate", "rollout", "reward", "plan", "logprob", "advantages", "update",
-    "checkpoint", "report",
-)  # fmt: skip
-"""what a run does, in the words that users see"""
-
-
 class Observer(Protocol):
-    """Told what happens, as it happens."""
+    """Hears of stages, steps and evaluations as they happen."""
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        """A stage begins, or is `done` of `total` parts through."""
-        ...
+        """A stage begins, or has done `done` of `total` parts."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         """A step is over."""
-        ...
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Held-out problems were answered before this step."""
-        ...
+        """An evaluation before this step is over."""
 
 
 class Silent:
-    """Says nothing."""
+    """An observer that ignores everything."""
 
-    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        """Nothing."""
+    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None: ...
 
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
 
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Nothing."""
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...

@@ -1,76 +1,75 @@
-"""Rollout: which problems a step asks, who asks them, and what came back.
+"""Rollout: the problems of a step, their share on each rank, and the samples that come back.
 
-Everything depends on the seed and on numbers of steps, groups and answers alone. So the same answers come whatever the
-number of ranks is and wherever a run was interrupted.
+Answers depend on the seed and on the numbers of step, group and answer alone: not on the number of ranks, nor on where
+a run was interrupted.
 
-Two ways of filling a batch of prompts x answers:
+A batch of prompts x answers is filled in one of two ways:
   whole answers    step s asks problems s * prompts ... (s + 1) * prompts - 1, each `answers` times
-  windows (T-PPO)  there are prompts x answers places; a place keeps its answer until it is finished, window by window,
-                   and then goes on to the problem that is as many numbers further as there are places
+  windows (T-PPO)  each of prompts x answers places keeps its answer until it is finished, window by window; its next
+                   problem has a number larger by the number of places
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
 from equilibra.core.errors import InputError
+from equilibra.execute.group import ExpertGroup
 from equilibra.rl.engine import Engine, Generation, Request
+from equilibra.rl.learner import total_over
+from equilibra.rl.observe import Clock
+from equilibra.rl.recording import ModelShape, load_rollout, save_rollout
 from equilibra.rl.sample import Sample
 from equilibra.rl.tasks.task import Problem, Task
+from equilibra.rl.tasks.timed import TimedTask
 
-__all__ = ["Rollout", "RolloutSetting", "Words", "share_of_rank"]
+__all__ = ["EngineSource", "RecordedSource", "Recording", "Rollout", "RolloutSetting", "Words", "share_of_rank"]
 
 
 class Words(Protocol):
-    """From words to tokens and back."""
+    """Converts text to tokens and back."""
 
     @property
     def end(self) -> int:
-        """Token that ends an answer."""
-        ...
+        """The end-of-text token."""
 
     def prompt(self, text: str) -> NDArray[np.int64]:
-        """Tokens of a question."""
-        ...
+        """Tokens of a prompt."""
 
     def answer(self, text: str) -> NDArray[np.int64]:
-        """Tokens of an answer, with the one that ends it."""
-        ...
+        """Tokens of an answer, with the end-of-text token."""
 
     def read(self, tokens: NDArray[np.int64]) -> str:
         """Text of an answer."""
-        ...
 
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutSetting:
-    """How a batch is filled."""
+    """What a step generates."""
 
     seed: int
-    """of all noise"""
     prompts: int
-    """different problems of a step"""
     answers: int
-    """answers to each"""
+    """answers per prompt"""
     max_prompt_tokens: int
-    """longest prompt"""
     max_answer_tokens: int
-    """an answer is cut off here"""
+    """longer answers are cut off"""
     reward_cut_off: bool = False
-    """whether an answer that was cut off is rewarded for what it says"""
+    """whether cut-off answers are scored; otherwise they get no reward"""
     temperature: float
-    """answers are drawn with"""
     window: int = 0
-    """tokens generated per step and answer, 0: whole answers"""
+    """tokens generated per step and answer; 0: whole answers"""
 
 
 def share_of_rank(total: int, rank: int, world: int) -> range:
-    """The part of 0 to total - 1 that a rank takes: neighbours, as even as possible."""
+    """A rank's contiguous part of range(total), as even as possible."""
     return range(total * rank // world, total * (rank + 1) // world)
 
 
@@ -79,20 +78,14 @@ class Rollout:
     """One rank's part of every step's rollout."""
 
     engine: Engine
-    """of this rank"""
     task: Task
-    """asks and rewards"""
     words: Words
-    """between text and tokens"""
     setting: RolloutSetting
-    """what a batch is"""
     rank: int
-    """of all ranks"""
     world: int
-    """ranks"""
 
     def begin(self, step: int) -> list[Sample]:
-        """Whole answers: this rank's samples of a step, none of them begun. A group is on one rank."""
+        """Whole answers: this rank's samples of a step, still empty. A group is on one rank."""
         setting = self.setting
         groups = [step * setting.prompts + p for p in share_of_rank(setting.prompts, self.rank, self.world)]
         return [
@@ -102,7 +95,7 @@ class Rollout:
         ]
 
     def places(self) -> list[Sample]:
-        """Windows: what this rank's places begin with."""
+        """Windows: the first, still empty samples of this rank's places."""
         return [self._begun(place) for place in share_of_rank(self.num_places, self.rank, self.world)]
 
     @property
@@ -111,13 +104,13 @@ class Rollout:
         return self.setting.prompts * self.setting.answers
 
     def here(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Windows: those of any samples that are in this rank's places, in the order of places."""
+        """Windows: the samples that belong to this rank's places, in the order of places."""
         mine = set(share_of_rank(self.num_places, self.rank, self.world))
         found = [sample for sample in samples if sample.group % self.num_places in mine]
         return sorted(found, key=lambda sample: sample.group % self.num_places)
 
     def succeed(self, samples: Sequence[Sample]) -> list[Sample]:
-        """Windows: unfinished answers go on, finished ones are replaced."""
+        """Windows: keep unfinished answers, replace finished ones by new problems."""
         return [
             self._begun(sample.group + self.num_places) if sample.finished else replace(sample, reward=0.0)
             for sample in samples
@@ -127,20 +120,20 @@ class Rollout:
         return Sample(problem=number, group=number, number=0, prompt=self._prompt(self.task.problem(number)))
 
     def generate(self, samples: Sequence[Sample], *, version: int) -> list[Sample]:
-        """Let the engine go on with all samples, to their end or for a window.
+        """Continue all samples to their end, or for a window.
 
-        version: of the weights that it was given; what it says itself comes first.
+        version: of the weights handed over; the version that the engine reports takes precedence.
         """
-        setting = self.setting
-        requests = [
-            Request(tokens=sample.tokens, noise=_noise(setting, sample)[self._from_to(sample)]) for sample in samples
-        ]
-        said = self.engine.generate(requests, temperature=setting.temperature)
+        requests = [self._request(sample) for sample in samples]
+        said = self.engine.generate(requests, temperature=self.setting.temperature)
         return [self._grown(sample, one, version) for sample, one in zip(samples, said, strict=True)]
 
-    def _from_to(self, sample: Sample) -> slice:
-        first, limit = sample.answer.size, self.setting.max_answer_tokens
-        return slice(first, min(first + self.setting.window, limit) if self.setting.window else limit)
+    def _request(self, sample: Sample) -> Request:
+        """The next tokens of a sample; the noise of a token does not depend on the windows."""
+        setting, first = self.setting, sample.answer.size
+        random = np.random.default_rng([setting.seed, 0, sample.group, sample.number])
+        noise = random.random(setting.max_answer_tokens)
+        return Request(tokens=sample.tokens, noise=noise[first : first + setting.window if setting.window else None])
 
     def _grown(self, sample: Sample, said: Generation, version: int) -> Sample:
         full = sample.answer.size + said.tokens.size >= self.setting.max_answer_tokens
@@ -150,7 +143,7 @@ class Rollout:
         )  # fmt: skip
 
     def rewarded(self, samples: Sequence[Sample]) -> list[Sample]:
-        """With the rewards of finished answers."""
+        """The samples with the rewards of finished answers."""
         return [
             replace(sample, reward=self._reward(self.task.problem(sample.problem), sample.answer))
             if sample.finished else sample
@@ -167,13 +160,13 @@ class Rollout:
         tokens = self.words.prompt(problem.prompt)
         if not 0 < tokens.size <= self.setting.max_prompt_tokens:
             raise InputError(
-                f"the prompt of problem {problem.number} of {self.task.name} has {tokens.size} tokens: allow at least "
-                f"that many with rollout.max_prompt_tokens, now {self.setting.max_prompt_tokens}, or take it out"
+                f"the prompt of problem {problem.number} of {self.task.name} has {tokens.size} tokens, but "
+                f"rollout.max_prompt_tokens is {self.setting.max_prompt_tokens}: raise it, or remove the problem"
             )
         return tokens
 
     def held_out(self, count: int, total: Callable[[NDArray[np.float64]], NDArray[np.float64]]) -> dict[str, float]:
-        """Collective: mean reward of answers to held-out problems, drawn as in training and as likely as can be."""
+        """Collective: mean rewards on held-out problems, sampled as in training and greedily."""
         rewards = [self._held_out(count, temperature) for temperature in (self.setting.temperature, 0.0)]
         drawn, likeliest, number = total(np.array([*(sum(part) for part in rewards), len(rewards[0])])).tolist()
         return {
@@ -181,21 +174,89 @@ class Rollout:
         }  # fmt: skip
 
     def _held_out(self, count: int, temperature: float) -> list[float]:
-        """Rewards of own held-out problems, always with the same noise."""
-        setting = self.setting
+        """Rewards of own held-out problems; the noise is the same in every evaluation."""
+        seed, size = self.setting.seed, self.setting.max_answer_tokens
         problems = [self.task.held_out(n) for n in share_of_rank(count, self.rank, self.world)]
-        noise = [
-            np.random.default_rng([setting.seed, 1, problem.number]).random(setting.max_answer_tokens)
-            for problem in problems
-        ]
         requests = [
-            Request(tokens=self._prompt(problem), noise=own) for problem, own in zip(problems, noise, strict=True)
+            Request(tokens=self._prompt(one), noise=np.random.default_rng([seed, 1, one.number]).random(size))
+            for one in problems
         ]
         said = self.engine.generate(requests, temperature=temperature)
         return [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
 
 
-def _noise(setting: RolloutSetting, sample: Sample) -> NDArray[np.float64]:
-    """One number for every token that the answer may have, the same in whichever windows it is generated."""
-    random = np.random.default_rng([setting.seed, 0, sample.group, sample.number])
-    return random.random(setting.max_answer_tokens)
+@dataclass(frozen=True, kw_only=True)
+class Recording:
+    """A folder that every rollout is written to."""
+
+    folder: Path
+    """created if missing"""
+    model: ModelShape
+    about: Mapping[str, object]
+    """task and seed"""
+
+
+class EngineSource:
+    """Samples from an engine; unfinished answers are carried from window to window."""
+
+    def __init__(
+        self, rollout: Rollout, group: ExpertGroup, weights: Callable[[], Iterable[tuple[str, Tensor]]], *,
+        num_held_out: int, windowed: bool, record: Recording | None = None,
+    ) -> None:  # fmt: skip
+        """group: with a timeout long enough for rollouts. weights: the policy's, by published names."""
+        self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
+        self.num_held_out, self.windowed = num_held_out, windowed
+        self.carried: list[Sample] = rollout.places() if windowed else []
+        """windows: this rank's answers before the next step"""
+
+    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
+        with clock.stage("rollout"):
+            begun = self.carried if self.windowed else self.rollout.begin(step)
+            grown = self.rollout.generate(begun, version=version)
+        with clock.stage("reward"):
+            rewarded = self.rollout.rewarded(grown)
+        self.group.barrier(what="waiting for the rollouts of all ranks")
+        if self.windowed:
+            self.carried = self.rollout.succeed(rewarded)
+        if self.record is not None:
+            save_rollout(
+                self.record.folder, step, rewarded, rank=self.group.world_rank, world_size=self.group.world_size,
+                model=self.record.model, about=self.record.about,
+            )  # fmt: skip
+        return rewarded
+
+    def new_weights(self, version: int) -> None:
+        self.rollout.engine.load_weights(self.weights(), version=version)
+
+    def held_out(self) -> dict[str, float]:
+        return self.rollout.held_out(self.num_held_out, total_over(self.group))
+
+    def take_unscored(self) -> int:
+        task = self.rollout.task
+        return task.take_unscored() if isinstance(task, TimedTask) else 0
+
+    def resume(self, carried: Sequence[Sample]) -> None:
+        """Continue unfinished answers, whichever ranks had them."""
+        self.carried = self.rollout.here(carried)
+
+
+class RecordedSource:
+    """Samples from recorded rollouts, with their rewards; there is no engine."""
+
+    def __init__(self, folder: Path, group: ExpertGroup, model: ModelShape) -> None:
+        self.folder, self.group, self.model = folder, group, model
+
+    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:  # noqa: ARG002 - answers have their own
+        with clock.stage("rollout"):
+            return load_rollout(
+                self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model
+            )
+
+    def new_weights(self, version: int) -> None:
+        """Nothing to do."""
+
+    def held_out(self) -> dict[str, float]:
+        return {}
+
+    def take_unscored(self) -> int:
+        return 0

@@ -1,10 +1,10 @@
-"""Samples: answers to prompts, with everything that training needs to know of them.
+"""Samples: answers with everything that training needs.
 
 Symbols: P prompt tokens, A answer tokens so far, L MoE layers, K experts per token.
 
-An answer may grow over several windows of generation (T-PPO), each under another version of the weights: a segment per
-window. The engine processes every token but the last one, so P + A - 1 tokens have routing, and only these are
-trained on: the last token is a target, never an input.
+An answer may grow over several windows of generation (T-PPO), each with its own version of the weights: one segment per
+window. The engine processes all tokens but the last, so P + A - 1 tokens have routing and are inputs of training; the
+last is only a target.
 """
 
 from __future__ import annotations
@@ -24,40 +24,39 @@ class Segment:
     """What one window of generation added to an answer."""
 
     version: int
-    """of the weights that generated it: the number of optimizer steps before"""
+    """optimizer steps behind the weights that generated it"""
     start: int
     """first answer token of the segment"""
     end: int
-    """behind its last answer token"""
+    """one past its last answer token"""
     first_row: int
-    """the first token of prompt + answer that `experts` is about"""
+    """index in prompt + answer of the first row of `experts`"""
     experts: NDArray[np.int32]
-    """[rows, L, K] experts of the tokens that were processed in this window, -1 where unknown; the newest segment has
-    those of all tokens from the prompt on, older ones keep those of their own"""
+    """[rows, L, K] experts of the tokens processed in this window, -1 where unknown; the newest segment covers all
+    tokens, older ones keep only their own"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sample:
-    """One answer, perhaps unfinished."""
+    """One answer, possibly unfinished."""
 
     problem: int
     """number of the problem in its task"""
     group: int
-    """samples of one step with the same prompt have the same group, wherever they are"""
+    """equal for all samples of a step with the same prompt"""
     number: int
-    """of the answer within its group"""
+    """number of the answer within its group"""
     prompt: NDArray[np.int64]
     """[P] token ids"""
     answer: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """[A] token ids, with the end-of-text token if there is one"""
+    """[A] token ids, with the end-of-text token if generated"""
     logprobs: NDArray[np.float64] = field(default_factory=lambda: np.zeros(0, np.float64))
-    """[A] log-probability of each answer token when it was generated"""
+    """[A] the engine's log-probability of each answer token"""
     segments: tuple[Segment, ...] = ()
-    """in order; together they cover the answer"""
+    """in order; they cover the answer"""
     finished: bool = False
-    """whether the answer ended, by an end-of-text token or at the limit"""
+    """whether the answer ended or reached the length limit"""
     reward: float = 0.0
-    """of a finished answer"""
 
     def __post_init__(self) -> None:
         ends = [0, *(segment.end for segment in self.segments)]
@@ -75,12 +74,12 @@ class Sample:
 
     @property
     def num_rows(self) -> int:
-        """Tokens that go through the model: all but the last."""
+        """Tokens that the model processes: all but the last."""
         return self.prompt.size + self.answer.size - 1
 
     @property
     def experts(self) -> NDArray[np.int32]:
-        """[P + A - 1, L, K] routing to replay: that of the window which generated the newest tokens."""
+        """[P + A - 1, L, K] routing to replay: that of the newest window."""
         return self.segments[-1].experts
 
     @property
@@ -92,11 +91,11 @@ class Sample:
         self, *, answer: NDArray[np.int64], logprobs: NDArray[np.float64], experts: NDArray[np.int32], version: int,
         finished: bool,
     ) -> Sample:  # fmt: skip
-        """The sample with the tokens of one more window; older segments keep the routing of their own tokens only."""
+        """The sample with one more window; older segments keep only their own tokens' routing."""
         start, end = self.answer.size, self.answer.size + answer.size
         rows = self.prompt.size + end - 1
         if len(experts) != rows:
-            raise InputError(f"a sample of {rows + 1} tokens needs routing of {rows} of them, not of {len(experts)}")
+            raise InputError(f"a sample of {rows + 1} tokens needs routing of {rows} tokens, not of {len(experts)}")
         older = list(self.segments)
         if older:
             last, first_row = older[-1], 0 if len(older) == 1 else self.prompt.size + older[-1].start - 1

@@ -1,13 +1,14 @@
-"""From targets to updates: what of every sample goes into the loss, and the losses that the learners call.
+"""From targets to updates: the columns [A, C] that each sample sends to the loss, the losses, and the critic.
 
-Columns of a sample's answer tokens, for the policy: old log-probability, advantage, weight, reference log-probability;
-for the value model: old value, return, weight.
+Policy columns: old log-probability, advantage, weight, reference log-probability. Value columns: old value, return,
+weight.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -15,34 +16,34 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms.algorithm import Algorithm, Target
-from equilibra.rl.learner import LossSums, Predictions
+from equilibra.rl.learner import Learner, LossSums, Predictions
 from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
 from equilibra.rl.sample import Sample
 
-__all__ = ["POLICY_SUMS", "MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
+__all__ = ["POLICY_SUMS", "Critic", "MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
 
 POLICY_SUMS = ("loss", "policy", "kl", "divergence", "entropy", "clipped", "weight")
-"""what the policy's loss reports; a rank whose group ran nothing reports none of it"""
+"""statistics of the policy loss; a rank whose group ran nothing reports none"""
 
 Numbers = Sequence[NDArray[np.float64]]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MiniBatches:
-    """Which samples share an optimizer step: by group, so that neither planner nor ranks have a say in it."""
+    """Which samples share an optimizer step: by group, whatever the plan and the number of ranks."""
 
     of_sample: NDArray[np.int64]
-    """[S] of own samples"""
+    """[S] mini-batch of each own sample"""
     number: int
-    """of them"""
     epochs: int
-    """times that all are gone through"""
+    """passes over all mini-batches"""
 
     @classmethod
     def of(cls, samples: Sequence[Sample], number: int, epochs: int, *, places: int = 0) -> MiniBatches:
-        """Groups in turn. places: of answers that grow window by window; a place stays in its mini-batch.
+        """Deal groups out in turn.
 
-        Groups of a place are `places` apart: by group alone a mini-batch could come out empty.
+        places: answers that grow window by window. A place's groups are `places` apart, so places are dealt out
+        instead: by group alone a mini-batch could be empty.
         """
         turns = [sample.group % places if places else sample.group for sample in samples]
         chosen = np.array(turns, np.int64) % number
@@ -50,14 +51,14 @@ class MiniBatches:
 
     @property
     def order(self) -> list[int]:
-        """Numbers of mini-batches, one for each optimizer step."""
+        """The mini-batch of each optimizer step."""
         return list(range(self.number)) * self.epochs
 
 
 def _weights(
     masks: Sequence[NDArray[np.bool_]], parts: MiniBatches, setting: LossSetting, total: Total, max_length: int
 ) -> list[NDArray[np.float64]]:
-    """[A] of every sample, each within its mini-batch."""
+    """[A] token weights of every sample within its mini-batch."""
     found: dict[int, NDArray[np.float64]] = {}
     for mini_batch in range(parts.number):
         chosen = np.flatnonzero(parts.of_sample == mini_batch).tolist()
@@ -94,7 +95,7 @@ def value_columns(
 
 
 def policy_loss_of(setting: LossSetting, predictions: Predictions, columns_NC: Tensor) -> LossSums:
-    """The policy's share of a micro-batch."""
+    """The policy loss of a micro-batch, from its columns."""
     old, advantages, weights, reference = columns_NC.unbind(dim=1)
     part = policy_loss(
         predictions.logprobs, old, advantages, weights, predictions.sequence, setting,
@@ -104,7 +105,39 @@ def policy_loss_of(setting: LossSetting, predictions: Predictions, columns_NC: T
 
 
 def value_loss_of(clip: float, predictions: Predictions, columns_NC: Tensor) -> LossSums:
-    """The value model's share of a micro-batch."""
+    """The value loss of a micro-batch, from its columns."""
     old, returns, weights = columns_NC.unbind(dim=1)
     loss = value_loss(predictions.logprobs, old, returns, weights, clip)
     return LossSums(loss=loss, sums={"value_loss": float(loss.detach())})
+
+
+class Critic:
+    """A value model with its own experts, balancer and optimizer.
+
+    The rollout knows nothing of its routing. So the pass that computes the values of a step is routed live and
+    recorded; the update replays that routing, planned and balanced like the policy's.
+    """
+
+    def __init__(self, learner: Learner) -> None:
+        self.learner = learner
+        self._values: list[NDArray[np.float64]] = []
+        self._experts: list[NDArray[np.int32]] = []
+
+    def values(self, samples: Sequence[Sample]) -> list[NDArray[np.float64]]:
+        """Collective: values [A] of every own sample, forward only."""
+        self._values, self._experts = self.learner.begin_live(samples).logprobs_and_experts()
+        return self._values
+
+    def update(
+        self, samples: Sequence[Sample], algorithm: Algorithm, targets: Sequence[Target], parts: MiniBatches,
+        total: Total, sums: Sequence[Mapping[str, float]],
+    ) -> list[dict[str, float]]:  # fmt: skip
+        """Collective: train towards the returns, after `values` of the same samples; extends the policy's sums."""
+        batch = self.learner.begin(samples, parts.of_sample, experts=self._experts)
+        batch.give(value_columns(samples, algorithm, targets, self._values, parts, total))
+        loss = partial(value_loss_of, algorithm.value_clip)
+        updates = [batch.update(mini_batch, loss) for mini_batch in parts.order]
+        return [
+            {**of_policy, "value_loss": own.get("value_loss", 0.0), "skipped": of_policy["skipped"] + own["skipped"]}
+            for own, of_policy in zip(updates, sums, strict=True)
+        ]

@@ -1,10 +1,10 @@
-"""Log-probability and entropy of tokens without the logits of all of them in memory.
+"""Log-probability and entropy of answer tokens, without all logits in memory at once.
 
-Symbols: N tokens, D width of the model, V vocabulary, C tokens of a chunk.
+Symbols: B sequences, T tokens of the longest, N answer tokens, D hidden size, V vocabulary, C tokens of a chunk.
 
 Logits [N, V] in float32 are the largest tensor of a step: 5 GB for 8k tokens and a vocabulary of 152k, several times
-over for the softmax and its gradient. Here tokens go through the head in chunks; the backward pass computes the logits
-of a chunk again and keeps none. Gradients of the head are summed over chunks in float32 or better, and rounded once.
+over for the softmax and its gradient. Here tokens go through the head in chunks, and the backward pass recomputes the
+logits of each chunk. Gradients of the head are summed over chunks in float32 or better, and rounded once.
 
     H = log Σ_v exp z_v - Σ_v p_v z_v        z = logits / temperature, p = softmax z
     ∂ log p_t / ∂ z_v = [v = t] - p_v        ∂ H / ∂ z_v = -p_v (log p_v + H)
@@ -13,19 +13,66 @@ of a chunk again and keeps none. Gradients of the head are summed over chunks in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-__all__ = ["CHUNK_BYTES", "chunk_of", "token_logprobs"]
+__all__ = ["CHUNK_BYTES", "Padded", "chunk_of", "padded", "token_logprobs"]
 
 CHUNK_BYTES = 256 << 20
-"""of one chunk's logits in float32; about three times as much is in use at once"""
+"""bytes of one chunk's logits in float32; the peak is about three times as much"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Padded:
+    """Right-padded inputs and targets of a micro-batch; one padding token if it is empty.
+
+    A sequence's last token is only a target, so every input has recorded routing.
+    """
+
+    tokens_BT: Tensor
+    mask_BT: Tensor
+    """1 for tokens, 0 for padding"""
+    rows: Tensor
+    """flat indices of all inputs, sequence by sequence"""
+    predicting: Tensor
+    """[N] flat indices of the inputs that predict answer tokens"""
+    targets: Tensor
+    """[N] answer tokens"""
+    sequence: Tensor
+    """[N] sequence of each answer token"""
+
+
+def padded(sequences: Sequence[tuple[Tensor, int]], pad: int, device: torch.device) -> Padded:
+    """Pad sequences, each given as (tokens, prompt length)."""
+    longest = max((len(tokens) - 1 for tokens, _ in sequences), default=1)
+    tokens_BT = torch.full((max(len(sequences), 1), longest), pad)
+    mask_BT = torch.zeros_like(tokens_BT)
+    if not sequences:
+        mask_BT[:] = 1  # attention needs a token; it reaches neither experts nor loss
+    rows, predicting, targets, sequence = [], [], [], []
+    for number, (tokens, prompt) in enumerate(sequences):
+        first, size = number * longest, len(tokens) - 1
+        tokens_BT[number, :size] = tokens[:-1]
+        mask_BT[number, :size] = 1
+        rows.append(torch.arange(first, first + size))
+        predicting.append(torch.arange(first + prompt - 1, first + size))
+        targets.append(tokens[prompt:])
+        sequence.append(torch.full((size - prompt + 1,), number))
+
+    def joined(parts: list[Tensor]) -> Tensor:
+        return torch.cat([torch.zeros(0, dtype=torch.long), *parts]).to(device)
+
+    return Padded(
+        tokens_BT=tokens_BT.to(device), mask_BT=mask_BT.to(device), rows=joined(rows), predicting=joined(predicting),
+        targets=joined(targets), sequence=joined(sequence),
+    )  # fmt: skip
 
 
 def chunk_of(vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """C: tokens whose logits fit."""
+    """C: tokens whose logits fit into `chunk_bytes`."""
     return max(1, chunk_bytes // (4 * vocabulary))
 
 
@@ -35,7 +82,7 @@ def token_logprobs(
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """[N] log-probabilities of the targets and [N] entropies, in float32 or better; with gradients.
 
-    head: [C, D] -> [C, V] logits, row by row. parameters: those that it reads, and that may want a gradient.
+    head: [C, D] -> [C, V] logits, row by row. parameters: those that `head` reads; they may require gradients.
     """
     found: tuple[Tensor, Tensor] = _TokenLogprobs.apply(  # type: ignore[no-untyped-call]
         head, temperature, chunk, targets_N, hidden_ND, *parameters
@@ -99,7 +146,7 @@ def _entropy(logs_CV: Tensor, probabilities_CV: Tensor) -> Tensor:
 
 
 def _gradient(logits_CV: Tensor, targets_C: Tensor, gradients: Sequence[Tensor], temperature: float) -> Tensor:
-    """[C, V] of the logits, from those of log-probabilities and entropies; at most three tensors of that size."""
+    """[C, V] gradient of the logits from those of log-probabilities and entropies; at most three such tensors."""
     of_logprobs, of_entropy = (part[:, None] for part in gradients)
     logs = _log_softmax(logits_CV, temperature)
     probabilities = logs.exp()

@@ -1,10 +1,11 @@
-"""From a configuration to the parts of a run on this rank: task, text, models, engine, learners."""
+"""Build the parts of a run on this rank from its configuration: task, text, models, engine, learners."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -18,96 +19,94 @@ from equilibra.execute.copies.transfer import Path as CopyPath
 from equilibra.execute.group import ExpertGroup, patient_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
-from equilibra.integrations.hf import ModelFolder, ShardedModel, Text, build_model, open_model_folder, text_of
+from equilibra.integrations.hf import ModelFolder, Replica, ShardedModel, Text, build_model, open_model_folder, text_of
 from equilibra.integrations.reasoning_gym import reasoning_gym_task
-from equilibra.rl.algorithms.algorithm import Algorithm, algorithm_named
+from equilibra.integrations.routing_formats import model_from_config
+from equilibra.integrations.sglang.engine import Server, SGLangEngine, check_url
+from equilibra.integrations.vllm.engine import VLLMEngine
+from equilibra.rl.algorithms.algorithm import Algorithm
+from equilibra.rl.algorithms.registry import algorithm_named
+from equilibra.rl.engine import Engine
 from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.rollout import Rollout, RolloutSetting
 from equilibra.rl.tasks.jsonl import jsonl_task
-from equilibra.rl.tasks.reward import UserScorer, reward_function
-from equilibra.rl.tasks.task import Task
+from equilibra.rl.tasks.task import Task, UserScorer, reward_function
 from equilibra.rl.tasks.timed import TimedTask
 from equilibra.train.config import Option, TrainConfig
-from equilibra.train.engines import build_engine, check_engine
 
 __all__ = [
-    "Parts", "algorithm_of", "build_learner", "build_model_of", "build_parts", "build_rollout", "cluster_of",
-    "model_folder_of", "task_of",
+    "Parts", "algorithm_of", "build_engine", "build_learner", "build_model_of", "build_parts", "build_rollout",
+    "check_engine", "cluster_of", "model_folder_of", "task_of",
 ]  # fmt: skip
 
+# Which engine answers: the embedded one, SGLang servers, or vLLM on the ranks.
+
+WEIGHTS = "engine-weights"
+"""default folder of handed-over weights, in the run folder"""
 DEFAULT_OPTIONS: dict[str, dict[str, Option]] = {"spell_backward": {"min_word_len": 3, "max_word_len": 5}}
-"""of tasks for small models, where the configuration says nothing"""
+"""defaults of tasks, for small models"""
 TOKENIZER_TEXTS = 512
-"""problems that a tokenizer is trained on"""
+"""problems to train a tokenizer on"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """What a run is made of, before anything learns."""
+    """What models, learners and rollouts are built from."""
 
     config: TrainConfig
-    """all settings"""
     group: ExpertGroup
-    """the ranks"""
     patient: ExpertGroup
-    """the same, for waiting for rollouts and engines"""
+    """`group` with a timeout long enough for rollouts and engines"""
     device: torch.device
-    """of this rank"""
     dtype: torch.dtype
-    """of the models"""
     folder: ModelFolder
-    """what the model is"""
     task: Task
-    """problems"""
     text: Text
-    """words and tokens"""
     algorithm: Algorithm
-    """targets and loss"""
 
 
 def cluster_of(config: TrainConfig) -> Cluster:
-    """One expert-parallel group."""
+    """The ranks of one expert-parallel group."""
     return Cluster(num_nodes=config.cluster.nodes, ranks_per_node=config.cluster.ranks_per_node)
 
 
 def model_folder_of(config: TrainConfig) -> ModelFolder:
-    """The embedded model's folder, or the user's."""
+    """The folder of the embedded model or of the user's."""
     if config.model.source == "embedded":
         return open_model_folder(Path(str(files("equilibra.train") / "embedded")))
     return open_model_folder(config.model.source)
 
 
 def task_of(config: TrainConfig) -> Task:
-    """The problems, with the user's reward if there is one."""
+    """The problems, with the user's reward if given."""
     task, seed = config.task, config.run.seed
     options = {**DEFAULT_OPTIONS.get(task.name, {}), **task.options}
     own: Task = (
         jsonl_task(task.path, seed=seed) if task.kind == "jsonl" else reasoning_gym_task(task.name, options, seed=seed)
     )
     if task.reward:
-        reward_function(task.reward)  # what is wrong with it is said now
+        reward_function(task.reward)  # report errors now
         return TimedTask(own, partial(UserScorer.of, own.name, task.reward), limit_s=task.score_timeout_s)
     if task.kind == "jsonl":
-        return own  # compares text
+        return own  # only compares text: needs no time limit
     make = partial(reasoning_gym_task, task.name, options, seed=seed)
     return TimedTask(own, make, limit_s=task.score_timeout_s)
 
 
 def algorithm_of(config: TrainConfig) -> Algorithm:
-    """The algorithm with its options; those of its loss are written loss.clip_low and so on."""
+    """The algorithm with its options; options of its loss are written loss.clip_low."""
     options = dict(config.algorithm.options)
     loss = {name.removeprefix("loss."): options.pop(name) for name in list(options) if name.startswith("loss.")}
     algorithm = algorithm_named(config.algorithm.name, loss=loss, **options)
     if config.rollout.window and not algorithm.windowed:
         raise InputError(
-            f"rollout.window is {config.rollout.window}, but {algorithm.name} needs whole answers: use tppo, or "
-            "no window"
+            f"rollout.window is {config.rollout.window}, but {algorithm.name} needs whole answers: use tppo, or 0"
         )
     return algorithm
 
 
 def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -> Parts:
-    """Collective: everything that is read or made of nothing but the configuration."""
+    """Collective: everything that depends only on the configuration."""
     folder, task = model_folder_of(config), task_of(config)
     problems = [task.problem(number) for number in range(TOKENIZER_TEXTS)] if not folder.has_tokenizer else []
     text = text_of(folder, [text for problem in problems for text in (problem.prompt, problem.answer)])
@@ -121,14 +120,14 @@ def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -
 
 
 def _check_rollout(config: TrainConfig, task: Task, text: Text) -> None:
-    """What would only fail after the warm-up, or not at all, is an error now."""
+    """Refuse now what would fail only after the warm-up."""
     rollout, number = config.rollout, config.algorithm.mini_batches
     if not config.debug.replay:
         check_engine(config)
     groups = rollout.prompts * (rollout.answers if rollout.window else 1)
     if number > groups:
         raise InputError(
-            f"algorithm.mini_batches = {number} needs as many groups of answers, a step has {groups}: use fewer "
+            f"algorithm.mini_batches = {number} needs as many groups of answers, but a step has {groups}: use fewer "
             "mini-batches, or more rollout.prompts"
         )
     if config.debug.replay:
@@ -136,11 +135,11 @@ def _check_rollout(config: TrainConfig, task: Task, text: Text) -> None:
     tokens = text.prompt(task.problem(0).prompt).size
     if tokens > rollout.max_prompt_tokens:
         raise InputError(
-            f"a prompt of {task.name} has {tokens} tokens, rollout.max_prompt_tokens is {rollout.max_prompt_tokens}: "
-            "allow at least that many"
+            f"a prompt of {task.name} has {tokens} tokens, but rollout.max_prompt_tokens is "
+            f"{rollout.max_prompt_tokens}: raise it"
         )
     if task.num_held_out:
-        task.held_out(min(config.run.evaluate_problems, task.num_held_out) - 1)  # there must be so many
+        task.held_out(min(config.run.evaluate_problems, task.num_held_out) - 1)  # fails if there are fewer
 
 
 def build_model_of(parts: Parts, *, value: bool = False) -> ShardedModel:
@@ -157,7 +156,7 @@ def build_model_of(parts: Parts, *, value: bool = False) -> ShardedModel:
 
 
 def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value: bool = False) -> Learner:
-    """A model's balancer and optimizer; without a learning rate it does not learn."""
+    """A model with its balancer and optimizer; frozen without a learning rate."""
     config = parts.config
     optimizer, masters = None, {}
     if lr is not None:
@@ -184,7 +183,7 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
 
 
 def build_rollout(parts: Parts, run: Path | None = None) -> Rollout:
-    """The engine, and what it is asked. run: the run's folder, where engines with weights of their own get them."""
+    """Build this rank's engine and its share of the rollout. run: the run folder."""
     rollout = parts.config.rollout
     engine = build_engine(parts, run)
     setting = RolloutSetting(
@@ -196,4 +195,47 @@ def build_rollout(parts: Parts, run: Path | None = None) -> Rollout:
     return Rollout(
         engine=engine, task=parts.task, words=parts.text, setting=setting, rank=parts.group.world_rank,
         world=parts.group.world_size,
+    )  # fmt: skip
+
+
+def check_engine(config: TrainConfig) -> None:
+    """Refuse now an engine that cannot be used."""
+    rollout = config.rollout
+    if rollout.engine == "sglang":
+        _addresses(rollout.server)
+    if rollout.engine == "vllm":
+        if find_spec("vllm") is None:
+            raise InputError("rollout.engine is vllm, which is not installed: install vLLM, or use another engine")
+        if config.run.dtype == "float64":
+            raise InputError("vLLM does not support float64: set run.dtype to bfloat16 or float32")
+    if rollout.options and rollout.engine != "vllm":
+        raise InputError(f"rollout.options are for vLLM, but rollout.engine is {rollout.engine}: remove them")
+
+
+def _addresses(text: str) -> list[str]:
+    found = [check_url(part.strip()) for part in text.split(",") if part.strip()]
+    if not found:
+        raise InputError("rollout.engine sglang needs a server: set rollout.server, for example http://127.0.0.1:30000")
+    return found
+
+
+def build_engine(parts: Parts, run: Path | None) -> Engine:
+    """The engine of this rank. run: the run folder."""
+    rollout, text, group = parts.config.rollout, parts.text, parts.patient
+    if rollout.engine == "embedded":
+        return Replica(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end, pad=text.pad)
+    if not rollout.weights_folder and run is None:
+        raise InputError(f"the engine {rollout.engine} needs a folder for new weights: set rollout.weights_folder")
+    folder = Path(rollout.weights_folder) if rollout.weights_folder else Path(str(run)) / WEIGHTS
+    model = model_from_config(parts.folder.config.to_dict())
+    files = {"config.json": parts.folder.config_file(parts.dtype), **text.files()}
+    if rollout.engine == "vllm":
+        return VLLMEngine(
+            group, model, end=text.end, folder=folder, files=files, dtype=parts.config.run.dtype,
+            options=rollout.options,
+        )  # fmt: skip
+    servers = [Server(url=url, timeout_s=rollout.server_timeout_s) for url in _addresses(rollout.server)]
+    return SGLangEngine(
+        servers=servers, group=group, model=model, vocabulary=parts.folder.config.vocab_size, end=text.end,
+        folder=folder, files=files, dtype=parts.dtype,
     )  # fmt: skip

@@ -1,7 +1,7 @@
 """The configuration of a training run: one complete, typed, frozen value that checks itself.
 
-A section of a file is a class, a key is a field. The docstring under a field says unit, meaning and allowed values: it
-is what `equilibra train --options` prints. A value is checked when it is made, wherever it comes from.
+A section of a file is a class, a key is a field. The docstring under a field gives meaning, unit and allowed values;
+`equilibra train --options` prints it.
 """
 
 from __future__ import annotations
@@ -13,38 +13,96 @@ from typing import ClassVar
 from equilibra.core.checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.limits import CopyLimits
-from equilibra.train.config_rollout import Option, RolloutConfig
 
 __all__ = [
-    "AlgorithmConfig", "BalanceConfig", "ClusterConfig", "DebugConfig", "ModelConfig", "OptimizerConfig", "Option",
-    "RolloutConfig", "RunConfig", "TaskConfig", "TrainConfig", "WarmUpConfig",
+    "ENGINES", "AlgorithmConfig", "BalanceConfig", "ClusterConfig", "DebugConfig", "ModelConfig", "OptimizerConfig",
+    "Option", "RolloutConfig", "RunConfig", "TaskConfig", "TrainConfig", "WarmUpConfig",
 ]  # fmt: skip
+
+# The section of the configuration about answers: who generates them, how many, how long.
+
+
+ENGINES = ("embedded", "sglang", "vllm")
+Option = str | int | float | bool
+"""value in `task.options`, `rollout.options` and `algorithm.options`"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RolloutConfig:
+    """How answers are generated."""
+
+    engine: str = "embedded"
+    """embedded (batched sampling on the training ranks), sglang (servers) or vllm (on the ranks)"""
+    prompts: int = 32
+    """problems per step over all ranks, at least 1"""
+    answers: int = 8
+    """answers per problem, at least 1"""
+    max_prompt_tokens: int = 64
+    """longest prompt in tokens, at least 1; longer ones are an error"""
+    max_answer_tokens: int = 8
+    """longest answer in tokens, at least 1; longer ones are cut off"""
+    reward_cut_off: bool = False
+    """true: score cut-off answers too; false: they get no reward"""
+    temperature: float = 1.0
+    """sampling temperature, above 0"""
+    window: int = 0
+    """most answer tokens per step, the rest follows in later steps (T-PPO); 0: whole answers"""
+    server: str = ""
+    """sglang: address of the server, http://127.0.0.1:30000, or several with commas, dealt out to the ranks in turn"""
+    server_timeout_s: float = 600.0
+    """sglang: seconds for a batch of answers, for new weights, and for a server to start, above 0"""
+    timeout_s: float = 0.0
+    """seconds that ranks wait for each other's rollouts and for engines that load weights;
+    0: run.timeout_s + 2 x rollout.server_timeout_s"""
+    weights_folder: str = ""
+    """sglang and vllm: shared folder for new weights; empty: engine-weights in the run folder"""
+    mismatch: str = "stop"
+    """if the engine's log-probabilities show other weights than the trainer's: stop, or warn and continue"""
+    mismatch_limit: float = 0.0
+    """allowed mean difference of log-probabilities, 0 or more; 0: what rounding explains"""
+    options: Mapping[str, Option] = field(default_factory=dict)
+    """vllm: further settings of vllm.LLM, such as gpu_memory_utilization = 0.4"""
+
+    def __post_init__(self) -> None:
+        check_choice("rollout.engine", self.engine, ENGINES)
+        for name in ("prompts", "answers", "max_prompt_tokens", "max_answer_tokens"):
+            check_whole(f"rollout.{name}", getattr(self, name), low=1)
+        check_number("rollout.temperature", self.temperature, above=0, high=1e3)
+        check_whole("rollout.window", self.window, low=0)
+        check_flag("rollout.reward_cut_off", self.reward_cut_off)
+        for name in ("server", "weights_folder"):
+            check_text(f"rollout.{name}", getattr(self, name), empty=True)
+        check_number("rollout.server_timeout_s", self.server_timeout_s, above=0, high=1e6, below=True)
+        check_number("rollout.timeout_s", self.timeout_s, high=1e6, below=True)
+        check_choice("rollout.mismatch", self.mismatch, ("stop", "warn"))
+        check_number("rollout.mismatch_limit", self.mismatch_limit)
+        check_table("rollout.options", self.options)
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunConfig:
-    """How long, on what, and what is kept."""
+    """Length of the run, device, checkpoints and evaluations."""
 
     seed: int = 0
-    """of every random choice, from 0 on; the same seed gives the same run"""
+    """seed of every random choice, 0 or more; the same seed gives the same run"""
     steps: int = 60
-    """RL steps, from 1 on: each is a rollout and an update on it"""
+    """RL steps, at least 1: each is a rollout and an update on it"""
     dtype: str = "float64"
-    """numbers of the model: float64, float32 or bfloat16"""
+    """number type of the model: float64, float32 or bfloat16"""
     device: str = "auto"
-    """auto (cuda where there is one), cpu or cuda"""
+    """auto (cuda if available), cpu or cuda"""
     timeout_s: float = 120.0
-    """seconds after which a rank that is silent inside a training step is lost, more than 0"""
+    """seconds without progress in a training step after which a rank counts as lost, above 0"""
     checkpoint_timeout_s: float = 1800.0
-    """the same while a checkpoint is written or read: seconds that the slowest disk may take, more than 0"""
+    """the same while a checkpoint is written or read: seconds that the slowest disk may take, above 0"""
     checkpoint_every: int = 20
     """steps between checkpoints; 0: only at the end and when the run is stopped"""
     keep: int = 2
-    """newest checkpoints that are kept, from 1 on"""
+    """checkpoints to keep, the newest, at least 1"""
     evaluate_every: int = 20
     """steps between evaluations on held-out problems; 0: only before the first and after the last step"""
     evaluate_problems: int = 256
-    """held-out problems of an evaluation, from 1 on"""
+    """held-out problems of an evaluation, at least 1"""
 
     def __post_init__(self) -> None:
         check_whole("run.seed", self.seed, low=0)
@@ -58,14 +116,14 @@ class RunConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """The processes. Experts are sharded over one expert-parallel group of nodes x ranks_per_node ranks."""
+    """Processes of the run. An expert-parallel group has nodes x ranks_per_node ranks."""
 
     nodes: int = 2
-    """nodes of an expert-parallel group, from 1 on; on one machine they are only pretended"""
+    """nodes of an expert-parallel group, at least 1; simulated when all ranks are on one machine"""
     ranks_per_node: int = 2
-    """ranks that share fast links, from 1 on"""
+    """ranks that share fast links, at least 1"""
     groups: int = 1
-    """expert-parallel groups (data parallelism), from 1 on"""
+    """expert-parallel groups (data parallelism), at least 1"""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -73,18 +131,17 @@ class ClusterConfig:
 
     @property
     def num_processes(self) -> int:
-        """Ranks of all groups."""
         return self.nodes * self.ranks_per_node * self.groups
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """What is trained."""
+    """The model to train."""
 
     source: str = "embedded"
-    """embedded (a small MoE, warmed up in the run) or a folder with a Hugging Face config.json, weights or none"""
+    """embedded (a small MoE, warmed up in the run) or a folder with a Hugging Face config.json, weights optional"""
     activation_checkpointing: bool = False
-    """true: compute activations again in the backward pass and save their memory"""
+    """true: recompute activations in the backward pass to save memory"""
 
     def __post_init__(self) -> None:
         check_text("model.source", self.source)
@@ -93,7 +150,7 @@ class ModelConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TaskConfig:
-    """The problems, and what an answer is worth."""
+    """Problems and rewards."""
 
     kind: str = "reasoning-gym"
     """reasoning-gym (a generator of problems) or jsonl (a file of your own)"""
@@ -104,9 +161,9 @@ class TaskConfig:
     reward: str = ""
     """your own reward, file.py:function; empty: the task's"""
     score_timeout_s: float = 30.0
-    """seconds that scoring one answer may take, more than 0; an answer that takes longer gets no reward"""
+    """seconds to score one answer, above 0; an answer that takes longer gets no reward"""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """settings of the reasoning-gym task; of spell_backward, words have 3 to 5 letters if nothing is said"""
+    """settings of the reasoning-gym task; spell_backward defaults to words of 3 to 5 letters"""
 
     def __post_init__(self) -> None:
         check_choice("task.kind", self.kind, ("reasoning-gym", "jsonl"))
@@ -125,18 +182,18 @@ class TaskConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class WarmUpConfig:
-    """Supervised steps before the RL ones, for a model that cannot answer at all yet."""
+    """Supervised steps before RL, for a model that cannot answer yet."""
 
     steps: int = 100
     """supervised steps of the embedded model; 0: none"""
     batch: int = 64
-    """problems of a step, from 1 on"""
+    """problems per step, at least 1"""
     lr: float = 3e-3
-    """learning rate, more than 0"""
+    """learning rate, above 0"""
     smoothing: float = 0.5
-    """share of the target that is spread over all tokens, from 0 to below 1: a model that is unsure explores"""
+    """label smoothing, from 0 to below 1: a less certain model explores more"""
     cache: str = ""
-    """folder that keeps warmed-up weights for later runs; empty: warm up in every run"""
+    """folder that caches warmed-up weights for later runs; empty: warm up in every run"""
 
     def __post_init__(self) -> None:
         check_whole("warm_up.steps", self.steps, low=0)
@@ -153,11 +210,11 @@ class AlgorithmConfig:
     name: str = "grpo"
     """grpo, ppo, gspo or tppo"""
     mini_batches: int = 2
-    """optimizer steps that a rollout is split into, from 1 on"""
+    """optimizer steps per pass over a rollout, at least 1"""
     epochs: int = 1
-    """times that a rollout is trained on, from 1 on"""
+    """passes over a rollout, at least 1"""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """settings of the algorithm, which checks them; those of its loss as loss.clip_high = 0.28"""
+    """settings of the algorithm; those of its loss as loss.clip_high = 0.28"""
 
     def __post_init__(self) -> None:
         check_text("algorithm.name", self.name)
@@ -171,24 +228,23 @@ class OptimizerConfig:
     """AdamW."""
 
     lr: float = 6e-4
-    """learning rate of the policy, from 0 on"""
+    """learning rate of the policy, 0 or more"""
     value_lr: float = 6e-4
-    """learning rate of the value model, from 0 on"""
+    """learning rate of the value model, 0 or more"""
     weight_decay: float = 0.0
-    """decoupled, from 0 on"""
+    """decoupled weight decay, 0 or more"""
     beta1: float = 0.9
-    """decay of the mean of gradients, from 0 to below 1"""
+    """decay of the first moment, from 0 to below 1"""
     beta2: float = 0.99
-    """decay of the mean of their squares, from 0 to below 1"""
+    """decay of the second moment, from 0 to below 1"""
     epsilon: float = 1e-8
-    """added to the root of that mean, more than 0"""
+    """added to the root of the second moment, above 0"""
     max_norm: float = 1.0
-    """gradients of a larger norm are shortened to it, more than 0"""
+    """gradients are clipped to this norm, above 0"""
     warm_up_steps: int = 0
-    """optimizer steps in which the learning rate rises from 0; 0: at once"""
+    """optimizer steps in which the learning rate rises linearly; 0: none"""
     max_skipped_steps: int = 3
-    """optimizer steps in a row that are skipped because a gradient is NaN or infinite, from 0 on; one more ends the
-    run"""
+    """consecutive optimizer steps that may be skipped for a NaN or infinite gradient; one more ends the run"""
 
     def __post_init__(self) -> None:
         for name in ("lr", "value_lr", "weight_decay"):
@@ -234,12 +290,12 @@ class BalanceConfig(CopyLimits):
 
 @dataclass(frozen=True, kw_only=True)
 class DebugConfig:
-    """The loop cut in half."""
+    """Record rollouts, or train on recorded ones."""
 
     record: str = ""
-    """folder to write every rollout to; empty: none"""
+    """folder to record every rollout in; empty: none"""
     replay: str = ""
-    """folder of such a recording to train from instead of a rollout; empty: generate"""
+    """folder of recorded rollouts to train on; empty: generate"""
 
     def __post_init__(self) -> None:
         check_text("debug.record", self.record, empty=True)
@@ -250,32 +306,22 @@ class DebugConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class TrainConfig:
-    """Everything a training run is told."""
+    """The complete configuration of a training run."""
 
     run: RunConfig = field(default_factory=RunConfig)
-    """how long, on what, and what is kept"""
     cluster: ClusterConfig = field(default_factory=ClusterConfig)
-    """the processes"""
     model: ModelConfig = field(default_factory=ModelConfig)
-    """what is trained"""
     task: TaskConfig = field(default_factory=TaskConfig)
-    """the problems, and what an answer is worth"""
     warm_up: WarmUpConfig = field(default_factory=WarmUpConfig)
-    """supervised steps before the RL ones"""
     rollout: RolloutConfig = field(default_factory=RolloutConfig)
-    """how answers are generated"""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
-    """how a rollout becomes a loss"""
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
-    """AdamW"""
     balance: BalanceConfig = field(default_factory=BalanceConfig)
-    """what the balancer may do"""
     debug: DebugConfig = field(default_factory=DebugConfig)
-    """the loop cut in half"""
 
     @property
     def rollout_timeout_s(self) -> float:
-        """How long ranks wait for each other's rollouts and for engines that load weights."""
+        """Seconds that ranks wait for each other's rollouts and for engines that load weights."""
         return self.rollout.timeout_s or self.run.timeout_s + 2 * self.rollout.server_timeout_s
 
     def __post_init__(self) -> None:
@@ -283,5 +329,5 @@ class TrainConfig:
         if rows > self.balance.tokens_per_rank:
             raise InputError(
                 f"balance.tokens_per_rank = {self.balance.tokens_per_rank} cannot hold the longest sequence: "
-                f"rollout.max_prompt_tokens + rollout.max_answer_tokens - 1 = {rows}; raise it, or shorten them"
+                f"rollout.max_prompt_tokens + rollout.max_answer_tokens - 1 = {rows}; raise it, or lower them"
             )

@@ -1,27 +1,40 @@
-"""The last step of a run for `equilibra report`: measured, beside what the cost model says of it, and the run's curves.
+"""The last step of a run for `equilibra report`: measured, predicted by the cost model, and the run's curves.
 
     RUN/step.run     equilibra   measured: what ran on this machine (or whatever planner the run has)
                      predicted   the same plan by the cost model, at the rates of the measured step
-                     static      the same sequences where the rollout left them, contiguous homes, no copies; predicted
+                     static      the same sequences without balancing: contiguous homes, no copies; predicted
 
-Predicted times are of log-prob and update alone, and of ranks that share no processor. So the two predictions compare
-with each other, not with the measured time. `about["predicted"]` names them, `about["training"]` holds the curves.
+Predicted times cover log-prob and update only, on ranks that share no processor. Compare predictions with each other,
+not with the measured time. `about["predicted"]` names them; `about["training"]` holds the curves.
+
+`paced` fits the rates of the machine to the measured step. A balanced step cannot separate fixed costs from costs per
+row, because every rank has the same rows. So launches and latencies stay those of a base machine, and each kind of work
+gets one factor that makes its predicted time the measured one: experts forward, experts backward, attention with the
+other dense parts, and all-to-alls. All-to-alls are measured as a whole, so all links have one rate. Reordering rows is
+part of these kinds, so device memory costs nothing; an optimizer step, the same for every plan, is free.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 import equilibra
 from equilibra.core.errors import InputError
+from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import StepPlan
 from equilibra.cost.files import prices_of
+from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord, Run, save_run
+from equilibra.events.schema import Direction, Events, Kind
 from equilibra.execute.group import device_name
 from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
@@ -30,29 +43,29 @@ from equilibra.simulate.predict import PREDICTED, predict
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.times import Pricing
 from equilibra.train.build import Parts
-from equilibra.train.curves import curves
-from equilibra.train.metrics_file import read_history
-from equilibra.train.pace import paced, window_of
+from equilibra.train.metrics_file import curves, read_history
 
-__all__ = ["LastStep"]
+__all__ = ["LastStep", "paced", "window_of"]
 
+FREE_GB_PER_S = 1e9
+EXPERTS_FORWARD, EXPERTS_BACKWARD, DENSE, EXCHANGE = "experts_forward", "experts_backward", "dense", "exchange"
 STATIC = "static"
 
 
 class LastStep:
-    """Keeps the newest record of world rank 0."""
+    """Keeps the newest record, which only world rank 0 has, and writes it at the end."""
 
     def __init__(self, parts: Parts, folder: Path) -> None:
         self.parts, self.folder = parts, folder
         self._kept: tuple[int, PlannerRecord, Batch] | None = None
 
     def keep(self, step: int, record: PlannerRecord | None, batch: Batch) -> None:
-        """A step is over."""
+        """Keep a finished step."""
         if record is not None:
             self._kept = (step, record, batch)
 
     def write(self) -> None:
-        """RUN/step.run, if this rank has a record."""
+        """Write RUN/step.run if this rank has a record."""
         if self._kept is None:
             return
         step, record, batch = self._kept
@@ -63,7 +76,6 @@ class LastStep:
         save_run(Run(about=about, planners=records), self.folder / "step.run", overwrite=True)
 
     def _records(self, measured: PlannerRecord, batch: Batch, model: MoEModel) -> dict[str, PlannerRecord]:
-        """In the order they are shown."""
         plan, sequences, config = batch.step.plan, batch.step.sequence_loads, self.parts.config
         assert plan.schedule is not None
         setting = RunSetting(
@@ -84,7 +96,6 @@ class LastStep:
         return {STATIC: predict(left, sequences, pricing, spare_slots=0, window=window), **records}
 
     def _about(self, step: int, batch: Batch, model: MoEModel) -> dict[str, Any]:
-        """What was asked, and how the run went."""
         config, cluster = self.parts.config, batch.step.plan.cluster
         about: dict[str, Any] = {
             "kind": "measured", "command": "equilibra train --config config.toml", "version": equilibra.__version__,
@@ -99,13 +110,13 @@ class LastStep:
             "settings": {"algorithm": config.algorithm.name, "seed": config.run.seed, **asdict(config.balance)},
             "step": step, "sequences": batch.step.sequence_loads.num_sequences, "tokens": batch.step.num_tokens,
         }  # fmt: skip
-        with suppress(InputError):  # a file that cannot be read is no reason to lose the step
+        with suppress(InputError):  # an unreadable file must not cost the step
             about["training"] = curves(read_history(self.folder / "metrics.jsonl"))
         return {key: value for key, value in about.items() if value is not None}
 
 
 def _left_alone(batch: Batch, *, tokens_per_rank: int) -> StepPlan:
-    """The plan of a run without a balancer: every rank keeps what it rolled out, homes never moved."""
+    """The plan without balancing: every rank runs what it generated, homes never moved."""
     step, sequences = batch.step, batch.step.sequence_loads
     assert step.plan.schedule is not None
     own = own_schedule(
@@ -120,12 +131,87 @@ def _left_alone(batch: Batch, *, tokens_per_rank: int) -> StepPlan:
 
 
 def _model(parts: Parts, *, num_layers: int) -> MoEModel:
-    """The model as the cost model has it."""
+    """The model for the cost model."""
     spec, config, width = parts.folder.spec, parts.folder.config, parts.dtype.itemsize
     vocabulary = config.vocab_size * spec.hidden
-    low = width < 4  # the optimizer then has masters
+    low = width < 4  # then there are fp32 masters
     return MoEModel(
         name=config.model_type, num_layers=num_layers, hidden=spec.hidden, expert_ffn=spec.expert_ffn,
         num_experts=spec.num_experts, top_k=spec.top_k, outer_parameters=vocabulary, embedding_parameters=vocabulary,
         weight_bytes=width, gradient_bytes=4 if low else width, state_bytes=12 if low else 2 * width,
+    )  # fmt: skip
+
+
+class _Took(NamedTuple):
+    us: float
+    events: int
+
+
+def window_of(measured: PlannerRecord) -> int:
+    """The micro-batch whose events were recorded."""
+    return int(measured.events.rows["micro_batch"].max(initial=0))
+
+
+def paced(
+    measured: PlannerRecord, plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int
+) -> Pricing:
+    """The pricing with the measured machine's rates; kinds of work without events keep theirs."""
+    base = pricing.hardware
+    base = replace(base, hbm_gb_per_s=FREE_GB_PER_S, nvlink_gb_per_s=base.nic_gb_per_s)
+    pricing = replace(pricing, hardware=base)
+    said = predict(plan, sequences, pricing, spare_slots=spare_slots, window=window_of(measured))
+    took, expected = _took(measured.events), _took(said.events)
+    latency_us = base.nic_latency_us if pricing.cluster.num_nodes > 1 else base.nvlink_latency_us
+    fixed_us = {
+        EXPERTS_FORWARD: base.experts_forward.fixed_us, EXPERTS_BACKWARD: base.experts_backward.fixed_us, DENSE: 0.0,
+        EXCHANGE: latency_us,
+    }  # fmt: skip
+    slower = {kind: _factor(took[kind], expected[kind], fixed_us[kind]) for kind in fixed_us}
+    return replace(pricing, hardware=_slowed(base, slower))
+
+
+def _took(events: Events) -> dict[str, _Took]:
+    """Time and number of events by kind; an all-to-all counts as long as on the rank that arrived last."""
+    rows = events.rows[events.rows["micro_batch"] >= 0]
+    kind, backward = rows["kind"], rows["direction"] == Direction.BACKWARD
+    us = rows["end_us"] - rows["start_us"]
+    chosen = {
+        EXPERTS_FORWARD: (kind == Kind.EXPERTS) & ~backward, EXPERTS_BACKWARD: (kind == Kind.EXPERTS) & backward,
+        DENSE: kind == Kind.ATTENTION,
+    }  # fmt: skip
+    found = {name: _Took(float(us[of].sum()), int(of.sum())) for name, of in chosen.items()}
+    exchanges = np.isin(kind, (Kind.DISPATCH, Kind.COMBINE))
+    found[EXCHANGE] = _shortest(rows[exchanges], us[exchanges])
+    return found
+
+
+def _shortest(rows: NDArray[np.void], us: NDArray[np.float64]) -> _Took:
+    """The shortest event of every all-to-all."""
+    keys = rows[["kind", "stage", "direction", "layer", "micro_batch"]]
+    _, number = np.unique(keys, return_inverse=True)
+    least = np.full(int(number.max(initial=-1)) + 1, np.inf)
+    np.minimum.at(least, number.ravel(), us)
+    return _Took(float(least.sum()), least.size)
+
+
+def _factor(took: _Took, expected: _Took, fixed_us: float) -> float:
+    """Measured over expected time of an event, without its fixed part; 1 if unknown."""
+    if not took.events or not expected.events:
+        return 1.0
+    own, base = took.us / took.events - fixed_us, expected.us / expected.events - fixed_us
+    return own / base if own > 0 and base > 1e-9 else 1.0
+
+
+def _slowed(base: Prices, slower: Mapping[str, float]) -> Prices:
+    def law(of: ExpertLaw, factor: float) -> ExpertLaw:
+        return of.scaled(compute=1 / factor, memory=1 / factor)
+
+    dense, exchange = slower[DENSE], slower[EXCHANGE]
+    return replace(
+        base, name="measured", source="rates of the measured step",
+        experts_forward=law(base.experts_forward, slower[EXPERTS_FORWARD]),
+        experts_backward=law(base.experts_backward, slower[EXPERTS_BACKWARD]),
+        dense_tflops=base.dense_tflops / dense, attention_tflops=base.attention_tflops / dense,
+        attention_backward_tflops=base.attention_backward_tflops / dense,
+        nvlink_gb_per_s=base.nvlink_gb_per_s / exchange, nic_gb_per_s=base.nic_gb_per_s / exchange,
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""A run as plain lines: one per step and per evaluation, short and aligned. For files and for what is no terminal.
+"""A run in text: one line per step and evaluation for files and pipes, and the summary at the end.
 
 step  12/60  reward 0.412  kl 0.0012  entropy  1.31  imbalance 1.84 > 1.02  exposed  1.2%   12,345 tokens/s   3.1 s
 held out     reward 0.437 after 20 steps
@@ -6,19 +6,23 @@ held out     reward 0.437 after 20 steps
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TextIO
+from typing import Any, Protocol, TextIO
 
 from equilibra.core.atomic import cannot
+from equilibra.rl.observe import Observer
+from equilibra.train.metrics_file import History
+from equilibra.train.run_folder import RunFolder
 
-__all__ = ["LogFile", "PlainLog", "step_line", "to_stream"]
+__all__ = ["LogFile", "PlainLog", "Screen", "Several", "step_line", "summary", "summary_table", "to_stream"]
 
 SLOW = ("start", "warm-up", "report")
-"""stages that are told besides steps: nothing else is to be seen meanwhile"""
+"""stages that get their own lines, because no step ends meanwhile"""
 EXPLAINED = {"start": "start (loads libraries; the first time it also compiles, about a minute)"}
 PARTS = 4
-"""lines that a slow stage with known parts gets"""
+"""lines of a slow stage whose progress is known"""
 COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("reward",), "reward {:.3f}"),
     (("kl",), "kl {:.4f}"),
@@ -28,11 +32,57 @@ COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
     (("tokens_per_s",), "{:8,.0f} tokens/s"),
     (("seconds",), "{:5.1f} s"),
 )
-"""metrics of a column, and how it looks; a column is left out where one is missing"""
+"""metrics of a column and its format; a column without all its metrics is left out"""
+TRENDS = (
+    ("reward", "reward", "{:.3f}"),
+    ("imbalance, static", "imbalance_static", "{:.2f}"),
+    ("imbalance, now", "imbalance", "{:.2f}"),
+    ("tokens per second", "tokens_per_s", "{:,.0f}"),
+    ("seconds per step", "seconds", "{:.2f}"),
+)
+"""rows of the summary: label, metric, format"""
+STAGE = "seconds_"
+ORDER = ("rollout", "reward", "plan", "logprob", "advantages", "update", "weights", "checkpoint")
+
+
+class Screen(Observer, Protocol):
+    """An observer that shows a run to the user."""
+
+    def note(self, text: str) -> None:
+        """Show a message."""
+
+    def close(self) -> None:
+        """Restore the terminal; the last picture stays."""
+
+
+class Several:
+    """Passes everything on to several observers, in order."""
+
+    def __init__(self, observers: Sequence[Observer]) -> None:
+        self.observers = tuple(observers)
+
+    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
+        for one in self.observers:
+            one.stage(name, step=step, done=done, total=total)
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        for one in self.observers:
+            one.step(step, metrics)
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        for one in self.observers:
+            one.evaluated(step, metrics)
+
+    def close(self) -> None:
+        """Close the observers that can be closed."""
+        for one in self.observers:
+            close = getattr(one, "close", None)
+            if close is not None:
+                close()
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
-    """The line of a step."""
+    """The line of a step, as in the module's example."""
     parts = [_numbered(step, steps)]
     for names, form in COLUMNS:
         if all(name in metrics for name in names):
@@ -47,48 +97,41 @@ def _numbered(step: int, steps: int) -> str:
 
 
 class PlainLog:
-    """Lines, handed to `write` without their ends."""
+    """A screen of plain lines, passed to `write` without line ends."""
 
     def __init__(self, write: Callable[[str], None], *, steps: int) -> None:
-        """`steps` that the run has in all."""
+        """steps: of the whole run."""
         self._write, self._steps = write, steps
         self._told: tuple[str, int] | None = None
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:  # noqa: ARG002
-        """A line for stages that take long, and for each quarter of them."""
         told = (name, PARTS * done // total if total > 0 else 0)
         if name in SLOW and told != self._told:
             self._write(f"{name} {done}/{total}" if total > 0 else EXPLAINED.get(name, name))
         self._told = told
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of figures."""
         self._write(step_line(step, self._steps, metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """A line of the reward on held-out problems."""
         reward = metrics.get("reward_held_out")
         if reward is not None:
             width = len(_numbered(0, self._steps))
             self._write(f"{'held out':<{width}}  reward {reward:.3f} after {step} steps")
 
     def note(self, text: str) -> None:
-        """The text."""
         self._write(text)
 
-    def close(self) -> None:
-        """Nothing."""
+    def close(self) -> None: ...
 
 
 class LogFile:
-    """Appends lines to a file, each one at once."""
+    """Appends each line to a file at once."""
 
     def __init__(self, path: Path) -> None:
-        """Nothing is written yet."""
         self.path = path
 
     def __call__(self, line: str) -> None:
-        """Append a line."""
         try:
             with self.path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
@@ -97,5 +140,41 @@ class LogFile:
 
 
 def to_stream(stream: TextIO) -> Callable[[str], None]:
-    """Writes lines to a stream, each one at once."""
+    """A function that writes each line to the stream at once."""
     return lambda line: print(line, file=stream, flush=True)
+
+
+def summary(history: History, folder: RunFolder, *, steps: int, stopped: bool, report: str | None) -> dict[str, Any]:
+    """The last metrics and the paths of the run's files, for JSON; unknown values are None."""
+    held_out = history.held_out()
+    last = history.steps[max(history.steps)] if history.steps else {}
+    return {
+        "folder": str(folder.path),
+        "steps": max(history.steps, default=-1) + 1,
+        "steps_asked": steps,
+        "stopped": stopped,
+        "metrics": {name: value if math.isfinite(value) else None for name, value in last.items()},
+        "reward_held_out_first": held_out[0] if held_out else None,
+        "reward_held_out_last": held_out[-1] if held_out else None,
+        "config": str(folder.config),
+        "metrics_file": str(folder.metrics),
+        "log": str(folder.log),
+        "tensorboard": str(folder.tensorboard),
+        "checkpoints": str(folder.checkpoints),
+        "report": report,
+    }
+
+
+def summary_table(history: History) -> str:
+    """First and last value of the main metrics, and of the seconds of each stage."""
+    rows = [("held-out reward", *_ends(history.held_out(), "{:.3f}"))]
+    rows += [(words, *_ends(history.series(name), form)) for words, name, form in TRENDS]
+    found = {name.removeprefix(STAGE) for row in history.steps.values() for name in row if name.startswith(STAGE)}
+    stages = [stage for stage in ORDER if stage in found] + sorted(found - set(ORDER))
+    rows += [(f"  {stage}", *_ends(history.series(STAGE + stage), "{:.2f}")) for stage in stages]
+    lines = [f"{'':20}{'first':>10}{'last':>10}"]
+    return "\n".join(lines + [f"{words:20}{first:>10}{last:>10}" for words, first, last in rows])
+
+
+def _ends(series: list[float], form: str) -> tuple[str, str]:
+    return (form.format(series[0]), form.format(series[-1])) if series else ("-", "-")

@@ -1,10 +1,9 @@
-"""The ranks of a run on this machine: started, listened to, and never left behind.
+"""Start a run: all ranks as processes of this machine, or, under torchrun, the one rank that this process is.
 
-They are forked from a server that has the worker's libraries loaded, so that these are loaded once. Ctrl-C or SIGTERM
-tells every rank to end after its step; a second one ends them at once. Schedulers send SIGTERM to every process of the
-job: the server ignores it, ranks take it as being told to stop, and only this process decides when they end. When a
-rank fails or dies, the others get a few seconds to notice; then they are ended too, and one error says which rank it
-was, and how.
+Ranks are forked from a server that has loaded the worker's libraries once. Ctrl-C or SIGTERM stops every rank after its
+step; a second one kills them. Schedulers send SIGTERM to every process of the job: the server ignores it, ranks stop
+after their step, and this process decides when they end. When a rank fails or dies, the others get a few seconds to
+notice and are then killed; one error names the rank and the reason.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import multiprocessing
 import os
 import signal
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from multiprocessing import forkserver, resource_tracker
@@ -24,21 +23,21 @@ from time import monotonic
 
 from equilibra.core.environment import environment_with
 from equilibra.core.errors import ExecuteError, InputError
-from equilibra.train.interrupts import SIGNALS, Interrupts
-from equilibra.train.observers import Screen
-from equilibra.train.rank import STOP, Done, Failure, Job, Told, rank_main
+from equilibra.train.config import ClusterConfig
+from equilibra.train.plain_log import Screen
+from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, Told, failure_of, rank_main, run_rank
 from equilibra.train.run_folder import FolderLock
 
-__all__ = ["NODES", "run_processes"]
+__all__ = ["NODES", "Place", "launch", "place_under_torchrun", "run_processes"]
 
 MOST_PROCESSES = 128
-"""on one machine"""
+"""most ranks on one machine"""
 GRACE_S = 6.0
-"""in which the other ranks may say that they lost one, or what really went wrong"""
+"""seconds in which the other ranks may report the loss or its cause"""
 TERMINATE_S = 2.0
-"""in which ranks end by themselves once nobody listens to them"""
+"""seconds in which ranks end by themselves after their pipe is closed"""
 TICK_S = 0.2
-"""how often signals are looked for"""
+"""seconds between checks for signals"""
 NODES = "EQUILIBRA_NODES"
 """environment variable for `preload`: nodes of an expert-parallel group"""
 STOPPING = "stopping: finishing this step and writing a checkpoint first; a second signal ends the run at once"
@@ -46,22 +45,20 @@ STOPPING = "stopping: finishing this step and writing a checkpoint first; a seco
 
 @dataclass(kw_only=True, eq=False)
 class _Rank:
-    """A process that was started."""
-
     number: int
     process: BaseProcess
     pipe: Connection
     ending: Done | Failure | None = None
-    """what it said last"""
+    """its last message"""
     ended_at: float = 0.0
-    """when that was heard"""
+    """when that arrived"""
     speaks: bool = True
-    """whether more may come through the pipe"""
+    """whether the pipe is open"""
     ended: bool = False
 
     def listen(self, screen: Screen) -> None:
-        """Pass on what it said, and find out whether it ended."""
-        code = self.process.exitcode  # before the pipe: what it said last is still in there
+        """Pass its messages to the screen, and notice its end."""
+        code = self.process.exitcode  # before the pipe, which still holds its last message
         try:
             while self.speaks and self.pipe.poll():
                 said = self.pipe.recv()
@@ -77,36 +74,36 @@ class _Rank:
                 self.ending, self.ended_at = _death(code), monotonic()
 
     def tell(self, what: str) -> None:
-        """Say something to it, if it still listens."""
+        """Send a message if it still listens."""
         with suppress(OSError):
             self.pipe.send(what)
 
 
 def _death(code: int) -> Failure:
     if code >= 0:
-        return Failure(text=f"ended with exit code {code} without a word")
+        return Failure(text=f"ended with exit code {code} without reporting an error")
     try:
         name = signal.Signals(-code).name
     except ValueError:
         name = f"signal {-code}"
-    hint = " (by hand, or because memory ran out)" if -code == signal.SIGKILL else ""
+    hint = " (by hand, or out of memory)" if -code == signal.SIGKILL else ""
     return Failure(text=f"was killed by {name}{hint}")
 
 
 def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
-    """Run all ranks until they are done; returns whether they were told to stop before."""
+    """Run all ranks to the end; returns whether they were told to stop earlier."""
     world = job.config.cluster.num_processes
     if world > MOST_PROCESSES:
         raise InputError(
-            f"{world} processes (cluster.nodes x ranks_per_node x groups) are too many for one machine: "
-            f"use at most {MOST_PROCESSES}, or start them on several machines with torchrun"
+            f"cluster.nodes x ranks_per_node x groups is {world} processes, too many for one machine: use at most "
+            f"{MOST_PROCESSES}, or start them on several machines with torchrun"
         )
     ranks: list[_Rank] = []
     with Interrupts() as interrupts:
         try:
             screen.stage("start", step=0)
             for rank in _started(job, world, lock):
-                ranks.append(rank)  # noqa: PERF402 - those started so far must end if the next one cannot start
+                ranks.append(rank)  # noqa: PERF402 - those started must end if the next cannot start
             hung = _listen(ranks, screen, interrupts, job.config.run.timeout_s)
         finally:
             _end(ranks)
@@ -115,10 +112,9 @@ def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
 
 
 def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
-    """Start one rank after another."""
     context = multiprocessing.get_context("forkserver")
     worker = job.worker.partition(":")[0]
-    beside_it = f"{worker.rpartition('.')[0]}.preload"  # what else the worker wants loaded, if there is such a file
+    beside_it = f"{worker.rpartition('.')[0]}.preload"  # further libraries to load, if there is such a file
     context.set_forkserver_preload(["equilibra.train.rank", worker, beside_it])
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     given = os.environ.get("OMP_NUM_THREADS", "")
@@ -134,7 +130,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         "LOCAL_WORLD_SIZE": str(world),
         NODES: str(job.config.cluster.nodes),
     }
-    with environment_with(shared), _holding_interrupts():  # libraries read some of it when they are loaded
+    with environment_with(shared), _holding_interrupts():  # some libraries read it when loaded
         forkserver.ensure_running()
     for number in range(world):
         mine, theirs = context.Pipe()
@@ -144,12 +140,12 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         )
         try:
             process.start()
-        except (OSError, EOFError) as error:  # the server has ended: what it loads cannot be loaded
+        except (OSError, EOFError) as error:  # the server ended: a library cannot be loaded
             raise ExecuteError(f"cannot start rank {number}: {error or 'the worker cannot be loaded'}") from error
         theirs.close()
         yield _Rank(number=number, process=process, pipe=mine)
         assert process.pid is not None
-        with suppress(OSError):  # one that is gone already is noticed later
+        with suppress(OSError):  # a dead one is noticed later
             send_handle(mine, lock.file, process.pid)
 
 
@@ -161,8 +157,8 @@ def _free_port() -> int:
 
 @contextmanager
 def _holding_interrupts() -> Iterator[None]:
-    """A process started meanwhile never sees signals that are for this one, which gets them afterwards."""
-    resource_tracker.ensure_running()  # whoever starts it lets signals through again
+    """Block signals in processes started inside the block; this process gets them afterwards."""
+    resource_tracker.ensure_running()  # starting it would unblock signals
     before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
     try:
         yield
@@ -171,7 +167,7 @@ def _holding_interrupts() -> Iterator[None]:
 
 
 def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
-    """Until all ranks have ended, or one failed and the others had their time; returns those that did not end."""
+    """Listen until all ranks ended, or GRACE_S after a failure; returns the ranks still running."""
     told, deadline = False, float("inf")
     while running := [rank for rank in ranks if not rank.ended]:
         if monotonic() > deadline:
@@ -188,16 +184,15 @@ def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, time
                 rank.tell(STOP)
         if any(isinstance(rank.ending, Failure) for rank in ranks):
             deadline = min(deadline, monotonic() + GRACE_S)
-        elif any(rank.ended for rank in ranks):  # done, but another one is not
+        elif any(rank.ended for rank in ranks):  # one is done, another is not
             deadline = min(deadline, monotonic() + timeout_s + GRACE_S)
     return []
 
 
 def _end(ranks: Sequence[_Rank]) -> None:
-    """Make sure that no process stays."""
     running = [rank for rank in ranks if rank.process.exitcode is None]
     for rank in ranks:
-        rank.pipe.close()  # ranks that hear of nobody any more end
+        rank.pipe.close()  # a rank without a pipe ends itself
     _join(running, TERMINATE_S)
     for rank in running:
         rank.process.kill()
@@ -211,7 +206,7 @@ def _join(ranks: Sequence[_Rank], seconds: float) -> None:
 
 
 def _raise_failure(job: Job, ranks: Sequence[_Rank], hung: Sequence[_Rank]) -> None:
-    """The first failure that is not an echo of another; ranks that neither failed nor ended, if all are echoes."""
+    """Raise the first failure that is not an echo of another; else name the ranks that hung, else any failure."""
     in_order = sorted(ranks, key=lambda rank: rank.ended_at)
     failed = [(rank, rank.ending) for rank in in_order if isinstance(rank.ending, Failure)]
     causes = [(rank, failure) for rank, failure in failed if not failure.is_echo]
@@ -230,8 +225,66 @@ def _raise_failure(job: Job, ranks: Sequence[_Rank], hung: Sequence[_Rank]) -> N
     elif failed:
         what = f"rank {failed[0][0].number} of {world} {_said(failed[0][1])}"
     if what:
-        raise ExecuteError(f"{what}; {resume} (what the ranks printed is in {folder.output})")
+        raise ExecuteError(f"{what}; {resume} (output of the ranks: {folder.output})")
 
 
 def _said(failure: Failure) -> str:
     return failure.text if failure.text.startswith(("was ", "ended ")) else f"failed: {failure.text}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Rank of this process under torchrun."""
+
+    rank: int
+    world: int
+    """number of processes"""
+    restarts: int = 0
+    """times that torchrun restarted all processes"""
+
+
+def place_under_torchrun(cluster: ClusterConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Read this process's place from RANK and WORLD_SIZE, which must fit the cluster; None without torchrun."""
+    if "RANK" not in environment:
+        return None
+    try:
+        rank, world = int(environment["RANK"]), int(environment.get("WORLD_SIZE", ""))
+        restarts = int(environment.get("TORCHELASTIC_RESTART_COUNT", "0"))
+    except ValueError:
+        raise InputError(
+            "RANK is set, but RANK and WORLD_SIZE are not both numbers: use torchrun, or unset RANK"
+        ) from None
+    size = cluster.nodes * cluster.ranks_per_node
+    if world != cluster.num_processes:
+        groups = f"set cluster.groups={world // size}" if world % size == 0 else "change cluster.*"
+        raise InputError(
+            f"torchrun started {world} processes, but cluster.nodes={cluster.nodes} x cluster.ranks_per_node="
+            f"{cluster.ranks_per_node} x cluster.groups={cluster.groups} is {cluster.num_processes}: "
+            f"{groups}, or start {cluster.num_processes} processes"
+        )
+    return Place(rank=rank, world=world, restarts=restarts)
+
+
+def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | None) -> bool:
+    """Run to the last step; returns whether the run was told to stop earlier."""
+    if place is None:
+        assert lock is not None
+        return run_processes(job, screen=screen, lock=lock)
+    with Interrupts(lambda count: os._exit(130) if count > 1 else None) as interrupts:
+        told = False
+
+        def stop() -> bool:
+            nonlocal told
+            if interrupts.count and not told:
+                told = True
+                screen.note("stopping: the step is finished, writing a checkpoint")
+            return interrupts.count > 0
+
+        try:
+            run_rank(job, place.rank, screen=screen, stop=stop)
+        except (OSError, MemoryError) as error:
+            failure = failure_of(error)
+            if failure.is_input:
+                raise InputError(failure.text) from error
+            raise
+    return interrupts.count > 0

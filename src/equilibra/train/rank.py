@@ -1,7 +1,7 @@
-"""The life of one rank: find the worker, give it its observer, and say how it ended.
+"""One rank's process: run the worker with its observer, and report how it ended.
 
-World rank 0 writes metrics, log and TensorBoard files; the screen is drawn by whoever started the ranks, who is told
-everything over a pipe. A rank ends with the process that started it, however that ends.
+World rank 0 writes metrics, log and TensorBoard files. The process that started the ranks draws the screen and hears
+everything over a pipe; when it ends, so do the ranks.
 """
 
 from __future__ import annotations
@@ -20,50 +20,81 @@ from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
 from threading import Event, Thread
-from typing import Any
+from time import monotonic
+from types import FrameType
+from typing import Any, Self
 
 from equilibra.core.errors import InputError, RankLostError
 from equilibra.integrations.tensorboard import TensorBoard
 from equilibra.rl.observe import Silent
 from equilibra.train.config import TrainConfig
-from equilibra.train.interrupts import SIGNALS
 from equilibra.train.metrics_file import MetricsFile
-from equilibra.train.observers import Screen, Several
-from equilibra.train.plain_log import LogFile, PlainLog
+from equilibra.train.plain_log import LogFile, PlainLog, Screen, Several
 from equilibra.train.run_folder import RunFolder
 
-__all__ = ["STOP", "Done", "Failure", "Job", "Told", "failure_of", "rank_main", "run_rank"]
+__all__ = [
+    "REPEAT_S", "SIGNALS", "STOP", "Done", "Failure", "Interrupts", "Job", "Told", "failure_of", "rank_main",
+    "run_rank",
+]  # fmt: skip
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+REPEAT_S = 2.0
+"""seconds in which further SIGTERMs count as the same one"""
 STOP = "stop"
-"""what a rank is told to end after this step"""
+"""message that stops a rank after its step"""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
-"""what the operating system says when a folder cannot be written: not a defect of ours"""
+"""errors of folders that cannot be written: not our defect"""
+
+
+class Interrupts:
+    """Counts Ctrl-C and SIGTERM in a `with` block: the first stops a run after its step, the second at once.
+
+    SIGTERM may come twice, from the scheduler and from a parent that forwards it (torchrun, `timeout`).
+    """
+
+    def __init__(self, at_each: Callable[[int], None] = lambda _count: None) -> None:
+        """at_each: called with the count in the signal handler; must be short."""
+        self.count = 0
+        self._terminated_at = float("-inf")
+        self._at_each = at_each
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        self._before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _handle(self, number: int, _frame: FrameType | None) -> None:
+        if number == signal.SIGTERM:
+            before, self._terminated_at = self._terminated_at, monotonic()
+            if self._terminated_at - before < REPEAT_S:
+                return
+        self.count += 1
+        self._at_each(self.count)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """What all ranks are told."""
+    """What all ranks get."""
 
     config: TrainConfig
-    """of the run"""
     folder: RunFolder
-    """of the run"""
     resume: bool
-    """whether to go on from the last checkpoint"""
+    """whether to continue from the last checkpoint"""
     worker: str
-    """module:function that trains; imported by the ranks only, for it is large"""
+    """module:function that trains; imported only by the ranks"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Told:
-    """Something for the screen: one of its methods, and what to call it with."""
+    """A call of one of the screen's methods."""
 
     method: str
-    """stage, step, evaluated or note"""
     arguments: tuple[Any, ...]
-    """by position"""
     keywords: Mapping[str, Any] = field(default_factory=dict)
-    """by name"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +104,18 @@ class Done:
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """How a rank ended before its time."""
+    """Why a rank failed."""
 
     text: str
-    """what a user reads"""
+    """message for the user"""
     is_input: bool = False
-    """whether what the user handed in is at fault"""
+    """whether the user's input is at fault"""
     is_echo: bool = False
-    """whether the rank only noticed that another one was gone"""
+    """whether the rank only noticed that another was lost"""
 
 
 def failure_of(error: BaseException) -> Failure:
-    """What to say of an error."""
+    """The failure to report for an error."""
     if isinstance(error, OSError) and error.errno in UNWRITABLE:
         return Failure(text=f"cannot write {error.filename or 'the run'}: {error.strerror}", is_input=True)
     if isinstance(error, MemoryError):
@@ -95,7 +126,7 @@ def failure_of(error: BaseException) -> Failure:
 
 
 def run_rank(job: Job, rank: int, *, screen: Screen, stop: Callable[[], bool]) -> None:
-    """Train as this world rank; the screen matters on rank 0."""
+    """Train as this world rank; only rank 0 uses the screen."""
     module, _, function = job.worker.partition(":")
     worker: Callable[..., None] = getattr(import_module(module), function)
     if rank != 0:
@@ -119,12 +150,11 @@ def run_rank(job: Job, rank: int, *, screen: Screen, stop: Callable[[], bool]) -
         files.close()
 
 
-def _nothing(_value: object) -> None:
-    """What other ranks say and cut."""
+def _nothing(_value: object) -> None: ...
 
 
 class _Teller:
-    """A screen at the other end of a pipe."""
+    """A screen that sends everything over a pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
@@ -142,32 +172,34 @@ class _Teller:
         self._pipe.send(Told(method="note", arguments=(text,)))
 
     def close(self) -> None:
-        """Nothing: whoever draws closes."""
+        pass
 
 
 def _plain(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Numbers that need no library to be read."""
+    """Python floats, which need no library to be unpickled."""
     return {name: float(value) for name, value in metrics.items()}
 
 
 def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Connection, job: Job) -> None:
-    """What a process that was started for a rank does."""
+    """Entry point of a rank's process."""
     stop = Event()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # whoever started us decides
-    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # for good it ends us through the pipe
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())  # the parent ends us through the pipe
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
     ending: Done | Failure = Done()
     try:
-        recv_handle(pipe)  # the run folder's lock: held as long as this process lives
+        recv_handle(pipe)  # the run folder's lock, held while this process lives
         Thread(target=_listen, args=(pipe, stop), daemon=True).start()
         os.environ.update(environment)
         _redirect(job.folder, rank)
-        _use_threads(job, threads)
+        import_module(job.worker.partition(":")[0])
+        if "torch" in sys.modules:
+            sys.modules["torch"].set_num_threads(threads)
         run_rank(job, rank, screen=_Teller(pipe), stop=stop.is_set)
-    except BaseException as error:  # noqa: BLE001 - whatever it was, whoever started us must hear of it
+    except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         ending = failure_of(error)
         if not isinstance(error, InputError):
-            with suppress(OSError, ValueError):  # a full disk holds no traceback, and no reason to say nothing
+            with suppress(OSError, ValueError):  # the disk may be full
                 traceback.print_exc()
     with suppress(OSError, ValueError):
         pipe.send(ending)
@@ -178,7 +210,7 @@ def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Con
 
 
 def _listen(pipe: Connection, stop: Event) -> None:
-    """Until the process that started us is gone: then so are we."""
+    """Listen until the parent ends, then exit."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     with suppress(EOFError, OSError):
@@ -189,18 +221,10 @@ def _listen(pipe: Connection, stop: Event) -> None:
 
 
 def _redirect(folder: RunFolder, rank: int) -> None:
-    """What libraries print goes to a file: a screen is drawn where it would go."""
+    """Send stdout and stderr to a file, because the screen is drawn on the terminal."""
     folder.output.mkdir(exist_ok=True)
     file = os.open(folder.output / f"rank-{rank}.txt", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
     faulthandler.enable()
-
-
-def _use_threads(job: Job, threads: int) -> None:
-    """Share the cores."""
-    import_module(job.worker.partition(":")[0])
-    torch = sys.modules.get("torch")
-    if torch is not None:
-        torch.set_num_threads(threads)

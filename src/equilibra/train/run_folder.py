@@ -1,16 +1,16 @@
-"""The folder of a run, and the lock that keeps a second one out.
+"""The folder of a run, and the lock that keeps other runs out.
 
-    RUN/config.toml      everything the run was told
-    RUN/metrics.jsonl    a line per step and per evaluation
-    RUN/log.txt          the same, to read
-    RUN/tensorboard/     the same, for TensorBoard
-    RUN/output/          what each rank wrote to stdout and stderr: warnings, and the traceback if it failed
+    RUN/config.toml      the complete configuration
+    RUN/metrics.jsonl    one line per step and evaluation
+    RUN/log.txt          the same for people
+    RUN/tensorboard/     the same for TensorBoard
+    RUN/output/          stdout and stderr of each rank: warnings, tracebacks
     RUN/checkpoints/     to resume from
     RUN/step.run         the measured last step, for the report
     RUN/report.html      the report
 
-A run is never overwritten; a folder in which no step was done yet holds nothing to lose and is taken again. The lock is
-the operating system's (flock): it is held as long as any process of the run lives, however it ends.
+A run is never overwritten, but a folder without a finished step may be used again. The lock (flock) is held as long as
+any process of the run lives.
 """
 
 from __future__ import annotations
@@ -33,86 +33,68 @@ from equilibra.train.config_files import load_config, toml_text
 __all__ = ["FolderLock", "RunFolder", "begin_run", "default_output", "reopen_run"]
 
 PATIENCE_S = 15.0
-"""for ranks of a killed run to end themselves"""
+"""seconds to wait for the ranks of a killed run to end"""
 WORTHLESS = {"config.toml", "log.txt", ".lock", "output", "tensorboard", "start"}
-"""what a run that did no step leaves"""
+"""entries of a run that finished no step"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunFolder:
-    """Where the parts of a run are."""
+    """Paths of a run's files."""
 
     path: Path
-    """the folder"""
 
     @property
     def config(self) -> Path:
-        """Everything the run was told."""
         return self.path / "config.toml"
 
     @property
     def metrics(self) -> Path:
-        """A line per step and per evaluation."""
         return self.path / "metrics.jsonl"
 
     @property
     def log(self) -> Path:
-        """The same, to read."""
         return self.path / "log.txt"
 
     @property
     def tensorboard(self) -> Path:
-        """The same, for TensorBoard."""
         return self.path / "tensorboard"
 
     @property
     def output(self) -> Path:
-        """What ranks wrote to stdout and stderr."""
         return self.path / "output"
 
     @property
     def checkpoints(self) -> Path:
-        """Written by the worker."""
         return self.path / "checkpoints"
 
     @property
-    def step_run(self) -> Path:
-        """The measured last step, written by the worker."""
-        return self.path / "step.run"
-
-    @property
-    def report(self) -> Path:
-        """The page."""
-        return self.path / "report.html"
-
-    @property
     def has_checkpoint(self) -> bool:
-        """Whether there is something to resume from."""
+        """Whether the run can be resumed."""
         folders = self.checkpoints.glob("policy/step-*")
         return any(folder.is_dir() and not folder.suffix.startswith((".part", ".aside")) for folder in folders)
 
     def write_config(self, config: TrainConfig) -> None:
-        """Echo the complete configuration."""
         with atomic_file(self.config, overwrite=True) as part:
             part.write_text(toml_text(config), encoding="utf-8")
 
     def discard_if_worthless(self) -> None:
-        """Take away a folder in which nothing was done."""
+        """Remove the folder if no step was finished in it."""
         if self.is_worthless:
             shutil.rmtree(self.path, ignore_errors=True)
 
     @property
     def is_worthless(self) -> bool:
-        """Whether nothing was done in the folder."""
+        """Whether no step was finished in the folder."""
         empty = {name for name in ("checkpoints", "metrics.jsonl") if not _has_entries(self.path / name)}
         return {entry.name for entry in self.path.iterdir()} <= WORTHLESS | empty
 
 
 class FolderLock:
-    """Held from when it is made until it is closed, or until every process that has its file is gone."""
+    """Held from construction until closed, or until every process with its file has ended."""
 
     def __init__(self, folder: RunFolder, *, patience_s: float = PATIENCE_S) -> None:
-        """Take the lock; one whose owner is gone is waited for, as its ranks are about to end."""
+        """Take the lock. If its owner has died, wait: the ranks are about to end."""
         path = folder.path / ".lock"
         try:
             self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -125,26 +107,23 @@ class FolderLock:
                 os.close(self.file)
                 raise InputError(f"{folder.path} is in use by another run ({owner}): wait for it, or end it first")
             sleep(0.1)
-        with suppress(OSError):  # the words are for people; a full disk is found by what matters
+        with suppress(OSError):  # only informs people
             os.ftruncate(self.file, 0)
             os.pwrite(self.file, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def _taken(self) -> bool:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return False
-        except OSError:  # a file system without locks
-            return True
+        except OSError as error:  # otherwise a file system without locks
+            return not isinstance(error, BlockingIOError)
         return True
 
     def close(self) -> None:
-        """Give it back, for this process."""
         os.close(self.file)
 
 
 def _is_alive(owner: str) -> bool:
-    """Whether the process that wrote itself into a lock runs, as far as can be known."""
+    """Whether the process named in a lock still runs on this host."""
     words = owner.split()
     if len(words) != 4 or not words[1].isdecimal() or words[3] != socket.gethostname():
         return False
@@ -153,12 +132,12 @@ def _is_alive(owner: str) -> bool:
     except ProcessLookupError:
         return False
     except (PermissionError, OverflowError):
-        return True
+        pass
     return True
 
 
 def begin_run(output: Path, config: TrainConfig) -> tuple[RunFolder, FolderLock]:
-    """Make the folder of a new run."""
+    """Create and lock the folder of a new run."""
     folder = RunFolder(path=output)
     try:
         output.mkdir(parents=True, exist_ok=True)
@@ -191,22 +170,22 @@ def _check_unused(folder: RunFolder) -> None:
 
 
 def _has_entries(path: Path) -> bool:
-    """Whether a folder has entries, or a file bytes."""
+    """Whether a folder has entries or a file has bytes."""
     if path.is_dir():
         return any(path.iterdir())
     return path.exists() and path.stat().st_size > 0
 
 
 def reopen_run(path: Path) -> tuple[RunFolder, TrainConfig]:
-    """The folder of an earlier run, and what it was told."""
+    """The folder and configuration of an earlier run."""
     folder = RunFolder(path=path)
     if not folder.config.is_file():
-        raise InputError(f"cannot resume {path}: it holds no config.toml, so it is no run of equilibra train")
+        raise InputError(f"cannot resume {path}: not a folder of equilibra train (no config.toml)")
     return folder, load_config(folder.config)
 
 
 def default_output(now: datetime, runs: Path = Path("runs")) -> Path:
-    """A folder that does not exist, named after date and time."""
+    """A new folder name from date and time."""
     stamp = f"{now:%Y-%m-%d-%H.%M.%S}"
     names = (stamp if number == 1 else f"{stamp}-{number}" for number in range(1, 1000))
     return next(runs / name for name in names if not (runs / name).exists())

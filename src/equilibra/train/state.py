@@ -1,10 +1,10 @@
-"""What a run can go on from: weights and optimizers of both models, homes, and answers under way.
+"""Checkpoints of a run: weights and optimizers of both models, homes, and unfinished answers.
 
-    RUN/checkpoints/value/step-...      the value model, if there is one: written first
-    RUN/checkpoints/carried/step-...    unfinished answers, a file per rank
-    RUN/checkpoints/policy/step-...     the policy: written last, so a checkpoint counts when this is there
+    RUN/checkpoints/value/step-...      the value model, if any: written first
+    RUN/checkpoints/carried/step-...    unfinished answers, one file per rank
+    RUN/checkpoints/policy/step-...     the policy: written last, so its presence completes a checkpoint
 
-All noise follows from seed and step, so nothing else needs to be kept.
+All noise follows from seed and step, so there is no random state to save.
 """
 
 from __future__ import annotations
@@ -26,20 +26,13 @@ from equilibra.rl.learner import Learner
 from equilibra.rl.recording import read_samples, write_samples
 from equilibra.rl.sample import Sample
 
-__all__ = ["State", "resumable_steps"]
-
-
-def resumable_steps(folder: Path) -> list[int]:
-    """Steps that a run in this folder can go on from."""
-    return checkpoint_steps(folder / "checkpoints" / "policy")
+__all__ = ["State"]
 
 
 class State:
     """The checkpoints of a run."""
 
-    def __init__(
-        self, folder: Path, policy: Learner, critic: Learner | None, *, keep: int, timeout_s: float
-    ) -> None:  # fmt: skip
+    def __init__(self, folder: Path, policy: Learner, critic: Learner | None, *, keep: int, timeout_s: float) -> None:
         """timeout_s: how long ranks wait for each other's disks."""
         self.folder, self.keep, self.timeout_s = folder / "checkpoints", keep, timeout_s
         self.learners = {"policy": policy, **({} if critic is None else {"value": critic})}
@@ -54,12 +47,10 @@ class State:
             timeout_s=self.timeout_s,
         )  # fmt: skip
 
-    # --- save ---
-
     def save(self, step: int, carried: Sequence[Sample] | None) -> None:
-        """Collective: everything after `step` steps. carried: answers under way here; None: the run carries none."""
+        """Collective: save the state after `step` steps. carried: this rank's unfinished answers; None: no windows."""
         for name in reversed(self.checkpoints):
-            if name == "policy" and carried is not None:  # the same on every rank, also on those without an answer
+            if name == "policy" and carried is not None:  # the same decision on every rank
                 self._save_carried(step, carried)
             self.checkpoints[name].save(step, {"homes": self._homes(name)})
         self._forget_carried()
@@ -83,12 +74,12 @@ class State:
                 shutil.rmtree(self._carried(step), ignore_errors=True)
                 self._carried(step).mkdir(parents=True)
 
-        what = f"writing the answers under way of step {step}"
+        what = f"writing the unfinished answers of step {step}"
         self.group.all_succeed(clear, what=what)
         self.group.all_succeed(lambda: write_samples(self._carried(step) / f"rank-{rank:05d}.npz", carried), what=what)
 
     def _forget_carried(self) -> None:
-        """Those of checkpoints that are gone; those that were set aside are still there."""
+        """Remove unfinished answers whose checkpoint is gone, neither kept nor set aside."""
         if self.group.world_rank == 0 and (self.folder / "carried").is_dir():
             kept = {path.name.partition(".")[0] for path in (self.folder / "policy").iterdir()}
             for path in (self.folder / "carried").iterdir():
@@ -96,27 +87,25 @@ class State:
                     with suppress(OSError):
                         shutil.rmtree(path)
 
-    # --- load ---
-
     def load(self, *, windowed: bool, say: Callable[[str], None]) -> tuple[int, list[Sample]]:
-        """Collective: the newest state that is whole; returns its step and all ranks' answers under way."""
+        """Collective: load the newest intact checkpoint; returns its step and all ranks' unfinished answers."""
         steps = checkpoint_steps(self.folder / "policy")
         if not steps:
-            raise InputError(f"there is no checkpoint in {self.folder}: the run ended before its first one; start anew")
+            raise InputError(f"no checkpoint in {self.folder}: the run ended before its first one; start a new run")
         for step in reversed(steps):
             try:
                 carried = self._load(step, windowed=windowed)
-            except UnreadableError as error:  # it may be good: an older one instead would lose what it holds
+            except UnreadableError as error:  # it may be intact: loading an older one would lose steps
                 raise UnreadableError(
-                    f"{error}; the checkpoint of step {step} may be good: resume again when it can be read, or move it "
-                    "away to go back to an older one"
+                    f"{error}; the checkpoint of step {step} may be intact: resume when it can be read, or move it "
+                    "away to use an older one"
                 ) from error
             except InputError as error:
                 if step == steps[0]:
                     raise
                 say(
-                    f"the checkpoint of step {step} cannot be used ({error}); going back to an older one; the next "
-                    "checkpoint sets it aside as step-*.aside"
+                    f"the checkpoint of step {step} cannot be used ({error}); using an older one; the next checkpoint "
+                    "sets it aside as step-*.aside"
                 )
             else:
                 self._forget_halves(steps[-1])
@@ -124,7 +113,7 @@ class State:
         raise AssertionError
 
     def _forget_halves(self, last: int) -> None:
-        """Value models of checkpoints whose policy was never written, because something ended the run before."""
+        """Remove value models whose policy was never written because the run was killed in between."""
         folder = self.folder / "value"
         for step in checkpoint_steps(folder) if self.group.world_rank == 0 else ():
             if step > last:
@@ -136,18 +125,18 @@ class State:
         def carried() -> None:
             files = sorted(self._carried(step).glob("rank-*.npz"))
             if not files:
-                raise InputError(f"there are no answers under way in {self._carried(step)}")
+                raise InputError(f"no unfinished answers in {self._carried(step)}")
             found.extend(sample for file in files for sample in read_samples(file))
 
         if windowed:
-            self.group.all_succeed(carried, what="reading answers under way")
+            self.group.all_succeed(carried, what="reading unfinished answers")
         for name, checkpoints in self.checkpoints.items():
             loaded = checkpoints.load(step)
             self._restore(name, loaded.extra.get("homes"))
         return found
 
     def _restore(self, name: str, homes: Any) -> None:  # noqa: ANN401 - as it was saved
-        """Homes where they were, if the ranks are the same: then sums have their old order, and results their bits."""
+        """Restore the homes if the cluster is the same: sums keep their order, and results their bits."""
         learner = self.learners[name]
         cluster = learner.model.runtime.group.cluster
         if not isinstance(homes, dict) or learner.optimizer is None:
@@ -157,6 +146,5 @@ class State:
             learner.balancer.move_homes(Placement(home_of_expert=placed, cluster=cluster))
 
     def close(self) -> None:
-        """Give back threads."""
         for checkpoints in self.checkpoints.values():
             checkpoints.close()

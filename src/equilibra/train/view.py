@@ -1,7 +1,6 @@
-"""The live view of a run on a terminal: what it does now, how well it answers, what the balancer does, where time goes.
+"""The live view of a run on a terminal: current stage, rewards, imbalance, and seconds per stage.
 
-The only file that imports rich. `draw` makes a picture of a state and changes nothing; `LiveView` keeps the state and
-shows pictures of it a few times a second.
+The only file that imports rich. `draw` is a pure function of the state; `LiveView` keeps the state and redraws it.
 """
 
 from __future__ import annotations
@@ -22,14 +21,14 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from equilibra.train.history import History
+from equilibra.train.metrics_file import History
 
 __all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
 
 REFRESHES_PER_S = 3.0
-"""a picture takes 3 to 6 ms of a core that ranks need"""
+"""a redraw takes 3 to 6 ms of a core that ranks need"""
 PACE_OVER = 10
-"""newest steps that the time left is judged by"""
+"""newest steps that predict the remaining time"""
 NOTES = 3
 STAGES = ("rollout", "reward", "plan", "logprob", "update", "weights", "checkpoint")
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red", "white")
@@ -38,26 +37,22 @@ BAR, SPARKS = 36, "▁▂▃▄▅▆▇█"
 
 @dataclass(kw_only=True)
 class Picture:
-    """Everything that is drawn."""
+    """The state that is drawn."""
 
     title: str
-    """the run folder"""
     steps: int
-    """of the whole run"""
     history: History = field(default_factory=History)
-    """what was reported"""
     stage: tuple[str, int, int, int] = ("start", 0, 0, 0)
-    """name, step, parts done, parts in all"""
+    """name, step, parts done, parts in total"""
     began: float = 0.0
-    """when the view appeared, in seconds of its clock"""
+    """start of the view, in seconds of its clock"""
     ends: deque[tuple[int, float]] = field(default_factory=lambda: deque(maxlen=PACE_OVER + 1))
-    """newest steps and when they were over"""
+    """newest steps and their end times in seconds"""
     notes: deque[str] = field(default_factory=lambda: deque(maxlen=NOTES))
-    """newest notes"""
 
 
 def sparkline(values: Sequence[float], width: int = 40) -> str:
-    """Values as little bars, the lowest to the highest; more values than `width` are averaged."""
+    """Values as small bars, scaled from lowest to highest; averaged to at most `width` bars."""
     if not values:
         return ""
     size = math.ceil(len(values) / width)
@@ -71,14 +66,14 @@ STARTING = "loads libraries; the first time it also compiles, about a minute"
 
 
 def draw(picture: Picture, *, now: float, spinner: RenderableType | None = None) -> RenderableType:
-    """The picture at this time."""
+    """The panel that shows the state at time `now`."""
     rows = Table.grid(padding=(0, 2))
     rows.add_column(style="bold", no_wrap=True)
     rows.add_column()
     history = picture.history
     for name, series in (("reward", history.series("reward")), ("held out", history.held_out())):
         first = f"  from {series[0]:.3f}" if len(series) > 1 else ""
-        rows.add_row(name, f"{_number(series[-1:], '.3f')}  {sparkline(series)}{first}")
+        rows.add_row(name, f"{format(series[-1], '.3f') if series else '-'}  {sparkline(series)}{first}")
     rows.add_row("policy", f"KL {_last(history, 'kl', '.4f')}  ·  entropy {_last(history, 'entropy', '.2f')}")
     imbalance = f"{_last(history, 'imbalance_static', '.2f')} static, {_last(history, 'imbalance', '.2f')} now"
     rows.add_row("imbalance", f"{imbalance}  ·  exposed {_last(history, 'exposed', '.1%')}")
@@ -90,7 +85,6 @@ def draw(picture: Picture, *, now: float, spinner: RenderableType | None = None)
 
 
 def _headline(picture: Picture, now: float, spinner: RenderableType | None) -> RenderableType:
-    """Spinner, stage, progress, step, times."""
     name, step, done, total = picture.stage
     line = Table.grid(padding=(0, 1))
     bar: RenderableType = ProgressBar(total=total, completed=min(done, total), width=20) if total > 0 else ""
@@ -105,7 +99,7 @@ def _headline(picture: Picture, now: float, spinner: RenderableType | None) -> R
 
 
 def _seconds_left(picture: Picture) -> float | None:
-    """By the pace of the newest steps."""
+    """Estimate from the pace of the newest steps."""
     if not picture.ends:
         return None
     (first, start), (last, end) = picture.ends[0], picture.ends[-1]
@@ -142,10 +136,6 @@ def _last(history: History, name: str, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
-def _number(values: Sequence[float], form: str) -> str:
-    return format(values[0], form) if values else "-"
-
-
 def can_draw(stream: TextIO) -> bool:
     """Whether the stream is a terminal that can show the view."""
     console = Console(file=stream)
@@ -153,13 +143,13 @@ def can_draw(stream: TextIO) -> bool:
 
 
 class LiveView:
-    """A screen (see `observers`) that draws."""
+    """A `Screen` that draws."""
 
     def __init__(
         self, *, title: str, steps: int, history: History | None = None, console: Console | None = None,
         stream: TextIO | None = None, clock: Callable[[], float] = monotonic,
     ) -> None:  # fmt: skip
-        """Begin to draw; `history` is what a resumed run reported before."""
+        """Start drawing. history: what a resumed run reported before."""
         self._clock, self._lock = clock, Lock()
         self._spinner: Spinner | None = Spinner("dots", style="cyan")
         self.picture = Picture(title=title, steps=steps, history=history or History(), began=clock())
@@ -177,28 +167,24 @@ class LiveView:
             return draw(self.picture, now=self._clock(), spinner=self._spinner)
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        """Seen with the next picture."""
         with self._lock:
             self.picture.stage = (name, step, done, total)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Seen with the next picture."""
         with self._lock:
             self.picture.history.add_step(step, metrics)
             self.picture.ends.append((step, self._clock()))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Seen with the next picture."""
         with self._lock:
             self.picture.history.add_evaluation(step, metrics)
 
     def note(self, text: str) -> None:
-        """Seen at once, below the figures."""
         with self._lock:
             self.picture.notes.append(text)
         self._live.refresh()
 
     def close(self) -> None:
-        """The last picture stays, the cursor comes back."""
+        """Stop drawing; the last picture stays."""
         self._spinner = None
         self._live.stop()

@@ -1,14 +1,14 @@
 """One rank of a training run: join the others, build, warm up or resume, train, save.
 
-Every rank of a run calls `run_worker` with the same configuration. RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT say
-who it is, as under torchrun.
+Every rank calls `run_worker` with the same configuration; RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT identify it, as
+under torchrun.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from datetime import timedelta
@@ -25,18 +25,21 @@ from transformers.utils import logging as transformers_logging
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.steps.balancer import Balancer, BalancerSetting
+from equilibra.execute.steps.gradients import clip_gradients
+from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.execute.steps.replicated import check_replicated
 from equilibra.integrations.hf import ShardedModel
-from equilibra.rl.critic import Critic
-from equilibra.rl.learner import Learner
+from equilibra.rl.learner import Learner, total_over
 from equilibra.rl.loop import LoopSetting, Source, Trainer, train
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
 from equilibra.rl.recording import ModelShape
-from equilibra.rl.sources import EngineSource, RecordedSource, Recording
+from equilibra.rl.rollout import EngineSource, RecordedSource, Recording, share_of_rank
 from equilibra.rl.tasks.timed import TimedTask
-from equilibra.rl.warm_up import WarmUpSetting, warm_up
+from equilibra.rl.updates import Critic
+from equilibra.rl.vocabulary import padded
 from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout, cluster_of
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep
@@ -44,15 +47,20 @@ from equilibra.train.state import State
 
 __all__ = ["run_worker"]
 
+FIRST_PROBLEM = 1 << 24
+"""number of the first warm-up problem, far from those of RL"""
+RAMP = 20
+"""warm-up steps in which the learning rate rises"""
+
 
 def run_worker(
     config: TrainConfig, folder: Path, *, resume: bool, observer: Observer, stop: Callable[[], bool],
     say: Callable[[str], None] = print, cut: Callable[[int], None] = lambda _step: None,
 ) -> None:  # fmt: skip
-    """Train in a run folder; all ranks share it.
+    """Train in a run folder that all ranks share.
 
-    resume: go on from the folder's last checkpoint. stop: whether this rank was told to end. say: a line for people.
-    cut: forget what was reported of this and later steps. observer, say and cut matter on world rank 0 only.
+    resume: continue from the folder's last checkpoint. stop: whether this rank was told to stop. say: prints a line.
+    cut: drops the metrics of this step and later ones. observer, say and cut matter on world rank 0 only.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     device = _device(config)
@@ -60,12 +68,8 @@ def run_worker(
         observer.stage("start", step=0)
         parts = build_parts(config, group, device)
         model = build_model_of(parts)
-        value = build_model_of(parts, value=True) if parts.algorithm.needs_values else None
-        if not resume and not parts.folder.has_weights:
-            _warm_up(parts, model, value, folder, observer)
-        policy = build_learner(parts, model, lr=config.optimizer.lr)
-        critic = None if value is None else build_learner(parts, value, lr=config.optimizer.value_lr, value=True)
-        reference = _reference(parts, model, folder, resume=resume)
+        policy, critic, reference = _learners(parts, model, folder, observer, resume=resume)
+        learners = [learner for learner in (policy, critic, reference) if learner is not None]
         source = _source(parts, model, folder)
         windowed = parts.algorithm.windowed and isinstance(source, EngineSource)
         state = State(folder, policy, critic, keep=config.run.keep, timeout_s=config.run.checkpoint_timeout_s)
@@ -75,9 +79,8 @@ def run_worker(
             first, carried = state.load(windowed=windowed, say=say)
             if isinstance(source, EngineSource) and windowed:
                 source.resume(carried)
-        for learner in (policy, critic, reference):
-            if learner is not None:
-                check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
+        for learner in learners:
+            check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
         cut(first)
         observer.stage("weights", step=first)
         setting = _loop(config, windowed=parts.algorithm.windowed)
@@ -99,20 +102,32 @@ def run_worker(
         state.close()
         if isinstance(parts.task, TimedTask):
             parts.task.close()
-        for learner in (policy, critic, reference):
-            if learner is not None:
-                learner.balancer.close()
+        for learner in learners:
+            learner.balancer.close()
+
+
+def _learners(
+    parts: Parts, model: ShardedModel, folder: Path, observer: Observer, *, resume: bool
+) -> tuple[Learner, Learner | None, Learner | None]:
+    """Collective: the policy, and the value model and the reference if the algorithm needs them."""
+    optimizer = parts.config.optimizer
+    value = build_model_of(parts, value=True) if parts.algorithm.needs_values else None
+    if not resume and not parts.folder.has_weights:
+        _prepare(parts, model, value, folder, observer)
+    policy = build_learner(parts, model, lr=optimizer.lr)
+    critic = None if value is None else build_learner(parts, value, lr=optimizer.value_lr, value=True)
+    return policy, critic, _reference(parts, model, folder, resume=resume)
 
 
 def _device(config: TrainConfig) -> torch.device:
     if config.run.device == "cpu" or (config.run.device == "auto" and not torch.cuda.is_available()):
         if config.balance.path in ("ipc", "both"):
             raise InputError(
-                f"balance.path = {config.balance.path} is between GPUs, the run is on cpu: use collective, host or auto"
+                f"balance.path = {config.balance.path} needs GPUs, but the run is on cpu: use collective, host or auto"
             )
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise InputError("run.device is cuda, and torch sees none here: use cpu, or auto")
+        raise InputError("run.device is cuda, but torch finds no GPU: use cpu or auto")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")) % torch.cuda.device_count())
     try:
         torch.cuda.set_device(device)
@@ -123,21 +138,20 @@ def _device(config: TrainConfig) -> torch.device:
         if "busy or unavailable" not in str(error):
             raise
         raise InputError(
-            f"GPU {device.index} takes no further process: its compute mode allows one (nvidia-smi -q -d COMPUTE); "
-            "give every rank a GPU of its own, start MPS (nvidia-cuda-mps-control -d), or change it (nvidia-smi -c 0)"
+            f"GPU {device.index} accepts no further process: its compute mode is exclusive (nvidia-smi -q -d COMPUTE); "
+            "give every rank its own GPU, start MPS (nvidia-cuda-mps-control -d), or change the mode (nvidia-smi -c 0)"
         ) from error
     return device
 
 
 @contextmanager
 def _joined(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
-    """The ranks of the run, connected."""
-    given = dist.is_initialized()  # somebody else's program has joined the ranks already
+    given = dist.is_initialized()  # by the program that called us
     world = dist.get_world_size() if given else int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.cluster.num_processes:
         raise InputError(
-            f"{world} processes were started, the configuration has {config.cluster.num_processes} (nodes x "
-            "ranks_per_node x groups): start as many, or set cluster.nodes, cluster.ranks_per_node and cluster.groups"
+            f"{world} processes were started, but cluster.nodes x ranks_per_node x groups is "
+            f"{config.cluster.num_processes}: start that many, or change cluster.*"
         )
     if world > 1 and not given:
         backend = "nccl" if device.type == "cuda" else "gloo"
@@ -149,12 +163,12 @@ def _joined(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
         failed = False
     finally:
         nccl = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
-        if dist.is_initialized() and not given and not (failed and nccl):  # NCCL would wait for those that are gone
+        if dist.is_initialized() and not given and not (failed and nccl):  # NCCL would wait for lost ranks
             dist.destroy_process_group()
 
 
 def _agreed(group: ExpertGroup, stop: Callable[[], bool]) -> Callable[[], bool]:
-    """Collective: whether any rank was told to end."""
+    """A collective function: whether any rank was told to stop."""
 
     def agreed() -> bool:
         said = group.gather(np.array([stop()]), what="asking whether to stop")
@@ -163,15 +177,14 @@ def _agreed(group: ExpertGroup, stop: Callable[[], bool]) -> Callable[[], bool]:
     return agreed
 
 
-def _warm_up(parts: Parts, model: ShardedModel, value: ShardedModel | None, folder: Path, observer: Observer) -> None:
-    """Collective: teach a fresh model to answer at all; a value model starts from the same weights."""
+def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, folder: Path, observer: Observer) -> None:
+    """Collective: warm up a fresh model, or load it from the cache; a value model starts from the same weights."""
     setting = parts.config.warm_up
     cached = Path(setting.cache) / _warm_up_key(parts) if setting.cache else None
     if cached is not None and (cached / "config.json").is_file():
         model.load(cached)
     elif setting.steps:
-        steps = WarmUpSetting(steps=setting.steps, batch=setting.batch, lr=setting.lr, smoothing=setting.smoothing)
-        warm_up(model, parts.task, parts.text, steps, pad=parts.text.pad, device=parts.device, observer=observer)
+        _warm_up(parts, model, observer)
         if cached is not None:
             model.save(cached, parts.text.files(), overwrite=True)
     if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
@@ -180,8 +193,56 @@ def _warm_up(parts: Parts, model: ShardedModel, value: ShardedModel | None, fold
         value.load_trunk(folder / "start")
 
 
+def _warm_up(parts: Parts, model: ShardedModel, observer: Observer) -> None:
+    """Collective: supervised steps on right answers, so that a fresh model answers at all.
+
+    Tokens are routed live to their home experts without an auxiliary loss: the skew that grows is the model's own.
+    Apart from rounding, the weights do not depend on the number of ranks.
+    """
+    setting = parts.config.warm_up
+    masters = float32_masters(model)
+    learning = masters_or_parameters(model, masters)
+    optimizer = torch.optim.AdamW(learning, lr=setting.lr, betas=(0.9, 0.99), weight_decay=0.0)
+    balancer = Balancer(
+        model.runtime, BalancerSetting(tokens_per_rank=1, planner="static"), optimizer=optimizer, masters=masters
+    )
+    try:
+        for step in range(setting.steps):
+            observer.stage("warm-up", step=0, done=step, total=setting.steps)
+            for options in optimizer.param_groups:
+                options["lr"] = setting.lr * min(1.0, (step + 1) / RAMP)
+            own = _own_problems(parts, FIRST_PROBLEM + step * setting.batch)
+            loss = _supervised_loss(parts, model, own)
+            loss.backward()  # type: ignore[no-untyped-call]
+            balancer.finish_gradients(model)
+            clip_gradients(model, model.runtime, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+    finally:
+        balancer.close()
+
+
+def _own_problems(parts: Parts, first: int) -> list[tuple[Tensor, int]]:
+    """(tokens, prompt length) of this rank's problems of a warm-up step, numbered from `first`."""
+    share = share_of_rank(parts.config.warm_up.batch, parts.group.world_rank, parts.group.world_size)
+    own = [parts.task.problem(first + i) for i in share]
+    pairs = [(parts.text.prompt(problem.prompt), parts.text.answer(problem.answer)) for problem in own]
+    return [(torch.cat([torch.from_numpy(q), torch.from_numpy(a)]), len(q)) for q, a in pairs]
+
+
+def _supervised_loss(parts: Parts, model: ShardedModel, sequences: Sequence[tuple[Tensor, int]]) -> Tensor:
+    """Collective: this rank's share of the mean over all answer tokens."""
+    inputs = padded(sequences, parts.text.pad, parts.device)
+    count = total_over(model.runtime.group)(torch.tensor([len(inputs.targets)]).double().numpy())
+    hidden = model.hidden(inputs.tokens_BT, inputs.mask_BT).flatten(0, 1)[inputs.predicting]
+    logs = model.head(hidden).log_softmax(dim=-1)
+    right, any_token = logs.gather(1, inputs.targets[:, None]).sum(), logs.mean(dim=-1).sum()
+    smoothing = parts.config.warm_up.smoothing
+    return -((1 - smoothing) * right + smoothing * any_token) / float(count[0])
+
+
 def _warm_up_key(parts: Parts) -> str:
-    """Names everything that warmed-up weights depend on."""
+    """A digest of everything that warmed-up weights depend on."""
     config = parts.config
     about = [asdict(config.task), asdict(config.warm_up), config.run.seed, config.run.dtype, parts.text.digest()]
     text = json.dumps([*about, parts.folder.config.to_dict()], sort_keys=True, default=str)
@@ -189,7 +250,7 @@ def _warm_up_key(parts: Parts) -> str:
 
 
 def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool) -> Learner | None:
-    """Collective: the policy as it was when RL began, if the loss looks at it."""
+    """Collective: the policy at the start of RL, if the loss has a divergence from it."""
     if parts.algorithm.loss.divergence is Divergence.NONE:
         return None
     start = folder / "start"
@@ -225,7 +286,7 @@ def _source(parts: Parts, model: ShardedModel, folder: Path) -> Source:
 
 
 def _check(parts: Parts, source: Source, say: Callable[[str], None]) -> MismatchCheck | None:
-    """Of the engine's weights; a recording may be of any weights."""
+    """Checks the engine's weights; None for a recording, which may be of any weights."""
     if not isinstance(source, EngineSource):
         return None
     rollout = parts.config.rollout

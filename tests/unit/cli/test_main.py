@@ -223,7 +223,7 @@ def test_bench_of_an_installed_package_says_where_benches_run(tmp_path, monkeypa
         assert run("bench", *words) == 2
         printed = capsys.readouterr()
         assert printed.out == ""
-        assert printed.err.startswith("equilibra: benches run from a clone of the repository")
+        assert printed.err.startswith("equilibra: benches need a clone of the repository")
         assert printed.err.count("\n") == 1
 
 

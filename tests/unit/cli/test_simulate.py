@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from tests.references.runs import TINY, make_run
 
-from equilibra.cli import progress
+from equilibra.cli import arguments
 from equilibra.cli.main import main
 from equilibra.core.model import model_named
 from equilibra.cost.files import load_prices
@@ -265,7 +265,7 @@ def test_files_are_written_once_and_never_over_others(ask, tmp_path, capsys):
     for name in ("pages.html", "pages.json"):
         (tmp_path / name).mkdir()
     refused(ask("--report", tmp_path / "pages.html", "--overwrite"), "folder")
-    refused(ask("--output", tmp_path / "pages.html", "--overwrite"), "something else")
+    refused(ask("--output", tmp_path / "pages.html", "--overwrite"), "not a run folder")
     assert run("report", names["--output"], "--output", tmp_path / "again.html") == 0
 
 
@@ -401,8 +401,8 @@ def test_calibrate_refuses(tmp_path, capsys):
 
 def test_progress_is_silent_below_a_second(capsys, monkeypatch):
     clock = iter([0.0, 0.5, 0.9, 1.5, 2.5])
-    monkeypatch.setattr(progress, "monotonic", lambda: next(clock))
-    shown = progress.Progress()
+    monkeypatch.setattr(arguments, "monotonic", lambda: next(clock))
+    shown = arguments.Progress()
     shown.step("static", 0, 2)
     shown.step("lpt", 1, 2)
     assert capsys.readouterr().err == ""
@@ -413,7 +413,7 @@ def test_progress_is_silent_below_a_second(capsys, monkeypatch):
 
 
 SLOW_STEPS = """
-from equilibra.cli.progress import Progress
+from equilibra.cli.arguments import Progress
 shown = Progress(quiet_s=0.0)
 shown.step("static", 0, 4)
 shown.step("equilibra", 3, 4)

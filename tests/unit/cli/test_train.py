@@ -131,8 +131,8 @@ def test_a_run_without_a_checkpoint_is_resumed_from_its_beginning(capsys):
         (["--seed", "x"], "run.seed must be a whole number from 0"),
         (["--config", "none.toml"], "cannot read none.toml: No such file"),
         (["--config", "."], "it is a folder"),
-        (["--resume", "none"], "cannot resume none: it holds no config.toml"),
-        (["--resume", "a", "--output", "b"], "leave --config and --output out"),
+        (["--resume", "none"], "cannot resume none: not a folder of equilibra train"),
+        (["--resume", "a", "--output", "b"], "remove --config and --output"),
         (["--output", "file"], "cannot write file: it is a file"),
         (["--output", "file/run"], "cannot write file/run: Not a directory"),
         (["cluster.nodes=1000"], "2000 processes"),
@@ -182,7 +182,7 @@ def test_a_failed_rank_is_one_line_and_in_the_log(monkeypatch, capsys):
 def test_what_is_missing_is_named(monkeypatch, capsys):
     monkeypatch.setattr(train, "NEEDED", ("torch", "not_there"))
     assert run() == 2
-    assert "needs not_there: install it with pip install 'equilibra[train]'" in capsys.readouterr().err
+    assert "needs not_there: pip install 'equilibra[train]'" in capsys.readouterr().err
 
 
 def test_the_report_is_written_where_there_is_a_step(monkeypatch, capsys, tmp_path):
@@ -196,7 +196,7 @@ def test_the_report_is_written_where_there_is_a_step(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(train, "WORKER", "tests.unit.train.stand_in:trains")
     assert run("--resume", "out", "--json") == 0
     printed = capsys.readouterr()
-    assert "note: there is no report: out/step.run is no run" in printed.err
+    assert "note: no report: out/step.run is no run" in printed.err
     assert json.loads(printed.out)["report"] is None
 
 
@@ -204,7 +204,7 @@ def test_under_torchrun_the_folder_must_be_named(monkeypatch, capsys):
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert run(*PLAIN) == 2
-    assert "under torchrun every rank must know the folder of the run: give --output DIR" in capsys.readouterr().err
+    assert "under torchrun every rank must know the run folder: give --output DIR" in capsys.readouterr().err
     Path("out").mkdir()
     assert run(*PLAIN, "--output", "out") == 0
     assert capsys.readouterr().out == ""  # rank 0 talks

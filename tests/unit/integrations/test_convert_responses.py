@@ -68,7 +68,7 @@ def test_what_requests_left_out(files):
     (["sglang.jsonl", "no/such/a.npz", *MODEL], InputError, "does not exist"),
     (["step_1.pt", "a.npz", *MODEL], TraceFormatError, r"\.pt files are pickles"),
     (["step_1.pkl", "a.npz"], TraceFormatError, r"\.pkl files are pickles"),
-    (["a.npz", "b.npz", "--layers", "5"], InputError, "--layers are about responses"),
+    (["a.npz", "b.npz", "--layers", "5"], InputError, "--layers are for responses"),
     (["none.jsonl", "a.npz", *MODEL], InputError, "cannot read none.jsonl"),
 ])  # fmt: skip
 def test_bad_input_is_an_error_and_leaves_no_file(files, monkeypatch, words, error, reason):

@@ -26,7 +26,7 @@ from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.train.config import ClusterConfig, TrainConfig
-from equilibra.train.overrides import check_resumable, with_absolute_paths, with_overrides
+from equilibra.train.config_files import check_resumable, with_absolute_paths, with_overrides
 
 END = 17
 ROUNDING = 1e-9
@@ -339,8 +339,8 @@ FIGURES = r"step 1: .* tokens differ from the trainer's by [0-9.e-]+ on average 
 @pytest.mark.parametrize(("fault", "reason"), [
     ("keeps its weights", FIGURES),
     ("loads all but experts", FIGURES),
-    ("says the old version", "step 1: .* answered with weights of version 0, and version 2 was handed over"),
-    ("was restarted", "step 1: .* weights that this run did not hand over, and version 2 was handed over"),
+    ("says the old version", "step 1: .* answered with weights of version 0, but was given version 2"),
+    ("was restarted", "step 1: .* weights that this run did not hand over, but was given version 2"),
 ])  # fmt: skip
 def test_an_engine_without_the_trainers_weights_stops_the_run(fault, reason, model, tmp_path):
     """In the first step after the hand-over, before anything is trained on its answers."""

@@ -12,8 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms import algorithm as algorithms
-from equilibra.rl.algorithms.algorithm import Target, algorithm_named, algorithm_names, option_names, register
+from equilibra.rl.algorithms import registry as algorithms
+from equilibra.rl.algorithms.algorithm import Target
+from equilibra.rl.algorithms.registry import algorithm_named, algorithm_names, option_names, register
 from equilibra.rl.loss import Average, Ratio, policy_loss, token_weights, value_loss
 from equilibra.rl.sample import Sample
 

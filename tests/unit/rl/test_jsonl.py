@@ -135,23 +135,23 @@ GOOD = '{"question": "a", "answer": "b"}'
 @pytest.mark.parametrize(
     ("line", "message"),
     [
-        ('{"question": "a"', "no JSON"),
-        ("[" * 100_000, "no JSON"),
-        ('{"question": "a", "answer": ' + "9" * 5000 + "}", "no JSON"),
-        ('{"question": "a", "answer": NaN}', "NaN is no JSON"),
+        ('{"question": "a"', "not valid JSON"),
+        ("[" * 100_000, "not valid JSON"),
+        ('{"question": "a", "answer": ' + "9" * 5000 + "}", "not valid JSON"),
+        ('{"question": "a", "answer": NaN}', "NaN is not valid JSON"),
         ("[1, 2]", "must be an object like"),
         ('"text"', "must be an object like"),
         ('{"answer": "b"}', "its keys are 'answer'"),
         ('{"question": "a"}', "its keys are 'question'"),
         ("{}", "its keys are none"),
         ('{"question": "a", "prompt": "a", "answer": "b"}', "one of"),
-        ('{"question": 3, "answer": "b"}', "'question' must be text, not empty, and is 3"),
-        ('{"question": "", "answer": "b"}', "'question' must be text"),
-        ('{"question": ["a"], "answer": "b"}', "'question' must be text"),
-        ('{"question": "a", "answer": null}', "'answer' must be text or a number, not empty, and is None"),
-        ('{"question": "a", "answer": true}', "'answer' must be text or a number"),
-        ('{"question": "a", "answer": " "}', "'answer' must be text or a number"),
-        ('{"question": "\\ud800", "answer": "b"}', "half a character"),
+        ('{"question": 3, "answer": "b"}', "'question' must be non-empty text, not 3"),
+        ('{"question": "", "answer": "b"}', "'question' must be non-empty text"),
+        ('{"question": ["a"], "answer": "b"}', "'question' must be non-empty text"),
+        ('{"question": "a", "answer": null}', "'answer' must be non-empty text or a number, not None"),
+        ('{"question": "a", "answer": true}', "'answer' must be non-empty text or a number"),
+        ('{"question": "a", "answer": " "}', "'answer' must be non-empty text or a number"),
+        ('{"question": "\\ud800", "answer": "b"}', "lone surrogate"),
     ],
 )
 def test_a_bad_line_is_named(write, line, message):
@@ -164,16 +164,16 @@ def test_a_bad_line_is_named(write, line, message):
 
 def test_bytes_that_are_no_text(write):
     path = write(GOOD.encode() + b'\n{"question": "\xff\xfe", "answer": "b"}\n')
-    with pytest.raises(InputError, match=r"line 2: it is not UTF-8 .*at byte 14"):
+    with pytest.raises(InputError, match=r"line 2: not UTF-8 .*at byte 14"):
         jsonl_task(path)
-    with pytest.raises(InputError, match="line 1: it is not UTF-8"):
+    with pytest.raises(InputError, match="line 1: not UTF-8"):
         jsonl_task(write("\n".join([GOOD] * 3).encode("utf-16")))
 
 
 def test_a_line_without_end(write, monkeypatch):
     monkeypatch.setattr(jsonl, "MAX_LINE_BYTES", 1000)
     jsonl_task(write([GOOD, '{"question": "' + "a" * 900 + '", "answer": "b"}']))
-    with pytest.raises(InputError, match="line 2: it is longer than 1000 bytes"):
+    with pytest.raises(InputError, match="line 2: longer than 1000 bytes"):
         jsonl_task(write([GOOD, '{"question": "' + "a" * 1000 + '", "answer": "b"}']))
 
 
@@ -200,7 +200,7 @@ def test_no_file_at_all(tmp_path):
 
 @pytest.mark.parametrize(("lines", "number"), [(b"", 0), (b"\n \n", 0), ([GOOD], 1), ([GOOD, GOOD], 1)])
 def test_too_few_problems(write, lines, number):
-    with pytest.raises(InputError, match=f"problems.jsonl holds {number} different prompt"):
+    with pytest.raises(InputError, match=f"problems.jsonl has {number} different prompt"):
         jsonl_task(write(lines))
 
 
@@ -212,7 +212,7 @@ def test_shares_that_leave_nothing(write, share):
 
 def test_numbers_and_seeds(write):
     path = write(sums(10))
-    with pytest.raises(InputError, match="seed must not be negative"):
+    with pytest.raises(InputError, match="seed must be 0 or more"):
         jsonl_task(path, seed=-1)
     task = jsonl_task(path)
     with pytest.raises(InputError, match="no problem -1"):

@@ -346,5 +346,5 @@ def test_wrong_shapes_and_clips():
         policy_loss(three, two, three, three, three.long(), LossSetting())
     with pytest.raises(InputError, match="one number per token"):
         value_loss(torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3, 1), torch.zeros(3, 1), 0.0)
-    with pytest.raises(InputError, match="the clip of values must be 0 for off, or above, not -1"):
+    with pytest.raises(InputError, match=r"the value clip must be 0 .off. or more, not -1"):
         value_loss(two, two, two, two, -1.0)

@@ -36,7 +36,7 @@ def test_versions_of_all_answers_count():
     found = measure_mismatch(samples, [np.array([-1.0])] * 2, ALONE)
     assert (found.oldest, found.newest) == (2, 4)
     check = MismatchCheck(limit=1.0, stop=True, say=print)
-    with pytest.raises(MismatchError, match="answered with weights of version 2, and version 4 was handed over"):
+    with pytest.raises(MismatchError, match="answered with weights of version 2, but was given version 4"):
         check(found, step=7, version=4)
 
 

@@ -185,7 +185,7 @@ def test_a_step_done_again_replaces_the_old_one(tmp_path):
 def test_a_file_of_another_number_of_ranks(tmp_path):
     save(tmp_path, rollout(4), world_size=4)
     save_rollout(tmp_path, 0, rollout(2), rank=1, world_size=2, model=MODEL, about=ABOUT)
-    with pytest.raises(InputError, match=r"step 0 of \[2, 4\] ranks"):
+    with pytest.raises(InputError, match=r"step 0 from runs of \[2, 4\] ranks"):
         load_rollout(tmp_path, 0, model=MODEL)
 
 
@@ -194,7 +194,7 @@ def test_a_missing_rank_and_a_copied_one(tmp_path):
     names = sorted(file.name for file in tmp_path.glob("*.npz"))
     content = (tmp_path / names[2]).read_bytes()
     (tmp_path / names[2]).unlink()
-    with pytest.raises(InputError, match=r"3 files of step 0, of 4 ranks: those of ranks \[2\] are missing"):
+    with pytest.raises(InputError, match=r"3 files of step 0 for 4 ranks: ranks \[2\] are missing"):
         load_rollout(tmp_path, 0, model=MODEL)
     (tmp_path / names[2]).write_bytes((tmp_path / names[1]).read_bytes())
     with pytest.raises(InputError, match="step 0 has answer 1 of group 0 twice"):
@@ -284,7 +284,7 @@ def test_a_description_of_another_version(tmp_path):
 
 def test_folders_that_are_no_recordings(tmp_path):
     for folder in (tmp_path, tmp_path / "none"):
-        with pytest.raises(InputError, match=r"no recording of rollouts: it has no file about\.json"):
+        with pytest.raises(InputError, match=r"not a recording of rollouts \(no about\.json\)"):
             load_rollout(folder, 0, model=MODEL)
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="cannot write"):
@@ -387,16 +387,16 @@ HOSTILE = {
     "flat routing": (changed("experts", lambda a: a.reshape(-1)), "experts must be whole numbers"),
     "no layers": (changed("experts", lambda a: a[:, :0]), "experts must be whole numbers"),
     "float routing": (changed("experts", lambda a: a.astype(np.float32)), "experts must be whole numbers"),
-    "other layers": (changed("experts", lambda a: a[:, :1]), "routing is of"),
-    "fewer rewards": (changed("reward", lambda a: a[1:]), "of one length"),
-    "fewer ends": (changed("end", lambda a: a[1:]), "of one length"),
-    "fewer log-probabilities": (changed("logprobs", lambda a: a[1:]), "of one length"),
+    "other layers": (changed("experts", lambda a: a[:, :1]), "routing must have"),
+    "fewer rewards": (changed("reward", lambda a: a[1:]), "must have one length"),
+    "fewer ends": (changed("end", lambda a: a[1:]), "must have one length"),
+    "fewer log-probabilities": (changed("logprobs", lambda a: a[1:]), "must have one length"),
     "fewer tokens": (changed("prompt", lambda a: a[1:]), "prompt_length adds up to"),
     "fewer rows": (changed("experts", lambda a: a[1:]), "num_rows adds up to"),
-    "negative length": (changed("prompt_length", put(0, -1)), "prompt_length holds lengths below 0"),
-    "endless length": (changed("prompt_length", put(0, 2**63 - 1)), "prompt_length holds lengths"),
-    "lengths that overflow": (changed("answer_length", put(slice(2), 2**62)), "answer_length holds lengths"),
-    "negative segments": (changed("num_segments", put(0, -1)), "num_segments holds lengths"),
+    "negative length": (changed("prompt_length", put(0, -1)), "prompt_length must be from 0 to"),
+    "endless length": (changed("prompt_length", put(0, 2**63 - 1)), "prompt_length must be from 0 to"),
+    "lengths that overflow": (changed("answer_length", put(slice(2), 2**62)), "answer_length must be from 0 to"),
+    "negative segments": (changed("num_segments", put(0, -1)), "num_segments must be from 0 to"),
     "segments of a neighbour": (changed("num_segments", put(slice(2), [0, 3])), "cover the answer"),
     "no prompt": (changed("prompt_length", put(slice(2), [0, 8])), "cover the answer"),
     "negative group": (changed("group", put(0, -1)), "group must be from 0"),
@@ -405,10 +405,10 @@ HOSTILE = {
     "negative row": (changed("first_row", put(0, -1)), "first_row must be from 0"),
     "row far away": (changed("first_row", put(0, 1000)), "lies outside"),
     "segments that do not meet": (changed("end", put(0, 1)), "cover the answer"),
-    "token too large": (changed("prompt", put(3, VOCABULARY)), "prompt must be from 0 to 49, and holds 50"),
-    "negative token": (changed("answer", put(3, -1)), "answer must be from 0 to 49, and holds -1"),
-    "expert too large": (changed("experts", put((3, 1, 1), EXPERTS)), "experts must be from -1 to 15, and holds 16"),
-    "expert too small": (changed("experts", put((3, 1, 1), -2)), "experts must be from -1 to 15, and holds -2"),
+    "token too large": (changed("prompt", put(3, VOCABULARY)), "prompt must be from 0 to 49, not 50"),
+    "negative token": (changed("answer", put(3, -1)), "answer must be from 0 to 49, not -1"),
+    "expert too large": (changed("experts", put((3, 1, 1), EXPERTS)), "experts must be from -1 to 15, not 16"),
+    "expert too small": (changed("experts", put((3, 1, 1), -2)), "experts must be from -1 to 15, not -2"),
     "log-probability nan": (changed("logprobs", put(0, np.nan)), "logprobs must be finite"),
     "reward infinite": (changed("reward", put(0, np.inf)), "reward must be finite"),
 }  # fmt: skip
@@ -437,7 +437,7 @@ def test_newest_routing_must_be_whole(tmp_path):
     arrays = arrays_of(tmp_path / "one.npz")
     arrays["experts"], arrays["num_rows"][0] = arrays["experts"][1:], len(arrays["experts"]) - 1
     write_arrays(tmp_path / "one.npz", arrays)
-    with pytest.raises(InputError, match="lacks routing"):
+    with pytest.raises(InputError, match="lacks the routing"):
         read_samples(tmp_path / "one.npz")
 
 
@@ -496,10 +496,10 @@ def test_headers_that_are_no_headers(path, header):
 
 def test_things_that_are_no_files(tmp_path):
     for name in (tmp_path, tmp_path / "none.npz", "/dev/zero"):
-        with pytest.raises(InputError, match="no such file"):
+        with pytest.raises(InputError, match="no such sample file"):
             read_samples(name)
     (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(InputError, match=r"text\.npz is not a readable file of samples"):
+    with pytest.raises(InputError, match=r"text\.npz is not a readable sample file"):
         read_samples(tmp_path / "text.npz")
 
 
@@ -533,7 +533,7 @@ def test_unknown_routing_is_not_recorded():
     assert np.flatnonzero(~trace.recorded).tolist() == [1, 2]
     with pytest.raises(InputError, match="out of range"):
         to_trace([sample_of(0, 0)], 4)
-    with pytest.raises(InputError, match="without routing"):
+    with pytest.raises(InputError, match="no sample of the rollout has an answer"):
         to_trace([Sample(problem=0, group=9, number=0, prompt=np.array([1, 2]))], EXPERTS)
 
 

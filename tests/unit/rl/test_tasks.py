@@ -7,8 +7,7 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.rl.tasks.jsonl import final_answer, jsonl_task, same_final_answer
-from equilibra.rl.tasks.reward import RewardFunction, judged, reward_function
-from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, RewardFunction, check_number, hash_of_prompt, judged, reward_function
 
 
 def test_hash_of_prompt_is_the_published_sha256():
@@ -19,9 +18,9 @@ def test_hash_of_prompt_is_the_published_sha256():
 def test_numbers_that_there_are_not():
     check_number("sums", 0)
     check_number("sums", 2, 3)
-    with pytest.raises(InputError, match="no problem -1 of sums"):
+    with pytest.raises(InputError, match="sums has no problem -1"):
         check_number("sums", -1)
-    with pytest.raises(InputError, match="no held-out problem 3 of sums: it has 3"):
+    with pytest.raises(InputError, match="sums has no held-out problem 3: it has 3"):
         check_number("sums", 3, 3)
 
 
@@ -153,9 +152,9 @@ def test_a_reward_in_a_file_may_hold_dataclasses_and_be_an_object(from_file, tas
 @pytest.mark.parametrize(
     ("named", "message"),
     [
-        ("nothing", "name it like path/to/file.py:function"),
-        ("a/b.py:", "name it like"),
-        (":f", "name it like"),
+        ("nothing", "write path/to/file.py:function"),
+        ("a/b.py:", "write"),
+        (":f", "write"),
         ("/no/such/file.py:f", "/no/such/file.py: it must be a file"),
         ("/etc/passwd:f", "ends in .py"),
         ("no_such_package_at_all.x:f", "no_such_package_at_all"),

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.tppo import Tppo, successive_batch
+from equilibra.rl.algorithms.ppo import Tppo
 from equilibra.rl.sample import Sample
 
 
@@ -81,22 +81,3 @@ def test_setting():
     assert (Tppo().name, Tppo().needs_values, Tppo().windowed) == ("tppo", True, True)
     with pytest.raises(InputError, match="decay of tppo must be"):
         Tppo(decay=2.0)
-
-
-def test_batches_stay_full():
-    batch = [answer(2, finished=number % 2 == 0, number=number) for number in range(5)]
-    following = successive_batch(batch, capacity=5)
-    assert [sample.number for sample in following.going_on] == [1, 3]
-    assert following.num_new == 3
-    assert following.going_on[0] is batch[1]
-
-
-def test_the_first_batch_is_all_new():
-    assert successive_batch([], capacity=4).num_new == 4
-
-
-def test_batches_that_do_not_fit():
-    with pytest.raises(InputError, match="a batch of 1 answers cannot take 2 unfinished ones"):
-        successive_batch([GOES_ON, GOES_ON, ENDED], capacity=1)
-    with pytest.raises(InputError, match="a batch of 0 answers"):
-        successive_batch([ENDED], capacity=0)

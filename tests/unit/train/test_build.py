@@ -5,17 +5,17 @@ import pytest
 from equilibra.core.errors import InputError
 from equilibra.train.build import build_parts
 from equilibra.train.config import TrainConfig
-from equilibra.train.overrides import with_overrides
+from equilibra.train.config_files import with_overrides
 from equilibra.train.worker import _device
 
 
 @pytest.mark.parametrize(("override", "reason"), [
-    ("rollout.engine=vllm", "not installed here"),
+    ("rollout.engine=vllm", "not installed"),
     ("rollout.engine=vlm", "one of embedded, sglang, vllm.*did you mean 'vllm'"),
     ("rollout.engine=sglang", "needs a server: set rollout.server"),
-    ("rollout.options.swap_space=4", "rollout.options are settings of vLLM"),
-    ("algorithm.mini_batches=33", "needs as many groups of answers, a step has 32"),
-    ("rollout.max_prompt_tokens=3", "tokens, rollout.max_prompt_tokens is 3"),
+    ("rollout.options.swap_space=4", "rollout.options are for vLLM"),
+    ("algorithm.mini_batches=33", "needs as many groups of answers, but a step has 32"),
+    ("rollout.max_prompt_tokens=3", "tokens, but rollout.max_prompt_tokens is 3"),
     ("rollout.window=2", "needs whole answers"),
     ("algorithm.options.foo=1", "no option of grpo"),
 ])  # fmt: skip
@@ -26,5 +26,5 @@ def test_refused_before_the_warm_up(override, reason):
 
 @pytest.mark.parametrize("path", ["ipc", "both"])
 def test_paths_between_gpus_need_them(path):
-    with pytest.raises(InputError, match=f"balance.path = {path} is between GPUs, the run is on cpu"):
+    with pytest.raises(InputError, match=f"balance.path = {path} needs GPUs, but the run is on cpu"):
         _device(with_overrides(TrainConfig(), ["run.device=cpu", f"balance.path={path}"]))

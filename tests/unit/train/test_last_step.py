@@ -24,11 +24,8 @@ from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.times import Pricing
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 from equilibra.train.config import TrainConfig
-from equilibra.train.curves import MAX_POINTS, curves
-from equilibra.train.history import History
-from equilibra.train.last_step import LastStep
-from equilibra.train.metrics_file import MetricsFile
-from equilibra.train.pace import FREE_GB_PER_S, paced
+from equilibra.train.last_step import FREE_GB_PER_S, LastStep, paced
+from equilibra.train.metrics_file import MAX_POINTS, History, MetricsFile, curves
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 MODEL = MoEModel(name="qwen3_moe", num_layers=3, hidden=64, expert_ffn=32, num_experts=16, top_k=4)

@@ -14,8 +14,7 @@ from equilibra.train.config import (
     TaskConfig,
     TrainConfig,
 )
-from equilibra.train.config_files import config_from_table, option_types
-from equilibra.train.options import option_docs, options_text
+from equilibra.train.config_files import config_from_table, option_docs, option_types, options_text
 
 SECTIONS = {one.name: one.default_factory for one in fields(TrainConfig)}
 

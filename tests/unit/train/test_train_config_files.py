@@ -8,8 +8,15 @@ from hypothesis import strategies as st
 
 from equilibra.core.errors import InputError
 from equilibra.train.config import OptimizerConfig, RunConfig, TaskConfig, TrainConfig
-from equilibra.train.config_files import config_from_table, load_config, toml_text
-from equilibra.train.overrides import changed_options, check_resumable, with_absolute_paths, with_overrides
+from equilibra.train.config_files import (
+    changed_options,
+    check_resumable,
+    config_from_table,
+    load_config,
+    toml_text,
+    with_absolute_paths,
+    with_overrides,
+)
 
 TEXTS = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
 VALUES = st.one_of(
@@ -62,14 +69,14 @@ def test_the_echo_is_complete():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        (b"\xff\xfe[run]", "it is no TOML, byte 0 is not UTF-8"),
-        (b"\x7fELF\0\0", "it is no TOML"),
-        ("[run]\nsteps = 5\nsteps = 6\n", "it is no TOML .*[Cc]annot overwrite"),
-        ("[run]\n[run]\n", "it is no TOML"),
-        ("[run\n", "it is no TOML"),
-        ("a = " + "[" * 100_000, "it is no TOML"),
-        ("[run]\nseed = " + "9" * 5000, "it is no TOML|must be a whole number"),
-        ("#" * (1 << 20) + "\n", "it is no configuration"),
+        (b"\xff\xfe[run]", "not valid TOML, byte 0 is not UTF-8"),
+        (b"\x7fELF\0\0", "not valid TOML"),
+        ("[run]\nsteps = 5\nsteps = 6\n", "not valid TOML .*[Cc]annot overwrite"),
+        ("[run]\n[run]\n", "not valid TOML"),
+        ("[run\n", "not valid TOML"),
+        ("a = " + "[" * 100_000, "not valid TOML"),
+        ("[run]\nseed = " + "9" * 5000, "not valid TOML|must be a whole number"),
+        ("#" * (1 << 20) + "\n", "but configurations have at most"),
         ("[run]\nsteps = '5'", r"config\.toml: run\.steps must be a whole number from 1 to \d+, not '5'"),
         ("[run]\nsteps = 1979-05-27", "run.steps must be a whole number"),
         ("[optimizer]\nlr = nan", "optimizer.lr must be a number"),
@@ -103,7 +110,7 @@ def test_what_is_no_file(tmp_path):
     with pytest.raises(InputError, match=r"cannot read .*: No such file"):
         load_config(tmp_path / "none.toml")
     os.mkfifo(tmp_path / "pipe")
-    with pytest.raises(InputError, match="it is no ordinary file"):
+    with pytest.raises(InputError, match="it is not a regular file"):
         load_config(tmp_path / "pipe")
 
 
@@ -155,7 +162,7 @@ def test_overrides_add_to_tables():
         ("planer=static", r"did you mean balance\.planner\?"),
         ("run=5", "run is a section, its options are run.key=value"),
         ("=5", "unknown option; sections are run"),
-        ("run.steps.x=5", r"run\.steps is no table"),
+        ("run.steps.x=5", r"run\.steps is not a table"),
         ("run.steps=6O", "run.steps must be a whole number from 1 to .*, not '6O'"),
         ("run.steps=", "cannot read run.steps=''"),
         ('run.steps="5', "write a value as in TOML"),

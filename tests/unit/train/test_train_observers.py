@@ -9,12 +9,18 @@ from rich.console import Console
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.tensorboard import TensorBoard
-from equilibra.train.history import History
-from equilibra.train.metrics_file import MetricsFile, read_history
-from equilibra.train.observers import Several
-from equilibra.train.plain_log import EXPLAINED, LogFile, PlainLog, step_line, to_stream
+from equilibra.train.metrics_file import History, MetricsFile, read_history
+from equilibra.train.plain_log import (
+    EXPLAINED,
+    LogFile,
+    PlainLog,
+    Several,
+    step_line,
+    summary,
+    summary_table,
+    to_stream,
+)
 from equilibra.train.run_folder import RunFolder
-from equilibra.train.summary import summary, summary_table
 from equilibra.train.view import LiveView, Picture, can_draw, draw, sparkline
 
 FULL = {

@@ -18,11 +18,9 @@ import pytest
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.train import processes
 from equilibra.train.config import ClusterConfig, RunConfig, TaskConfig, TrainConfig
-from equilibra.train.history import History
-from equilibra.train.interrupts import REPEAT_S, Interrupts
-from equilibra.train.launch import Place, launch, place_under_torchrun
-from equilibra.train.metrics_file import read_history
-from equilibra.train.rank import Job, failure_of
+from equilibra.train.metrics_file import History, read_history
+from equilibra.train.processes import Place, launch, place_under_torchrun
+from equilibra.train.rank import REPEAT_S, Interrupts, Job, failure_of
 from equilibra.train.run_folder import FolderLock, RunFolder, begin_run
 
 REPOSITORY = Path(__file__).resolve().parents[3]
@@ -133,12 +131,12 @@ def test_a_rank_that_raises_is_named_once(tmp_path):
 
 
 def test_a_rank_that_is_killed_is_named(tmp_path):
-    with pytest.raises(ExecuteError, match=r"^rank 1 of 2 was killed by SIGKILL \(by hand, or because memory "):
+    with pytest.raises(ExecuteError, match=r"^rank 1 of 2 was killed by SIGKILL \(by hand, or out of memory\)"):
         start(tmp_path, "one_is_killed")
 
 
 def test_a_rank_that_ends_is_named(tmp_path):
-    with pytest.raises(ExecuteError, match=r"^rank \d of 2 ended with exit code 7 without a word;"):
+    with pytest.raises(ExecuteError, match=r"^rank \d of 2 ended with exit code 7 without reporting an error;"):
         start(tmp_path, "one_exits")
 
 
@@ -173,7 +171,7 @@ def test_a_worker_that_is_not_there(tmp_path):
 
 
 def test_too_many_processes_for_one_machine(tmp_path):
-    with pytest.raises(InputError, match=r"^129 processes .* use at most 128, or start them .* with torchrun"):
+    with pytest.raises(InputError, match=r"is 129 processes, too many .* use at most 128, or .* with torchrun"):
         start(tmp_path, "trains", replace(CONFIG, cluster=ClusterConfig(nodes=129, ranks_per_node=1)))
 
 
@@ -236,7 +234,7 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from equilibra.train.config import RunConfig, TaskConfig, TrainConfig
-from equilibra.train.launch import launch
+from equilibra.train.processes import launch
 from equilibra.train.plain_log import PlainLog
 from equilibra.train.rank import Job
 from equilibra.train.run_folder import begin_run

@@ -85,7 +85,7 @@ def test_what_a_run_did_is_not_thrown_away(tmp_path):
 
 
 def test_only_runs_are_resumed(tmp_path):
-    with pytest.raises(InputError, match=r"cannot resume .*: it holds no config.toml"):
+    with pytest.raises(InputError, match=r"cannot resume .*: not a folder of equilibra train \(no config\.toml\)"):
         reopen_run(tmp_path)
     (tmp_path / "config.toml").write_text("[rum]\n")
     with pytest.raises(InputError, match=r"config\.toml: unknown section \[rum\]"):

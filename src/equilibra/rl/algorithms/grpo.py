@@ -1,12 +1,14 @@
-"""GRPO: answers to one prompt are compared with each other; no value model.
+"""GRPO and GSPO: answers to one prompt are compared with each other, without a value model.
 
-Symbols: n answers of a group, r_i reward of answer i, A answer tokens.
+Symbols: n answers of a group, r_i reward of answer i, A answer tokens, s_i ratio of sequence i: the geometric mean of
+its tokens' ratios.
 
     advantage of every token of answer i = (r_i - mean r) / (std r + 1e-6), with n - 1 in the standard deviation
+    GSPO: objective of sequence i = min(s_i·A_i, clamp(s_i, 1 - 3e-4, 1 + 4e-4)·A_i), averaged over sequences
 
-A group in which all rewards are equal, one of a single answer too, says nothing: its advantages are exactly 0.
-Variants by options: Dr. GRPO is normalise=False with the loss average sequence-sum-over-max; RLOO is leave_one_out=True
-with normalise=False: the mean is that of the other answers, which makes the difference n / (n - 1) times as large.
+Where all rewards of a group are equal, advantages are exactly 0. Dr. GRPO is normalise=False with the loss average
+sequence-sum-over-max. RLOO is leave_one_out=True with normalise=False: subtracting the mean of the other answers scales
+the difference by n / (n - 1). GSPO clips tightly because s_i moves far less than a token's ratio.
 """
 
 from __future__ import annotations
@@ -21,29 +23,27 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms.algorithm import Target, check_finished
-from equilibra.rl.loss import LossSetting, Total
+from equilibra.rl.loss import Average, LossSetting, Ratio, Total
 from equilibra.rl.sample import Sample
 
-__all__ = ["Grpo", "group_advantages"]
+__all__ = ["Grpo", "Gspo", "group_advantages"]
 
 SMALLEST_STD = 1e-6
 """added to the standard deviation"""
-
-LOSS = LossSetting(clip_low=0.2, clip_high=0.28)
-"""clip-higher, all tokens the same"""
+GRPO_LOSS = LossSetting(clip_low=0.2, clip_high=0.28)
+GSPO_LOSS = LossSetting(clip_low=3e-4, clip_high=4e-4, ratio=Ratio.SEQUENCE, average=Average.SEQUENCE)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Grpo:
-    """Group-relative advantages."""
+    """Group-relative advantages, clip-higher, averaged over tokens."""
 
     name: ClassVar[str] = "grpo"
     needs_values: ClassVar[bool] = False
     windowed: ClassVar[bool] = False
     value_clip: ClassVar[float] = 0.0
 
-    loss: LossSetting = LOSS
-    """of the policy"""
+    loss: LossSetting = GRPO_LOSS
     normalise: bool = True
     """divide by the standard deviation of the group"""
     leave_one_out: bool = False
@@ -56,11 +56,9 @@ class Grpo:
                 raise InputError(f"{name} of {self.name} must be true or false, not {value!r}")
 
     def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        """[A] all."""
         return np.ones(sample.answer.size, np.bool_)
 
     def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        """[A] none."""
         return np.zeros(sample.answer.size, np.bool_)
 
     def targets(
@@ -69,7 +67,7 @@ class Grpo:
         values: Sequence[NDArray[np.float64]] | None,  # noqa: ARG002
         total: Total,  # noqa: ARG002
     ) -> list[Target]:
-        """The same advantage for all tokens of an answer."""
+        """All tokens of an answer have the same advantage."""
         check_finished(self.name, samples)
         members: dict[int, list[int]] = defaultdict(list)
         for number, sample in enumerate(samples):
@@ -85,10 +83,19 @@ class Grpo:
         ]
 
 
+@dataclass(frozen=True, kw_only=True)
+class Gspo(Grpo):
+    """GRPO's advantages with sequence ratios, averaged over sequences; the clips are the paper's."""
+
+    name: ClassVar[str] = "gspo"
+
+    loss: LossSetting = GSPO_LOSS
+
+
 def group_advantages(
     rewards: NDArray[np.float64], *, normalise: bool, leave_one_out: bool = False
 ) -> NDArray[np.float64]:
-    """[n] from the rewards of one group."""
+    """[n] advantages of the answers of one group."""
     num = rewards.size
     if num < 2 or rewards.min() == rewards.max():  # exactly 0: a rounded mean would be divided by almost nothing
         return np.zeros(num)

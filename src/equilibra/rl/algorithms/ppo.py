@@ -1,10 +1,17 @@
-"""PPO: a value model says what was to be expected, token by token.
+"""PPO and T-PPO: advantages over a value model's expectation, token by token.
 
-Symbols: A answer tokens.
+Symbols: A answer tokens so far, γ discount, λ decay, r_t reward on token t, V_t value of the state before token t.
 
-The reward is on the last token; `gae_advantages` spreads it. Whitening gives the advantages of all
-policy-trained tokens of all ranks mean 0 and standard deviation 1; returns are made before, so that the value model
-learns rewards. A token's return is its advantage plus its old value.
+    δ_t = r_t + γ·V_{t+1} - V_t
+    A_t = Σ_{i=t}^{A-1} (γλ)^(i-t) δ_i
+
+The reward is on the last token. V_A is 0 for a finished answer and V_{A-1} for an unfinished one (extended GAE). A
+token's return is its advantage plus its old value. Whitening comes after that: over the policy-trained tokens of all
+ranks, advantages get mean 0 and standard deviation 1.
+
+T-PPO (arXiv 2506.15050) runs PPO on windows of generation, so no step waits for the longest answer. Unfinished answers
+continue in the next window. The policy trains on the tokens of the newest window; older tokens were trained on in their
+own step. The value model trains on all tokens of finished answers, because only these have a reward.
 """
 
 from __future__ import annotations
@@ -22,24 +29,85 @@ from equilibra.rl.algorithms.algorithm import Target, check_finished
 from equilibra.rl.loss import LossSetting, Total
 from equilibra.rl.sample import Sample
 
-__all__ = ["Ppo", "gae_advantages", "gae_returns", "token_rewards", "whitened"]
+__all__ = ["Ppo", "Tppo", "gae_advantages", "gae_returns", "token_rewards", "whitened"]
 
-# Generalised advantage estimation, also of answers that are not finished (T-PPO's extended GAE).
-#
-# Symbols: A answer tokens so far, γ discount, λ decay, r_t reward on token t, V_t value of the state before token t, so
-# after the prompt and t answer tokens.
-#
-#     δ_t = r_t + γ·V_{t+1} - V_t
-#     A_t = Σ_{i=t}^{A-1} (γλ)^(i-t) δ_i
-#
-# V_A, of the state after the last token, is 0 if the answer is finished. If it goes on, that state was not valued: V_A
-# is taken as V_{A-1}. With γ = 1 the last token of an unfinished answer then has the advantage 0.
+SMALLEST_STD = 1e-6
+"""added to the standard deviation"""
+RANGES = (("value_clip", inf, ", 0 or more"), ("discount", 1.0, " from 0 to 1"), ("decay", 1.0, " from 0 to 1"))
+"""option, largest value, allowed range in words"""
+PPO_LOSS = LossSetting()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ppo:
+    """Generalised advantage estimation with a value model."""
+
+    name: ClassVar[str] = "ppo"
+    needs_values: ClassVar[bool] = True
+    windowed: ClassVar[bool] = False
+
+    loss: LossSetting = PPO_LOSS
+    value_clip: float = 0.2
+    """largest change of a value that the value loss rewards; 0: no limit"""
+    discount: float = 1.0
+    """γ, from 0 to 1"""
+    decay: float = 0.95
+    """λ, from 0 to 1: 1 trusts rewards only, 0 values only"""
+    whiten: bool = True
+    """whether advantages get mean 0 and standard deviation 1 over the trained tokens of all ranks"""
+
+    def __post_init__(self) -> None:
+        for name, high, required in RANGES:
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or not 0 <= value <= high or value == inf:
+                raise InputError(f"{name} of {self.name} must be a number{required}, not {value!r}")
+        if not isinstance(self.whiten, bool):
+            raise InputError(f"whiten of {self.name} must be true or false, not {self.whiten!r}")
+
+    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        return np.ones(sample.answer.size, np.bool_)
+
+    def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        return np.ones(sample.answer.size, np.bool_)
+
+    def targets(
+        self, samples: Sequence[Sample], values: Sequence[NDArray[np.float64]] | None, total: Total
+    ) -> list[Target]:
+        if not self.windowed:
+            check_finished(self.name, samples)
+        if values is None or len(values) != len(samples):
+            had = "none" if values is None else f"those of {len(values)}"
+            raise InputError(f"{self.name} needs the values of {len(samples)} answers, token by token, not {had}")
+        found = [
+            gae_advantages(
+                token_rewards(sample), own, discount=self.discount, decay=self.decay, finished=sample.finished
+            )
+            for sample, own in zip(samples, values, strict=True)
+        ]
+        returns = [gae_returns(one, own) for one, own in zip(found, values, strict=True)]
+        if self.whiten:
+            found = whitened(found, [self.policy_mask(sample) for sample in samples], total)
+        return [Target(advantages=one, returns=own) for one, own in zip(found, returns, strict=True)]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tppo(Ppo):
+    """PPO on windows of generation; whitening is over the tokens of the newest windows."""
+
+    name: ClassVar[str] = "tppo"
+    windowed: ClassVar[bool] = True
+
+    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        return np.arange(sample.answer.size) >= sample.fresh
+
+    def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
+        return np.full(sample.answer.size, sample.finished)
 
 
 def gae_advantages(
     rewards_A: NDArray[np.float64], values_A: NDArray[np.float64], *, discount: float, decay: float, finished: bool
 ) -> NDArray[np.float64]:
-    """[A] from the rewards and values of one answer."""
+    """[A] advantages of one answer."""
     if rewards_A.ndim != 1 or rewards_A.shape != values_A.shape:
         raise InputError(
             f"advantages need a reward and a value for each token, not {rewards_A.shape} and {values_A.shape}"
@@ -58,77 +126,12 @@ def gae_advantages(
 
 
 def gae_returns(advantages_A: NDArray[np.float64], values_A: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[A] what the value model learns: advantages (not whitened) plus the values they were made with."""
+    """[A] targets of the value model; `advantages_A` before whitening."""
     return advantages_A + np.asarray(values_A, np.float64)
 
 
-SMALLEST_STD = 1e-6
-"""added to the standard deviation"""
-
-RANGES = (("value_clip", inf, ", 0 or more"), ("discount", 1.0, " from 0 to 1"), ("decay", 1.0, " from 0 to 1"))
-"""of options, in numbers and words"""
-LOSS = LossSetting()
-"""clipped at 0.2 on both sides, all tokens the same"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ppo:
-    """Advantages over the expectation of a value model."""
-
-    name: ClassVar[str] = "ppo"
-    needs_values: ClassVar[bool] = True
-    windowed: ClassVar[bool] = False
-
-    loss: LossSetting = LOSS
-    """of the policy"""
-    value_clip: float = 0.2
-    """how far values count away from the old ones in the value loss; 0 for any distance"""
-    discount: float = 1.0
-    """γ, from 0 to 1"""
-    decay: float = 0.95
-    """λ, from 0 to 1: 1 trusts rewards only, 0 values only"""
-    whiten: bool = True
-    """whether advantages get mean 0 and standard deviation 1 over the trained tokens of all ranks"""
-
-    def __post_init__(self) -> None:
-        for name, high, required in RANGES:
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= high or value == inf:
-                raise InputError(f"{name} of {self.name} must be a number{required}, not {value!r}")
-        if not isinstance(self.whiten, bool):
-            raise InputError(f"whiten of {self.name} must be true or false, not {self.whiten!r}")
-
-    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        """[A] all."""
-        return np.ones(sample.answer.size, np.bool_)
-
-    def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        """[A] all."""
-        return np.ones(sample.answer.size, np.bool_)
-
-    def targets(
-        self, samples: Sequence[Sample], values: Sequence[NDArray[np.float64]] | None, total: Total
-    ) -> list[Target]:
-        """Advantages and returns from rewards and values."""
-        if not self.windowed:
-            check_finished(self.name, samples)
-        if values is None or len(values) != len(samples):
-            had = "none" if values is None else f"those of {len(values)}"
-            raise InputError(f"{self.name} needs the values of {len(samples)} answers, token by token, not {had}")
-        found = [
-            gae_advantages(
-                token_rewards(sample), own, discount=self.discount, decay=self.decay, finished=sample.finished
-            )
-            for sample, own in zip(samples, values, strict=True)
-        ]
-        returns = [gae_returns(one, own) for one, own in zip(found, values, strict=True)]
-        if self.whiten:
-            found = whitened(found, [self.policy_mask(sample) for sample in samples], total)
-        return [Target(advantages=one, returns=own) for one, own in zip(found, returns, strict=True)]
-
-
 def token_rewards(sample: Sample) -> NDArray[np.float64]:
-    """[A] the reward on the last token, if the answer is finished."""
+    """[A] zeros, with the reward of a finished answer on its last token."""
     rewards = np.zeros(sample.answer.size)
     if sample.finished:
         rewards[-1:] = sample.reward
@@ -138,9 +141,9 @@ def token_rewards(sample: Sample) -> NDArray[np.float64]:
 def whitened(
     numbers: Sequence[NDArray[np.float64]], masks: Sequence[NDArray[np.bool_]], total: Total
 ) -> list[NDArray[np.float64]]:
-    """Minus the mean, divided by the standard deviation, both over the masked numbers of all ranks.
+    """Subtract the mean and divide by the standard deviation of the masked numbers of all ranks.
 
-    Two sums over ranks: first the mean, then squares around it, so that nothing cancels.
+    Takes two sums over ranks: the mean, then the squares around it, which avoids cancellation.
     """
     chosen = np.concatenate([np.zeros(0), *(one[mask] for one, mask in zip(numbers, masks, strict=True))])
     num, whole = total(np.array([chosen.size, chosen.sum()]))

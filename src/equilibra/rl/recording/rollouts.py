@@ -1,10 +1,10 @@
-"""A folder of recorded rollouts: every rank writes a file per step, any number of ranks reads them.
+"""A folder of recorded rollouts: every rank writes one file per step; any number of ranks can read them.
 
-    FOLDER/about.json                         the model, and what else the run says of itself; rank 0 writes it once
-    FOLDER/step-00000012-rank-3-of-4.npz      the samples that rank 3 of 4 had in step 12: see `sample_file`
+    FOLDER/about.json                         the model and a description of the run; rank 0 writes it once
+    FOLDER/step-00000012-rank-3-of-4.npz      samples of rank 3 of 4 in step 12, as in `sample_file`
 
-Readers take whole groups, since advantages compare the answers of a group: groups in order are dealt out to the ranks
-in turn, and each rank's samples come by group and number, whichever rank wrote them.
+Readers get whole groups, because advantages compare the answers of a group. Groups are dealt out to the ranks in turn;
+each rank's samples are sorted by group and number.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,27 +27,19 @@ from equilibra.trace.open import save_trace
 from equilibra.trace.routing import PolicySegments, RoutingTrace, narrow_ids
 
 __all__ = [
-    "RolloutAbout",
-    "convert_rollout",
-    "load_rollout",
-    "read_about",
-    "recorded_steps",
-    "save_rollout",
-    "to_trace",
-]
-
-# Recorded rollouts as routing traces, which `equilibra simulate` and `equilibra trace` read.
+    "RolloutAbout", "convert_rollout", "load_rollout", "read_about", "recorded_steps", "save_rollout", "to_trace",
+]  # fmt: skip
 
 
 def to_trace(samples: Iterable[Sample], num_experts: int) -> RoutingTrace:
-    """The routing that training replays, of all tokens but each sample's last, which training does not process.
+    """The routing that training replays, as a trace for `equilibra simulate` and `equilibra trace`.
 
-    A policy version is that of the weights which generated a token, for the prompt that of the first window. A token
-    with an unknown expert in any layer counts as not recorded. Samples without answers are left out.
+    Prompt tokens get the policy version of the first window. A token with an unknown expert in any layer counts as not
+    recorded. Samples without answers are left out.
     """
     samples = [sample for sample in samples if sample.segments and sample.num_rows]
     if not samples:
-        raise InputError("cannot make a trace of a rollout without routing: no sample has an answer")
+        raise InputError("cannot make a trace: no sample of the rollout has an answer")
     experts = np.concatenate([sample.experts for sample in samples])
     recorded: NDArray[np.bool_] = np.asarray((experts >= 0).all(axis=(1, 2)))
     ids, _ = narrow_ids(experts, num_experts, recorded)
@@ -74,7 +66,7 @@ def convert_rollout(folder: Path | str, step: int, path: Path | str, *, overwrit
 
 
 def _runs(sample: Sample) -> Iterator[tuple[int, int]]:
-    """(rows, version) of each segment that has any, the prompt with the first."""
+    """(rows, version) of each segment that has rows; the prompt counts with the first."""
     first = 0
     for segment in sample.segments:
         end = min(sample.prompt.size + segment.end, sample.num_rows)
@@ -90,31 +82,24 @@ FILE_NAME = re.compile(r"step-([0-9]{8,18})-rank-([0-9]{1,7})-of-([0-9]{1,7})\.n
 
 @dataclass(frozen=True, kw_only=True)
 class RolloutAbout:
-    """What a folder is a recording of."""
+    """Which model and run a folder records."""
 
     model: ModelShape
-    """the model that answered"""
     about: Mapping[str, object]
-    """what the run says of itself, plain values: task, seed"""
+    """description of the run in plain values: task, seed"""
 
 
-@dataclass(frozen=True, kw_only=True, order=True)
-class _File:
-    """A file of a step."""
-
+class _File(NamedTuple):
     rank: int
-    """that wrote it"""
     world_size: int
-    """ranks that wrote"""
     path: Path
-    """where it is"""
 
 
 def save_rollout(
     folder: Path | str, step: int, samples: Sequence[Sample], *, rank: int, world_size: int, model: ModelShape,
     about: Mapping[str, object],
 ) -> Path:  # fmt: skip
-    """Write what this rank has of a step; every rank calls it. A step that is done again replaces the old one."""
+    """Write this rank's samples of a step; every rank calls it. A repeated step replaces the old one."""
     folder = Path(folder)
     _check_rank(rank, world_size)
     if step < 0:
@@ -124,7 +109,7 @@ def save_rollout(
         if rank == 0:
             _write_about(folder, RolloutAbout(model=model, about=about))
             for file in _files(folder, step):
-                if file.world_size != world_size:  # a run that was resumed with other ranks
+                if file.world_size != world_size:  # resumed with another number of ranks
                     file.path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("write", folder, error) from error
@@ -136,37 +121,38 @@ def save_rollout(
 def load_rollout(
     folder: Path | str, step: int, *, model: ModelShape, rank: int = 0, world_size: int = 1
 ) -> list[Sample]:
-    """Read the share of this rank of a recorded step, if it is a recording of the model at hand."""
+    """Read this rank's share of a recorded step; the recording must be of the same model."""
     folder = Path(folder)
     _check_rank(rank, world_size)
     differences = read_about(folder).model.differences(model)
     if differences:
         raise InputError(
-            f"{folder} is a recording of a model {'; '.join(differences)}: train the model that was recorded, "
-            "or record a rollout of yours"
+            f"{folder} records a model {'; '.join(differences)}: train the recorded model, or record a rollout of yours"
         )
     paths = _complete(folder, step)
     keys = np.concatenate([read_keys(path) for path in paths])
     distinct, counts = np.unique(keys, axis=0, return_counts=True)
     if (counts > 1).any():
         group, number = distinct[np.argmax(counts > 1)]
-        raise InputError(f"{folder}: step {step} has answer {number} of group {group} twice; files were mixed up")
+        raise InputError(
+            f"{folder}: step {step} has answer {number} of group {group} twice; files of several runs are mixed up"
+        )
     mine = np.unique(keys[:, 0])[rank::world_size]
     samples = [sample for path in paths for sample in read_samples(path, model=model, groups=mine)]
     return sorted(samples, key=lambda sample: (sample.group, sample.number))
 
 
 def recorded_steps(folder: Path | str) -> list[int]:
-    """Steps of which there are files."""
+    """Steps that have files."""
     return sorted({int(match[1]) for path in _listed(Path(folder)) if (match := FILE_NAME.fullmatch(path.name))})
 
 
 def read_about(folder: Path | str) -> RolloutAbout:
-    """Read what a folder is a recording of."""
+    """Read which model and run a folder records."""
     path = Path(folder) / ABOUT
     try:
         if not path.is_file():
-            raise InputError(f"{folder} is no recording of rollouts: it has no file {ABOUT}")
+            raise InputError(f"{folder} is not a recording of rollouts (no {ABOUT})")
         with path.open("rb") as file:
             content = file.read(MAX_ABOUT_BYTES + 1)
         body = json.loads(content.decode()) if len(content) <= MAX_ABOUT_BYTES else None
@@ -175,20 +161,16 @@ def read_about(folder: Path | str) -> RolloutAbout:
     except (ValueError, RecursionError) as error:
         if isinstance(error, InputError):
             raise
-        raise InputError(f"{path} is damaged: it is no JSON ({error}); record again") from error
+        raise InputError(f"{path} is damaged: not valid JSON ({error}); record again") from error
     if not isinstance(body, dict) or (body.get("format"), body.get("version")) != (FORMAT, VERSION):
-        raise InputError(f"{path} is damaged, or not of the format {FORMAT}, version {VERSION}; record again")
+        raise InputError(f"{path} is damaged or not {FORMAT} version {VERSION}; record again")
+    model, about = body.get("model"), body.get("about")
     try:
-        return _about(body)
+        if not isinstance(model, dict) or not isinstance(about, dict):
+            raise TypeError("it must have tables model and about")  # noqa: TRY301
+        return RolloutAbout(model=ModelShape(**model), about=about)
     except (InputError, TypeError) as error:
         raise InputError(f"{path} is damaged: {error}; record again") from error
-
-
-def _about(body: dict[str, Any]) -> RolloutAbout:
-    model, about = body.get("model"), body.get("about")
-    if not isinstance(model, dict) or not isinstance(about, dict):
-        raise InputError("it must hold tables model and about")
-    return RolloutAbout(model=ModelShape(**model), about=about)
 
 
 def _write_about(folder: Path, new: RolloutAbout) -> None:
@@ -197,7 +179,7 @@ def _write_about(folder: Path, new: RolloutAbout) -> None:
     try:
         content = json.dumps(body, indent=2, allow_nan=False)
     except (TypeError, ValueError) as error:
-        raise InputError(f"a recording is described by plain values, not by {new.about!r:.200}: {error}") from error
+        raise InputError(f"a recording must be described by plain values, not {new.about!r:.200}: {error}") from error
     if not path.exists():
         with atomic_file(path) as part:
             part.write_text(content, "utf-8")
@@ -205,7 +187,7 @@ def _write_about(folder: Path, new: RolloutAbout) -> None:
     old = read_about(folder)
     if old != RolloutAbout(model=new.model, about=json.loads(content)["about"]):  # JSON has lists for tuples
         changed = old.model.differences(new.model) or [f"about {dict(old.about)}, yours is about {dict(new.about)}"]
-        raise InputError(f"{folder} is a recording of a model {'; '.join(changed)}; choose another folder")
+        raise InputError(f"{folder} records a model {'; '.join(changed)}; choose another folder")
 
 
 def _check_rank(rank: int, world_size: int) -> None:
@@ -230,7 +212,7 @@ def _files(folder: Path, step: int) -> list[_File]:
 
 
 def _complete(folder: Path, step: int) -> list[Path]:
-    """The files of a step, one of each rank that wrote."""
+    """The files of a step, one of each rank that wrote it."""
     files = _files(folder, step)
     if not files:
         steps = recorded_steps(folder)
@@ -238,11 +220,11 @@ def _complete(folder: Path, step: int) -> list[Path]:
         raise InputError(f"{folder} has no recording of step {step}: {held}")
     sizes = sorted({file.world_size for file in files})
     if len(sizes) > 1:
-        raise InputError(f"{folder} has step {step} of {sizes} ranks; remove the files of all but one of these")
+        raise InputError(f"{folder} has step {step} from runs of {sizes} ranks; remove the files of all runs but one")
     missing = sorted(set(range(sizes[0])) - {file.rank for file in files})
     if missing or len(files) != sizes[0]:
         raise InputError(
-            f"{folder} has {len(files)} files of step {step}, of {sizes[0]} ranks: those of ranks {missing[:8]} are "
-            "missing; copy them here too, or take another step"
+            f"{folder} has {len(files)} files of step {step} for {sizes[0]} ranks: ranks {missing[:8]} are missing; "
+            "copy their files too, or use another step"
         )
     return [file.path for file in files]

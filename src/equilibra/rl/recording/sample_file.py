@@ -1,14 +1,14 @@
-"""Samples in one .npz file: of a recorded rollout, or unfinished answers in a checkpoint.
+"""Samples in one .npz file, of a recorded rollout or a checkpoint's unfinished answers.
 
-Symbols: N samples, P and A prompt and answer tokens of all of them, M segments, R rows of routing, L MoE layers,
-K experts per token. The arrays:
+Symbols: N samples, P prompt and A answer tokens of all samples, M segments, R rows of routing, L MoE layers, K experts
+per token. The arrays:
 
     problem, group, number, prompt_length, answer_length, num_segments, finished, reward    [N]
     version, start, end, first_row, num_rows                                                [M]
     prompt [P], answer [A], logprobs [A], experts [R, L, K]
 
-They are stored as they are, not compressed, so that no file asks for more memory than it has bytes. Nothing is
-unpickled; what a file says is compared with its size, with itself and with the model before a sample is made of it.
+Arrays are not compressed, so no file needs more memory than it has bytes. Nothing is unpickled. Sizes and values are
+checked against the file, each other and the model before a sample is made.
 """
 
 from __future__ import annotations
@@ -32,25 +32,20 @@ from equilibra.trace.open import _Member as StoredArray
 
 __all__ = ["ModelShape", "read_keys", "read_samples", "write_samples"]
 
-# The model that a rollout was recorded of, and how another one differs from it.
-
 
 @dataclass(frozen=True, kw_only=True)
 class ModelShape:
-    """What samples depend on: whoever agrees in all of this can train on them."""
+    """The properties of a model that samples depend on; models that agree in all of them can share samples."""
 
     family: str
     """transformers' model_type"""
     num_layers: int
-    """MoE layers"""
     num_experts: int
-    """of a layer"""
     top_k: int
-    """experts per token"""
     vocabulary: int
-    """token ids are below it"""
+    """number of token ids"""
     tokenizer: str
-    """digest of the tokenizer: with another one ids mean other words"""
+    """digest of the tokenizer"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -62,7 +57,7 @@ class ModelShape:
             raise InputError(f"{self.top_k} experts per token need at least as many experts, not {self.num_experts}")
 
     def differences(self, yours: ModelShape) -> list[str]:
-        """In words, each to be read after "a model"."""
+        """Differences in words that follow "a model"."""
         found = []
         if self.family != yours.family:
             found.append(f"of the family {self.family!r}, yours is of {yours.family!r}")
@@ -93,7 +88,7 @@ LENGTHS = {"prompt_length": "prompt", "answer_length": "answer", "num_segments":
 
 
 def write_samples(path: Path | str, samples: Sequence[Sample], *, overwrite: bool = False) -> None:
-    """Write samples; the file appears when it is complete and on the disk."""
+    """Write samples atomically."""
     segments = [segment for sample in samples for segment in sample.segments]
     with atomic_file(Path(path), overwrite=overwrite) as part, zipfile.ZipFile(part, "x") as archive:
         _write_table(archive, OF_SAMPLE, [
@@ -115,7 +110,7 @@ def _write_table(archive: zipfile.ZipFile, dtypes: dict[str, str], table: list[t
 def _write_experts(archive: zipfile.ZipFile, experts: list[NDArray[np.int32]]) -> None:
     shapes = {array.shape[1:] for array in experts}
     if len(shapes) > 1:
-        raise InputError(f"samples of one file must be of one model, and have layers and experts {sorted(shapes)}")
+        raise InputError(f"samples of one file must be of one model, but their (layers, experts) are {sorted(shapes)}")
     largest = max((int(array.max(initial=-1)) for array in experts), default=-1)
     shape = (sum(map(len, experts)), *(shapes.pop() if shapes else (0, 0)))
     _write(archive, "experts", "<i2" if largest < 1 << 15 else "<i4", shape, experts)
@@ -124,7 +119,7 @@ def _write_experts(archive: zipfile.ZipFile, experts: list[NDArray[np.int32]]) -
 def _write(
     archive: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...], parts: Iterable[Any]
 ) -> None:  # fmt: skip
-    """An array from its parts along the first axis."""
+    """Write an array given in parts along its first axis."""
     with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
         np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
         for part in parts:
@@ -132,7 +127,7 @@ def _write(
 
 
 def read_keys(path: Path) -> NDArray[np.int64]:
-    """[N, 2] group and number of each sample of a file."""
+    """[N, 2] group and number of each sample in a file."""
     with _opened(path) as arrays:
         index = _index(arrays)
         return np.stack([index["group"], index["number"]], axis=1)
@@ -141,7 +136,7 @@ def read_keys(path: Path) -> NDArray[np.int64]:
 def read_samples(
     path: Path | str, *, model: ModelShape | None = None, groups: NDArray[np.int64] | None = None
 ) -> list[Sample]:
-    """The samples of a file, in its order, or those of some groups; checked against the model if it is given."""
+    """The samples of a file in order, of all or some groups; checked against `model` if given."""
     with _opened(Path(path)) as arrays:
         index = _index(arrays)
         sample = np.ones(len(index["group"]), np.bool_) if groups is None else np.isin(index["group"], groups)
@@ -157,23 +152,23 @@ def read_samples(
 
 @contextmanager
 def _opened(path: Path) -> Iterator[dict[str, StoredArray]]:
-    """The arrays of a file, their headers read and compared with its size; whatever is wrong inside names the file."""
+    """The arrays of a file, their headers checked against its size; errors in the block name the file."""
     try:
-        if not S_ISREG(path.stat().st_mode):  # `is_file` would pass over a file that cannot be looked at now
-            raise FileNotFoundError  # noqa: TRY301 - the same answer as for a path that leads nowhere
+        if not S_ISREG(path.stat().st_mode):  # `is_file` hides a file that cannot be read now
+            raise FileNotFoundError  # noqa: TRY301 - same error as for a missing file
         with warnings.catch_warnings(), zipfile.ZipFile(path) as archive:
             warnings.simplefilter("ignore")  # of numpy, about odd headers
             yield _arrays(archive, path.stat().st_size)
     except (FileNotFoundError, NotADirectoryError):
-        raise InputError(f"cannot read {path}: there is no such file of samples") from None
+        raise InputError(f"cannot read {path}: there is no such sample file") from None
     except OSError as error:
         raise cannot("read", path, error) from error
     except InputError as error:
         raise InputError(f"cannot read {path}: {error}") from error
     except Exception as error:  # zipfile and numpy raise anything on damaged files
         raise InputError(
-            f"{path} is not a readable file of samples ({error or type(error).__name__}): truncated or corrupted; "
-            "copy or record it again"
+            f"{path} is not a readable sample file ({error or type(error).__name__}): truncated or corrupted; copy or "
+            "record it again"
         ) from error
 
 
@@ -181,9 +176,9 @@ def _arrays(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, StoredArray]
     entries = archive.infolist()
     found = sorted(entry.filename for entry in entries)
     if found != sorted(f"{name}.npy" for name in NAMES):
-        raise InputError(f"it must hold the arrays {', '.join(NAMES)}, and holds {', '.join(found[:30])!r:.400}")
+        raise InputError(f"it must hold the arrays {', '.join(NAMES)}, not {', '.join(found[:30])!r:.400}")
     if any(entry.compress_type or entry.file_size != entry.compress_size for entry in entries):
-        raise InputError("it is compressed, which files of samples are not; write it again")
+        raise InputError("it is compressed, but sample files must not be; write it again")
     if sum(entry.file_size for entry in entries) > file_bytes:
         raise InputError(f"its arrays claim more than its {file_bytes} bytes; copy or record it again")
     arrays = {name: StoredArray.find(archive, name) for name in NAMES}
@@ -197,7 +192,7 @@ def _arrays(archive: zipfile.ZipFile, file_bytes: int) -> dict[str, StoredArray]
 
 
 def _rows(array: StoredArray, mask: NDArray[np.bool_] | None = None) -> NDArray[Any]:
-    """The array, or its rows that the mask chooses, and never more of it in memory."""
+    """The array, or the rows that the mask selects, without loading the others."""
     kept, first = [np.empty((0, *array.shape[1:]), array.dtype)], 0
     for piece in array.pieces() if array.shape[0] else ():
         kept.append(piece if mask is None else piece[mask[first : first + len(piece)]])
@@ -206,18 +201,18 @@ def _rows(array: StoredArray, mask: NDArray[np.bool_] | None = None) -> NDArray[
 
 
 def _index(arrays: dict[str, StoredArray]) -> Arrays:
-    """What is known of every sample and segment, once it is certain that numbers and lengths add up."""
+    """The columns of samples and segments, checked to add up."""
     for names in (tuple(OF_SAMPLE), tuple(OF_SEGMENT), ("answer", "logprobs")):
         sizes = {name: arrays[name].shape[0] for name in names}
         if len(set(sizes.values())) > 1:
-            raise InputError(f"these must be of one length: {sizes}")
+            raise InputError(f"these arrays must have one length: {sizes}")
     index = {name: _rows(arrays[name]) for name in (*OF_SAMPLE, *OF_SEGMENT)}
     for name, what in LENGTHS.items():
         lengths, total = index[name], arrays[what].shape[0]
         if max(total, len(lengths)) > MAX_ROWS or lengths.min(initial=0) < 0 or lengths.max(initial=0) > total:
-            raise InputError(f"{name} holds lengths below 0 or above the {total} of {what}")
+            raise InputError(f"{name} must be from 0 to {total}, the length of {what}")
         if lengths.sum() != total:
-            raise InputError(f"{name} adds up to {lengths.sum()}, and {what} has {total}")
+            raise InputError(f"{name} adds up to {lengths.sum()}, but {what} has {total} entries")
     return index
 
 
@@ -228,13 +223,13 @@ def _check_values(kept: Arrays, model: ModelShape | None) -> None:
     for name, (least, most) in limits.items():
         low, high = kept[name].min(initial=0), kept[name].max(initial=0)
         if low < least or high >= most:
-            raise InputError(f"{name} must be from {least} to {most - 1}, and holds {low if low < least else high}")
+            raise InputError(f"{name} must be from {least} to {most - 1}, not {low if low < least else high}")
     for name in ("logprobs", "reward"):
         if not np.isfinite(kept[name]).all():
-            raise InputError(f"{name} must be finite, and holds {kept[name][~np.isfinite(kept[name])][0]}")
+            raise InputError(f"{name} must be finite, not {kept[name][~np.isfinite(kept[name])][0]}")
     shape = kept["experts"].shape
     if model and shape[0] and shape[1:] != (model.num_layers, model.top_k):
-        raise InputError(f"routing is of {shape[1:]} layers and experts, not {(model.num_layers, model.top_k)}")
+        raise InputError(f"routing must have (layers, k) = {(model.num_layers, model.top_k)}, not {shape[1:]}")
 
 
 def _samples(kept: Arrays) -> Iterator[Sample]:
@@ -264,6 +259,6 @@ def _samples(kept: Arrays) -> Iterator[Sample]:
 def _check_segments(sample: Sample) -> None:
     for segment in sample.segments:
         if segment.end < segment.start or segment.first_row + len(segment.experts) > sample.num_rows:
-            raise InputError(f"a segment of answer {sample.number} of group {sample.group} lies outside of it")
+            raise InputError(f"a segment of answer {sample.number} of group {sample.group} lies outside the answer")
     if sample.segments and len(sample.experts) != sample.num_rows:
-        raise InputError(f"answer {sample.number} of group {sample.group} lacks routing of some of its tokens")
+        raise InputError(f"answer {sample.number} of group {sample.group} lacks the routing of some tokens")

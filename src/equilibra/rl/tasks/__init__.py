@@ -1,1 +1,1 @@
-"""What a model is trained on: problems, and how good an answer is."""
+"""Tasks: problems, and rewards for their answers."""

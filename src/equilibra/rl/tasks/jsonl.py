@@ -2,9 +2,9 @@ r"""Problems from a file: one JSON object per line, as GSM8K has them.
 
     {"question": "Ann has 3 apples and buys 4. How many has she?", "answer": "3 + 4 = 7\n#### 7"}
 
-"prompt" may stand for "question"; other keys are ignored, and so are empty lines. The reward is 1 for the right final
-answer and 0 for any other. Held-out problems are the prompts with the smallest hashes: they are the same whichever way
-the lines are sorted, and for any seed. Training takes the other lines in a new order on every pass over them.
+"prompt" may replace "question"; other keys and empty lines are ignored. The reward is 1 for the right final answer and
+0 otherwise. Held-out problems are the prompts with the smallest hashes, whatever the order of lines and the seed.
+Training shuffles the other lines anew on every pass.
 """
 
 from __future__ import annotations
@@ -23,17 +23,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.reward import RewardFunction, judged
-from equilibra.rl.tasks.task import Problem, Task, check_number, check_share, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
 
 __all__ = ["JsonlTask", "final_answer", "jsonl_task", "same_final_answer"]
-
-# Whether two answers end in the same result, as GSM8K and MATH write it.
-#
-# The result is what stands behind the last "####", or else in the last \boxed{...}. Where an expected answer has
-# neither, it is the result as a whole; where a given one has neither, its last number counts. A number is compared as a
-# number (1,234.50 = $1234.5 = 2469/2), anything else as text.
-
 
 MARK, BOX = "####", r"\boxed{"
 FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
@@ -42,7 +34,7 @@ NUMBER = re.compile(rf"(?<!\w)(?P<sign>(?<![)\]])[-+]\$?|\$-?)?(?P<over>{UNSIGNE
 
 
 def final_answer(text: str) -> str | None:
-    r"""What stands behind the last "####" or in the last \boxed{...}; None if there is neither."""
+    r"""The text after the last "####" or in the last \boxed{...}; None without either."""
     if MARK in text:
         behind = text.rpartition(MARK)[2].strip()
         return behind.splitlines()[0].strip() if behind else ""
@@ -56,7 +48,11 @@ def final_answer(text: str) -> str | None:
 
 
 def same_final_answer(expected: str, given: str) -> bool:
-    """Whether a given answer has the result of the expected one."""
+    """Whether a given answer ends in the expected result, as GSM8K and MATH write it.
+
+    An expected answer without a marked result is a result as a whole; a given one counts by its last number. Numbers
+    are compared as numbers (1,234.50 = $1234.5 = 2469/2), anything else as text.
+    """
     wanted, found = final_answer(expected), final_answer(given)
     wanted = _plain(expected if wanted is None else wanted)
     number = NUMBER.fullmatch(wanted)
@@ -79,7 +75,7 @@ def _numbers(text: str) -> list[Fraction]:
 
 
 def _value(match: re.Match[str]) -> Fraction | None:
-    """The number, or None for one over zero and for those too long to be meant."""
+    """The number; None for a division by zero or too many digits."""
     try:
         size = Fraction(match["over"].replace(",", "")) / Fraction(match["under"] or 1)
     except (ValueError, ZeroDivisionError):
@@ -93,47 +89,42 @@ EXAMPLE = '{"question": "2 + 3?", "answer": "5"}'
 
 @dataclass(frozen=True, kw_only=True)
 class Line:
-    """A problem as the file has it."""
+    """One line of the file."""
 
     number: int
-    """of the line, from 1 on"""
+    """line number, from 1"""
     prompt: str
-    """text of the question"""
     answer: str
-    """text of the answer"""
 
     def as_problem(self, number: int) -> Problem:
-        """The problem under its number in the task."""
+        """The line as a problem with this number."""
         return Problem(number=number, prompt=self.prompt, answer=self.answer, metadata={"line": self.number})
 
 
 @dataclass(frozen=True, kw_only=True)
 class JsonlTask:
-    """The problems of a file; `jsonl_task` makes it."""
+    """The problems of a file; made by `jsonl_task`."""
 
     name: str
-    """the file's"""
+    """name of the file"""
     seed: int
-    """of the order in which training takes the lines"""
+    """seed of the training order"""
     training: tuple[Line, ...]
-    """in the order of the file"""
     kept_out: tuple[Line, ...]
-    """every held-out prompt once, by its hash"""
+    """held-out problems, one per prompt, ordered by hash"""
 
     @property
     def num_held_out(self) -> int:
-        """How many held-out problems there are."""
         return len(self.kept_out)
 
     def problem(self, number: int) -> Problem:
-        """A training problem: pass after pass over the lines, each in its own order."""
+        """A training problem; every pass over the lines has its own order."""
         check_number(self.name, number)
         passes, place = divmod(number, len(self.training))
         line = int(_order(self.seed, passes, len(self.training))[place])
         return self.training[line].as_problem(number)
 
     def held_out(self, number: int) -> Problem:
-        """A held-out problem."""
         check_number(self.name, number, self.num_held_out)
         return self.kept_out[number].as_problem(number)
 
@@ -145,16 +136,16 @@ class JsonlTask:
 def jsonl_task(
     path: Path | str, *, seed: int = 0, reward: RewardFunction | None = None, held_out_share: float = 0.1
 ) -> Task:
-    """Read the file, keeping a share of its prompts, at least one, for evaluation; `reward`: the user's own."""
+    """Read a file; hold out a share of its prompts, at least one. reward: replaces the comparison of final answers."""
     path = Path(path)
     check_share(held_out_share)
     if seed < 0:
-        raise InputError(f"a seed must not be negative, and is {seed}")
+        raise InputError(f"the seed must be 0 or more, not {seed}")
     lines = _read(path)
     prompts = sorted({line.prompt for line in lines}, key=lambda prompt: (hash_of_prompt(prompt), prompt))
     if len(prompts) < 2:
         raise InputError(
-            f"{path} holds {len(prompts)} different prompt(s): training and evaluation need at least one each; add some"
+            f"{path} has {len(prompts)} different prompts: training and evaluation need at least one each; add more"
         )
     num_held_out = min(max(1, round(held_out_share * len(prompts))), len(prompts) - 1)
     answers: dict[str, list[Line]] = {prompt: [] for prompt in prompts[:num_held_out]}
@@ -171,7 +162,7 @@ def jsonl_task(
 
 @lru_cache(maxsize=2)
 def _order(seed: int, passes: int, num_lines: int) -> NDArray[np.int64]:
-    """A permutation per pass, from raw bits, which no release of numpy changes."""
+    """A permutation per pass, from raw bits, so that it does not depend on the numpy release."""
     return np.random.Philox(key=[seed % (1 << 64), passes % (1 << 64)]).random_raw(num_lines).argsort(kind="stable")
 
 
@@ -197,26 +188,26 @@ def _texts(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
     while content := file.readline(MAX_LINE_BYTES + 1):
         number += 1
         if len(content) > MAX_LINE_BYTES:
-            _refuse(path, number, f"it is longer than {MAX_LINE_BYTES} bytes; one problem per line")
+            _refuse(path, number, f"longer than {MAX_LINE_BYTES} bytes; write one problem per line")
         try:
             yield number, content.decode("utf-8-sig" if number == 1 else "utf-8")
         except UnicodeDecodeError as error:
-            _refuse(path, number, f"it is not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
+            _refuse(path, number, f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
 
 
 def _line(path: Path, number: int, text: str) -> Line:
     try:
-        entry = json.loads(text, parse_constant=lambda word: _refuse(path, number, f"{word} is no JSON"))
+        entry = json.loads(text, parse_constant=lambda word: _refuse(path, number, f"{word} is not valid JSON"))
     except InputError:
         raise
     except (ValueError, RecursionError) as error:
-        _refuse(path, number, f"it is no JSON ({error}); a line must be like {EXAMPLE}")
+        _refuse(path, number, f"not valid JSON ({error}); write lines like {EXAMPLE}")
     if not isinstance(entry, dict):
-        _refuse(path, number, f"it must be an object like {EXAMPLE}, not {type(entry).__name__}")
+        _refuse(path, number, f"must be an object like {EXAMPLE}, not {type(entry).__name__}")
     asked = [key for key in ("question", "prompt") if key in entry]
     if len(asked) != 1 or "answer" not in entry:
         keys = ", ".join(map(repr, list(entry)[:8])) or "none"
-        _refuse(path, number, f'it must have "answer" and one of "question" and "prompt"; its keys are {keys}')
+        _refuse(path, number, f'must have "answer" and one of "question" and "prompt"; its keys are {keys}')
     return Line(
         number=number,
         prompt=_text(path, number, asked[0], entry[asked[0]]),
@@ -229,11 +220,11 @@ def _text(path: Path, number: int, key: str, value: Any) -> str:  # noqa: ANN401
         return repr(value)
     if not isinstance(value, str) or not value.strip():
         wanted = "text or a number" if key == "answer" else "text"
-        _refuse(path, number, f"{key!r} must be {wanted}, not empty, and is {value!r:.40}")
+        _refuse(path, number, f"{key!r} must be non-empty {wanted}, not {value!r:.40}")
     try:
         value.encode()
     except UnicodeEncodeError:
-        _refuse(path, number, f"{key!r} holds half a character (\\ud800 to \\udfff), which no tokenizer takes")
+        _refuse(path, number, f"{key!r} has a lone surrogate (\\ud800 to \\udfff), which no tokenizer accepts")
     return value
 
 

@@ -1,9 +1,8 @@
-"""Rewards with a time limit: answers are scored in a process of their own, which is ended when it takes too long.
+"""Rewards with a time limit: answers are scored in a separate process, which is killed when it takes too long.
 
-A scorer may run for ever on an answer that a model makes up: simplifying an expression, matching a pattern. Nothing
-inside the process can end it for certain, so the scorer has a process to itself; one that is over its time is killed
-and replaced, and the answer is worth as much as a wrong one. It is started by `subprocess`, which ranks may use though
-they are daemonic and have threads.
+A scorer may run forever on a model's answer, for example when it simplifies an expression. Only killing its process
+ends it for certain; the process is then replaced, and the answer gets no reward. `subprocess` starts it, because ranks
+are daemonic and have threads.
 
     task = TimedTask(task, partial(reasoning_gym_task, "countdown"), limit_s=30.0)
 """
@@ -25,11 +24,11 @@ from equilibra.rl.tasks.task import Problem, Task, WrappedTask
 __all__ = ["Scorer", "TimedTask", "serve"]
 
 ALONE_S = 10.0
-"""that a scorer may be over its time where the rank is gone"""
+"""seconds after the limit when a scorer without its rank ends itself"""
 START_S = 300.0
-"""in which a scorer must be ready: it loads its libraries"""
+"""seconds in which a scorer must load its libraries"""
 HELD = (signal.SIGINT, signal.SIGTERM)
-"""signals to the whole job: the step under way is finished, so its answers are still scored"""
+"""signals to the whole job, blocked here: the current step is finished, so its answers are still scored"""
 BOOT = """
 import sys
 from multiprocessing.connection import Connection
@@ -41,16 +40,15 @@ serve(pipe)
 
 
 class Scorer(Protocol):
-    """What scores answers: a task, or a user's function."""
+    """Scores answers: a task or a user's function."""
 
     def reward(self, problem: Problem, answer_text: str) -> float:
-        """How good the answer is, 0 to 1."""
-        ...
+        """Reward of the answer, 0 to 1."""
 
 
 @dataclass(frozen=True)
 class _Said:
-    """What the scorer's process answers: that it is ready, a score, or why there cannot be one."""
+    """A message of the scorer: ready, a score, or why there is none."""
 
     score: float = 0.0
     refused: str = ""
@@ -63,23 +61,22 @@ class _Running:
     ready: bool = False
 
     def end(self) -> None:
-        """No process stays, not even a dead one."""
         self.pipe.close()
         self.process.kill()
         self.process.wait()
 
 
 class TimedTask(WrappedTask):
-    """A task whose rewards come from a process that is ended when it takes too long."""
+    """A task whose rewards come from a process with a time limit."""
 
     def __init__(self, task: Task, make: Callable[[], Scorer], *, limit_s: float) -> None:
-        """make: makes the scorer, in its process; it travels there, and so does what it is called with."""
+        """make: makes the scorer in its process; must be picklable."""
         self.task, self.limit_s = task, limit_s
         self._make, self._unscored = make, 0
         self._running = self._started()
 
     def reward(self, problem: Problem, answer_text: str) -> float:
-        """The scorer's; 0 for an answer that keeps it busy for longer than the limit, or ends its process."""
+        """The scorer's reward; 0 for an answer that exceeds the time limit or crashes the scorer."""
         self._wait_until_ready()
         try:
             self._running.pipe.send((problem, answer_text))
@@ -97,12 +94,11 @@ class TimedTask(WrappedTask):
         return 0.0
 
     def take_unscored(self) -> int:
-        """Answers since the last call that got no reward because scoring them did not end."""
+        """Answers since the last call that got no reward because scoring did not end."""
         found, self._unscored = self._unscored, 0
         return found
 
     def close(self) -> None:
-        """End the process."""
         self._running.end()
 
     def __del__(self) -> None:
@@ -113,7 +109,7 @@ class TimedTask(WrappedTask):
         mine, theirs = Pipe()
         before = signal.pthread_sigmask(signal.SIG_BLOCK, HELD)  # the process inherits it
         try:
-            process = subprocess.Popen(  # noqa: S603 - this Python, and a program that is written here
+            process = subprocess.Popen(  # noqa: S603 - this Python runs BOOT
                 [sys.executable, "-c", BOOT, str(theirs.fileno())], pass_fds=[theirs.fileno()], stdin=subprocess.DEVNULL
             )
         finally:
@@ -133,8 +129,8 @@ class TimedTask(WrappedTask):
         if said is None:
             self._running.end()
             raise ExecuteError(
-                f"the process that scores answers of {self.name} ended or was not ready within {START_S:g} s: look at "
-                "what it printed, beside what the rank printed"
+                f"the process that scores answers of {self.name} ended or was not ready within {START_S:g} s: see its "
+                "output, beside the rank's"
             )
         _score(said)
         self._running.ready = True
@@ -147,14 +143,14 @@ def _score(said: _Said) -> float:
 
 
 def serve(pipe: Connection) -> None:
-    """The scorer's process: until nobody asks any more."""
+    """Score answers in the scorer's process until the pipe closes."""
     make, limit_s = pipe.recv()
     try:
         scorer: Scorer = make()
         pipe.send(_Said())
         while True:
             problem, answer_text = pipe.recv()
-            signal.setitimer(signal.ITIMER_REAL, limit_s + ALONE_S)  # ends us even if nobody is left who would
+            signal.setitimer(signal.ITIMER_REAL, limit_s + ALONE_S)  # ends us even without the rank
             score = scorer.reward(problem, answer_text)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
             pipe.send(_Said(score=score))
