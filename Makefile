@@ -8,6 +8,7 @@ READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
 DOCS_READY := $(VENV)/.ready-docs
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
+CHECKED := $(wildcard tests/unit/core tests/unit/cost tests/unit/measure tests/unit/trace tests/unit/simulate tests/unit/report tests/golden tests/unit/rl/test_loss.py tests/unit/rl/test_gae.py tests/unit/plan/test_plan_[a-q]*.py)
 OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
@@ -82,6 +83,10 @@ chromium: # tests of the report open it in this browser; where it cannot be inst
 	  && echo "installing chromium for the tests of the report" \
 	  && apt-get update -qq >/dev/null 2>&1 && DEBIAN_FRONTEND=noninteractive apt-get install -qq -y --no-install-recommends chromium >/dev/null 2>&1; } \
 	  || echo "there is no /usr/bin/chromium: the tests that open the report in a browser are skipped"
+
+.PHONY: check
+check: lint ## lint and the tests that start no processes, in about 90 seconds on two cores; for every save
+	$(BIN)/pytest -n 2 -q -m 'not slow' $(CHECKED)
 
 .PHONY: test
 test: lint resolve docs chromium ## everything CI does
