@@ -9,7 +9,7 @@ from datetime import timedelta
 from importlib import metadata, util
 from typing import Any, cast
 
-from equilibra.doctor.driver import driver_version, load_driver
+from equilibra.doctor.devices import driver_version, load_driver
 from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
 __all__ = ["check_cuda", "check_gloo", "check_nccl", "check_python", "check_torch", "check_triton"]

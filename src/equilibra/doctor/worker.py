@@ -14,10 +14,9 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from equilibra.doctor import devices, ipc, memory, software, streams, topology
-from equilibra.doctor.finding import Ask, Finding, Measured, State, guarded
+from equilibra.doctor import devices, ipc, memory, software
+from equilibra.doctor.finding import RUNTIME_PATHS, Ask, Finding, Measured, State, guarded
 from equilibra.doctor.measure import GPU_MEASUREMENTS, HOST_MEASUREMENTS
-from equilibra.doctor.verdict import RUNTIME_PATHS
 
 __all__ = ["CHECKS", "GPU", "HOST", "Check", "answer", "main"]
 
@@ -53,9 +52,9 @@ CHECKS = {
     "cuda": Check(READ, software.check_cuda),
     "triton": Check(READ, software.check_triton),
     "gpu": Check(READ, devices.check_gpus),
-    "sharing a gpu": Check(READ, topology.check_sharing),
+    "sharing a gpu": Check(READ, devices.check_sharing),
     "peer access": Check(READ, devices.check_peers),
-    "nvlink": Check(READ, topology.check_nvlink),
+    "nvlink": Check(READ, devices.check_nvlink),
     "nccl": Check(TRIED, software.check_nccl),
     "gloo": Check(TRIED, software.check_gloo),
     "locked memory": Check(READ, memory.check_locked),
@@ -63,7 +62,7 @@ CHECKS = {
     "shared memory": Check(TRIED, memory.check_shared_memory, asks=True),
     "registering": Check(TRIED, memory.check_registering),
     "cuda ipc": Check(TRIED, ipc.check_ipc),
-    "stream values": Check(TRIED, streams.check_stream_values),
+    "stream values": Check(TRIED, devices.check_stream_values),
     RUNTIME_PATHS: Check(READ, check_paths),
 }
 """by name, in the order they are shown"""

@@ -15,9 +15,8 @@ from equilibra.core.errors import InputError
 from equilibra.core.visit import Stage
 from equilibra.events.run import PASSES
 from equilibra.events.schema import Direction
-from equilibra.simulate.order import Pass, Visits, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.timeline import COLUMNS, run_visits
+from equilibra.simulate.timeline import COLUMNS, Pass, Visits, passes_of_stage, run_visits, visits_of
 from equilibra.simulate.times import Times
 
 __all__ = ["GroupTimeline", "StageRecord", "run_group"]

@@ -20,7 +20,7 @@ from equilibra.cost.calibrate import calibrate, measurements_of_run
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord
 from equilibra.plan.planner import StepProblem, Timing
-from equilibra.simulate.compare import step_metrics
+from equilibra.simulate.entry import step_metrics
 from equilibra.simulate.record import planner_record
 from equilibra.simulate.step import simulate_step
 from equilibra.simulate.times import Pricing

@@ -14,12 +14,11 @@ from numpy.typing import NDArray
 
 from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.memory import MemoryNeed, memory_need
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of
 from equilibra.simulate.group import GroupTimeline, run_group
 from equilibra.simulate.times import CellWork, Pricing, Times, cell_work, ideal, price
-from equilibra.simulate.work import LayerMoves, StageWork, layer_moves, stage_work
+from equilibra.simulate.work import LayerMoves, MemoryNeed, StageWork, layer_moves, memory_need, stage_work
 
 __all__ = ["GroupResult", "StepResult", "simulate_group", "simulate_step"]
 

@@ -9,8 +9,8 @@ from equilibra.core.errors import InputError
 from equilibra.core.visit import Stage
 from equilibra.events.schema import Direction
 from equilibra.simulate.group import run_group
-from equilibra.simulate.order import chunks, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
+from equilibra.simulate.timeline import chunks, passes_of_stage, visits_of
 
 CASES = [(stages, micro, steps) for stages in (1, 2, 3, 5) for micro in (1, 2, 4, 7) for steps in (1, 2, 3)]
 

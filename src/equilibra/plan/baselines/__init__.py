@@ -2,7 +2,7 @@
 
 | name | file | homes | copies | split |
 |---|---|---|---|---|
-| static | static | as they are | none | |
+| static | longest_first | as they are | none | |
 | lpt | longest_first | longest first, batch total | none | |
 | eplb-history, eplb-oracle | eplb | packed from loads | for the whole step | equal |
 | lplb | lplb | longest first | for the whole step, on a fixed graph | min-max, exact |
@@ -17,9 +17,8 @@ for, they take the micro-batches as given and do not weigh what copies and moves
 from equilibra.plan.baselines.balanced import Balanced
 from equilibra.plan.baselines.eplb import Eplb, eplb_replicas
 from equilibra.plan.baselines.least_loaded import LeastLoaded
-from equilibra.plan.baselines.longest_first import LongestFirst
+from equilibra.plan.baselines.longest_first import LongestFirst, Static
 from equilibra.plan.baselines.lplb import Lplb
-from equilibra.plan.baselines.static import Static
 from equilibra.plan.baselines.ultraep import UltraEP
 
 __all__ = ["Balanced", "Eplb", "LeastLoaded", "LongestFirst", "Lplb", "Static", "UltraEP", "eplb_replicas"]
