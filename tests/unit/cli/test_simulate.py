@@ -204,7 +204,7 @@ def test_a_recording_of_another_model_is_refused_with_both_shapes(ask, folder):
         (["--prefetch-depth", -1], ["prefetch_depth"]),
         (["--prefetch-depth", 5000], ["prefetch_depth"]),
         (["--pipeline-stages", 3], ["2 layers cannot fill 3 pipeline stages"]),
-        (["--data-parallel", 65], ["64 sequences cannot be given to 65"]),
+        (["--data-parallel", 65], ["64 sequences cannot fill 65"]),
         (["--optimizer-steps", 60], ["micro-batches", "60 optimizer steps"]),
         (["--ranks-per-sequence", 3], ["3 ranks per sequence do not divide 4 ranks"]),
         (["--nodes", 10**6], ["num_nodes"]),

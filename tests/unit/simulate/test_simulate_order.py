@@ -76,7 +76,7 @@ def test_visits_go_through_the_layers_and_back(again):
 
 def test_more_pipeline_stages_than_layers_are_refused():
     times = random_times(np.random.default_rng(0), layers=2, micro_batches=1, nodes=1, group=2)
-    with pytest.raises(InputError, match="2 layers cannot make 3 pipeline stages"):
+    with pytest.raises(InputError, match="2 layers cannot fill 3 pipeline stages"):
         run_group(times, RunSetting(pipeline_stages=3))
 
 
