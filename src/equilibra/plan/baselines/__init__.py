@@ -1,4 +1,4 @@
-"""What others do, under the same protocol as our planner, so that figures compare like with like.
+"""Planners of other systems under the same protocol as ours, for fair comparison.
 
 | name | file | homes | copies | split |
 |---|---|---|---|---|
@@ -10,8 +10,8 @@
 | llep | least_loaded | as they are | per micro-batch, anywhere, no slot limit | chunks |
 | balanced | balanced | as they are | as many as it takes, anywhere | equal ranks |
 
-They are written from the public descriptions of the methods, not from anybody's code. Like the systems they stand
-for, they take the micro-batches as given and do not weigh what copies and moves cost.
+They are written from public descriptions of the methods, not from code. Like the originals, they take micro-batches as
+given and ignore what copies and moves cost.
 """
 
 from equilibra.plan.baselines.balanced import Balanced

@@ -27,7 +27,6 @@ class Static:
     timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "static"
-    """in the registry and in plans"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
         return step_plan(problem, self.name, no_flash_copies(problem))
@@ -40,7 +39,6 @@ class LongestFirst:
     timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "lpt"
-    """in the registry and in plans"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
         return step_plan(problem, self.name, no_flash_copies(problem), home_of_expert=longest_first_homes(problem))
