@@ -174,7 +174,7 @@ def test_peers(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 0))
     found = devices.check_peers()
     assert found.state is State.MISSING
-    assert "1 of 2 pairs: 1→0" in found.text
+    assert "1 of 2 pairs have none: 1→0" in found.text
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert devices.check_peers().state is State.NOT_TESTED
 
@@ -238,7 +238,7 @@ def test_a_stream_that_never_moves_is_given_up(monkeypatch):
     monkeypatch.delenv(devices.QUEUES, raising=False)
     assert (devices._stuck().state, devices._stuck().advice) == (State.MISSING, "")
     monkeypatch.setenv(devices.QUEUES, "1")
-    assert "take it out" in devices._stuck().advice
+    assert "unset it" in devices._stuck().advice
     assert not devices._happens(types.SimpleNamespace(query=lambda: False), 0.02)
     assert devices._happens(types.SimpleNamespace(query=lambda: True), 0.02)
 
