@@ -41,8 +41,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine, print the findings, write the file."""
     from equilibra.doctor.finding import Ask, PathState
-    from equilibra.doctor.node import examine
-    from equilibra.doctor.show import as_table, as_text
+    from equilibra.doctor.node import as_table, as_text, examine
 
     _check(arguments)
     ask = Ask(model=arguments.model, spare_slots=arguments.spare_slots, ranks_per_node=arguments.ranks_per_node)

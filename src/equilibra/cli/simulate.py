@@ -81,8 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
     from equilibra.core.limits import PlanLimits
     from equilibra.cost.files import load_prices
-    from equilibra.simulate.compare import DEFAULT_PLANNERS
-    from equilibra.simulate.entry import Question, simulate
+    from equilibra.simulate.entry import DEFAULT_PLANNERS, Question, simulate
     from equilibra.simulate.setting import CopyPath, RunSetting
 
     targets = [path for path in (arguments.output, arguments.report, arguments.perfetto) if path is not None]

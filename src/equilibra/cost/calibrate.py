@@ -1,14 +1,13 @@
-"""Calibrate: constants of the cost model from measurements.
+"""Calibrate: fit constants of the cost model to measurements.
 
-A measurement is a kind, what was done, and the microseconds it took. Kinds: `experts` (hidden, expert_ffn, instances,
-rows, direction), `dense` and `attention` (flop; attention has a direction), `memory`, `host_copy`, `copy_engine`,
-`nvlink` and `nic` (bytes), `counts` (microseconds alone), `hidden_copy` (bytes, us with a copy, us_alone).
-`benchmarks/probes/measure_device.py` makes them; so does every measured run (`measurements_of_run`).
+A measurement has a kind, its amounts of work, and the microseconds it took. Kinds: `experts` (hidden, expert_ffn,
+instances, rows, direction), `dense` and `attention` (flop; attention has a direction), `memory`, `host_copy`,
+`copy_engine`, `nvlink` and `nic` (bytes), `counts` (microseconds alone), `hidden_copy` (bytes, us with a copy,
+us_alone). `benchmarks/probes/measure_device.py` makes them; so does every measured run (`measurements_of_run`).
 
-Method. Relative least squares with coefficients that are not negative, so that a small case counts as much as a large
-one. The law of the experts is a maximum of two linear parts: assign every case to the larger part, fit both, and again
-until the assignment stays, from two first guesses; the best of these fits is taken. Rates are fitted as fixed + amount
-/ rate.
+Method. Non-negative least squares of relative errors, so small cases count as much as large ones. The law of the
+experts is a maximum of two linear parts: assign every case to the larger part, fit both, repeat until the assignment is
+stable, from two initial guesses, and keep the best fit. Rates are fitted as fixed + amount / rate.
 """
 
 from __future__ import annotations
@@ -42,18 +41,18 @@ LEAST_POINTS_OF_SHAPE = 3
 
 @dataclass(frozen=True, kw_only=True)
 class Calibration:
-    """Fitted hardware, and how well the fit describes what was measured."""
+    """Fitted prices and the errors of the fit."""
 
     hardware: Prices
-    """with the fitted constants; others as in the base"""
+    """the base with fitted constants"""
     errors: dict[str, tuple[int, float, float]]
-    """by what was fitted: cases, mean and largest relative error"""
+    """by fitted constant: number of cases, mean and largest relative error"""
 
 
 def calibrate(measurements: Sequence[Measurement], base: Prices, *, name: str, source: str) -> Calibration:
-    """The base with every constant replaced that the measurements say something about.
+    """The base with every constant replaced that the measurements determine.
 
-    Where experts were measured anew, the base's prices of our kernels do not fit them and are left out.
+    New measurements of experts invalidate the base's prices of our kernels, which are then dropped.
     """
     _check(measurements)
     changes: dict[str, Any] = {"name": name, "source": source}
@@ -87,9 +86,9 @@ def calibrate(measurements: Sequence[Measurement], base: Prices, *, name: str, s
 
 
 def fit_experts(cases: Sequence[Measurement], *, backward: bool) -> tuple[ExpertLaw, NDArray[np.float64]]:
-    """The law of one direction, and its relative error on every case."""
+    """The experts' law in one direction, and its relative error on every case."""
     if len(cases) < 4:
-        raise InputError(f"{len(cases)} measurements of experts cannot fix five constants; measure at least 4 cases")
+        raise InputError(f"{len(cases)} measurements of experts cannot determine five constants: measure 4 or more")
     shapes = [_shape(m) for m in cases]
     us = np.array([m["us"] for m in cases], np.float64)
     rows, instances = (np.array([m[key] for m in cases], np.float64) for key in ("rows", "instances"))
@@ -116,10 +115,10 @@ def fit_experts(cases: Sequence[Measurement], *, backward: bool) -> tuple[Expert
 def _larger_of_two(
     us: NDArray[np.float64], weight_kb: NDArray[np.float64], row_kb: NDArray[np.float64], mflop: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Fixed us, and us for what weights, rows, products and, beside these two, instances have of each."""
+    """[5] fixed us, then us per unit of weights, rows, products and instances (the last with rows and products)."""
     found, least = np.zeros(5), np.inf
     for guess in (weight_kb > row_kb + mflop / 200, np.zeros_like(us, np.bool_)):
-        waits = guess  # for weights
+        waits = guess  # whether the case waits for weights
         for _ in range(40):
             parts = (weight_kb * waits, row_kb * ~waits, mflop * ~waits, weight_kb * ~waits)
             x = _not_negative(np.stack([np.ones_like(us), *parts], axis=1), us)
@@ -138,7 +137,7 @@ def _larger_of_two(
 def _factors(
     cases: Sequence[Measurement], ratio: NDArray[np.float64], waits_for_rows: NDArray[np.bool_]
 ) -> dict[str, float]:
-    """Factors of the shapes that were measured often enough: the median of measured over predicted."""
+    """Median of measured over predicted time, for shapes with enough measurements."""
     names = np.array([f"{m['hidden']}x{m['expert_ffn']}" for m in cases])
     factors = {}
     for name in sorted(set(names.tolist())):
@@ -149,7 +148,7 @@ def _factors(
 
 
 def measurements_of_run(model: MoEModel, events: Events, *, experts_per_rank: int) -> list[Measurement]:
-    """What a measured run says about its hardware."""
+    """Measurements of experts, links, copies and counts from a run's events."""
     names = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward", Direction.FORWARD_AGAIN: "forward"}
     shape = {"hidden": model.hidden, "expert_ffn": model.expert_ffn, "instances": experts_per_rank}
     found: list[Measurement] = [
@@ -171,7 +170,7 @@ def measurements_of_run(model: MoEModel, events: Events, *, experts_per_rank: in
 
 
 def _links_of_run(events: Events) -> list[Measurement]:
-    """All-to-alls, each as the rank saw it that came last: the others waited for it."""
+    """All-to-alls, each timed on the rank that arrived last: the others waited for it."""
     rows = np.concatenate([events.where(kind=Kind.DISPATCH), events.where(kind=Kind.COMBINE)])
     found: list[Measurement] = []
     for resource, name in ((Resource.NVLINK, "nvlink"), (Resource.NIC, "nic")):
@@ -193,7 +192,7 @@ def _shape(m: Measurement) -> MoEModel:
 
 
 def _rate(cases: Sequence[Measurement], amount: str, unit: float) -> tuple[float, float, NDArray[np.float64]]:
-    """(fixed us, amount per unit and us, relative errors) of fixed + amount / rate."""
+    """(fixed us, rate, relative errors) of fixed + amount / rate."""
     us = np.array([m["us"] for m in cases], np.float64)
     size = np.array([m[amount] for m in cases], np.float64) * unit
     x = _not_negative(np.stack([np.ones_like(us), size], axis=1), us)
@@ -203,20 +202,20 @@ def _rate(cases: Sequence[Measurement], amount: str, unit: float) -> tuple[float
 
 
 def _copy_loss(cases: Sequence[Measurement]) -> float:
-    """What hidden copies cost per byte; launching them costs the same for any size and is not counted.
+    """Rate at which hidden copies cost compute time; their fixed launch cost is not counted.
 
-    The lost time is a small difference of large ones, so all cases count alike; no slope at all becomes 100 TB/s.
+    The lost time is a small difference of large ones, so all cases weigh the same; no slope gives 100 TB/s.
     """
     lost = np.array([m["us"] - m["us_alone"] for m in cases], np.float64)
     size = np.array([m["bytes"] for m in cases], np.float64) * 1e-3
     if len(set(size.tolist())) < 2:
-        raise InputError("hidden copies of one size cannot tell what a byte costs: measure two sizes or more")
+        raise InputError("hidden copies of one size cannot show the cost per byte: measure two sizes or more")
     slope = float(np.polyfit(size, lost, 1)[0])
     return 1 / max(slope, 1e-5)
 
 
 def _not_negative(parts: NDArray[np.float64], us: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Coefficients from 0 on with the least squared relative error: every set of parts is tried, they are few."""
+    """Non-negative coefficients with the least squared relative error; tries every subset of the few parts."""
     scaled, width = parts / us[:, None], parts.shape[1]
     found, least = np.zeros(width), np.inf
     for count in range(1, width + 1):
@@ -246,4 +245,4 @@ def _check(measurements: Sequence[Measurement]) -> None:
         if m["kind"] in ("experts", "attention") and m.get("direction") not in ("forward", "backward"):
             raise InputError(f"measurement {number} ({m['kind']}): direction must be forward or backward")
     if not measurements:
-        raise InputError("there are no measurements to fit")
+        raise InputError("no measurements to fit")

@@ -1,7 +1,7 @@
-"""A user's own model or prices: a small TOML or JSON file with the fields of `MoEModel` or `Prices`.
+"""Models and prices from a user's TOML or JSON file with the fields of `MoEModel` or `Prices`.
 
-A file of prices may name a `base` preset and give only what differs. A model may also be the `config.json` of a Hugging
-Face checkpoint. Unknown keys are errors that name the nearest valid one.
+A price file may name a `base` preset and give only what differs. A model may also be the `config.json` of a Hugging
+Face checkpoint. An unknown key is an error that names the nearest valid one.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = ["AUTO", "load_model", "load_prices", "prices_of", "prices_toml", "rea
 
 AUTO = "auto"
 PARTS = {"experts_forward": ExpertLaw, "experts_backward": ExpertLaw, "kernels": KernelPrices}
-"""tables inside a file of prices"""
+"""tables in a price file"""
 HF_NAMES: dict[str, tuple[str, ...]] = {
     "hidden": ("hidden_size",),
     "expert_ffn": ("moe_intermediate_size", "expert_ffn_hidden_size", "intermediate_size"),
@@ -48,7 +48,7 @@ def load_model(name_or_file: str) -> MoEModel:
 
 
 def prices_of(hardware: str | Prices, device_name: str | None = None) -> Prices:
-    """What a setting asks for: a list as it is, by name or from a file; auto: that of the device, if it is known."""
+    """Prices given as such, by preset or by file; auto: the device's preset, or the default if it is unknown."""
     if isinstance(hardware, Prices):
         return hardware
     if hardware != AUTO:
@@ -78,21 +78,21 @@ def load_prices(name_or_file: str) -> Prices:
 
 
 def read_table(path: Path) -> dict[str, Any]:
-    """The keys and values of a TOML or JSON file."""
+    """The top-level table of a TOML or JSON file."""
     try:
         text = path.read_text()
         table = tomllib.loads(text) if path.suffix == ".toml" else json.loads(text)
     except OSError as error:
         raise cannot("read", path, error) from error
     except (ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: it is no {path.suffix[1:] or 'JSON'} ({error})") from error
+        raise InputError(f"cannot read {path}: not valid {path.suffix[1:] or 'JSON'} ({error})") from error
     if not isinstance(table, dict):
         raise InputError(f"cannot read {path}: it must hold keys and values, not {type(table).__name__}")
     return table
 
 
 def prices_toml(prices: Prices) -> str:
-    """The prices as a file that `load_prices` reads."""
+    """The prices as TOML that `load_prices` reads."""
     values = asdict(prices)
     parts = {part: values.pop(part) for part in PARTS}
     lines = [f"{key} = {_toml(value)}" for key, value in values.items()]
@@ -117,7 +117,7 @@ def _is_file(name: str) -> bool:
 
 
 def _checked(table: dict[str, Any], kind: type[Any], where: str) -> dict[str, Any]:
-    """The table, if its keys are fields of the class and none is missing."""
+    """The table; InputError if a key is not a field of the class or a field is missing."""
     known = {field.name: field for field in fields(kind)}
     for key in table:
         if key not in known:
@@ -137,15 +137,13 @@ def _checked(table: dict[str, Any], kind: type[Any], where: str) -> dict[str, An
 
 
 def _from_hugging_face(config: dict[str, Any], path: Path) -> MoEModel:
-    """A model from its Hugging Face configuration."""
-
     def whole(*names: str, default: int | None = None) -> int:
         for name in names:
             if (value := config.get(name)) is not None:
                 check_whole(f"{path}: {name}", value, low=0, high=2**40 - 1)
                 return int(value)
         if default is None:
-            raise InputError(f"{path} is no configuration of an MoE model: it lacks {names[0]}")
+            raise InputError(f"{path} is not the configuration of an MoE model: it lacks {names[0]}")
         return default
 
     hidden, ffn, experts, top_k = (whole(*HF_NAMES[name]) for name in ("hidden", "expert_ffn", "num_experts", "top_k"))

@@ -1,10 +1,10 @@
 """Price lists by name.
 
-The H200 is measured: `measured/h200.json` is fitted when it is first asked for, and `H200_KERNELS` has what rows and
-copies cost in our kernels. Nobody measured the other devices for us: their prices are the H200's, scaled by the ratio
-of the vendors' data sheets (dense bf16 FLOP/s and memory bandwidth), which assumes the same efficiency. Links are
-data-sheet rates times 0.85 for NVLink and 0.9 for the network, about what collectives reach; latencies, counts and copy
-engines are assumptions that a measurement replaces.
+The H200 is measured: `measured/h200.json` is fitted on first use, and `H200_KERNELS` prices rows and copies in our
+kernels. The other devices are not measured: their prices are the H200's scaled by the ratio of data-sheet figures
+(dense bf16 FLOP/s, memory bandwidth), which assumes equal efficiency. Links are data-sheet rates times 0.85 for NVLink
+and 0.9 for the network, about what collectives reach. Latencies, counts and copy engines are assumptions until
+measured.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ H200_KERNELS = KernelPrices(
 """medians of fits to two runs of the GPU bench that were not kept; the fit to a run that was planned with them
 (benchmarks/results/plan-prices.json) gives 0.91 to 1.07, 0.19 to 0.28 and 0.33 to 0.51. Tiles: `kernels.grouped.BM`"""
 OF_DEVICE = {"GB200": "nvl72", "GH200": "h200", "B200": "b200", "H200": "h200", "H100": "h100", "A100": "a100"}
-"""by the word for the device in the name that its driver gives it"""
+"""preset by a word in the device name the driver reports"""
 
 
 def prices_names() -> list[str]:
@@ -41,7 +41,7 @@ def prices_names() -> list[str]:
 
 @cache
 def prices_named(name: str) -> Prices:
-    """The preset of that name; an error that lists the names otherwise."""
+    """The preset of that name; InputError that lists the names if there is none."""
     if name not in _SHEETS:
         raise InputError(f"no hardware is named {name!r}; use one of {', '.join(_SHEETS)}, or a file of your own")
     sheet = _SHEETS[name]
@@ -53,19 +53,19 @@ def prices_named(name: str) -> Prices:
 
 
 def name_for_device(device_name: str) -> str | None:
-    """The preset for a device, by the name its driver gives it ("NVIDIA H200"); None where there is none."""
+    """The preset for a device name as the driver reports it ("NVIDIA H200"); None if there is none."""
     words = re.split(r"[^A-Z0-9]+", device_name.upper())
     return next((name for word, name in OF_DEVICE.items() if word in words), None)
 
 
 @cache
 def default_prices() -> Prices:
-    """Where nothing is known of the device: an H200's, by which copies cost no rank anything besides their rows."""
+    """Prices for an unknown device: an H200's, with copies that cost nothing besides their rows."""
     return _h200().without_kernels()
 
 
 def measured_h200() -> list[dict[str, object]]:
-    """What was measured on one H200."""
+    """The measurements of one H200, as `calibrate` takes them."""
     text = files("equilibra.cost").joinpath("measured/h200.json").read_text()
     measurements: list[dict[str, object]] = json.loads(text)["measurements"]
     return measurements
@@ -89,7 +89,7 @@ def _h200() -> Prices:
 
 
 class _Sheet(NamedTuple):
-    """A data sheet, and what it has besides compute and memory."""
+    """A vendor's data sheet; `others` are fields besides compute and memory rates."""
 
     tflops: float
     hbm_gb_per_s: float

@@ -1,22 +1,22 @@
-"""Prices: what rows, tiles, copies, moves and links cost on one kind of hardware. One list for everybody.
+"""Prices: what rows, tiles, copies, moves and links cost on one kind of hardware.
 
-`presets` has lists by name, with their sources; `files` reads a user's own, which `equilibra doctor` and `equilibra
-calibrate` write. The simulator takes times from a list as it stands; the planner takes what `rates.rates_for` derives
-from it for a model. Bandwidths are per rank and direction.
+`presets` has lists by name; `files` reads a user's own, written by `equilibra doctor` or `equilibra calibrate`. The
+simulator reads a list directly; the planner reads what `rates.rates_for` derives from it for a model. Bandwidths are
+per rank and direction.
 
-Experts, as measured: the grouped matrix products of a rank take
+The grouped matrix products of a rank's experts take, as measured,
 
     fixed + max(instances * expert bytes / weight rate,
                 instances * expert bytes / instance rate + rows * (row bytes / row rate + FLOP / compute rate) * factor)
 
-Few rows wait for the weights of all instances, many rows for the products; there one instance more costs its gradient
-and a last tile that its rows fill only partly, and nothing hides that. One set of five constants per direction serves
-all shapes, because bytes and FLOP follow from hidden and FFN width: a small expert is slower per FLOP since its
-rows move as many bytes for less work. A shape that was measured has a factor of its own around 1. `calibrate` fits all
-of it. The curve is convex and rises with rows and instances, so even ranks are never slower than uneven ones.
+With few rows the weights of all instances are the bottleneck, with many rows the products; then one more instance costs
+its gradient and a partly filled last tile, which nothing hides. One set of five constants per direction serves all
+shapes, because bytes and FLOP follow from hidden and FFN width: a small expert is slower per FLOP since its rows move
+as many bytes for less work. A measured shape has its own factor around 1. `calibrate` fits all constants. The curve is
+convex and rises with rows and instances, so even ranks are never slower than uneven ones.
 
-Attention takes 2 * width * s² FLOP for a sequence of s tokens (causal), backward 2.5 times that (scores are computed
-anew); matrix products take twice. Dense parts take 2 FLOP per weight and token.
+Causal attention takes 2 * width * s² FLOP for a sequence of s tokens, and 2.5 times that backward (scores are
+recomputed); matrix products take twice theirs. Dense parts take 2 FLOP per weight and token.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from equilibra.core.model import MoEModel
 __all__ = ["ATTENTION_BACKWARD", "MOST_ROWS", "ExpertLaw", "KernelPrices", "Prices", "row_bytes"]
 
 MOST_ROWS = 2**31
-"""that a copy may cost, or a tile hold: no rank computes as many"""
+"""limit on the rows a copy may cost or a tile hold; no rank computes as many"""
 LEAST_RATE = 1e-9
 ATTENTION_BACKWARD = 2.5
 """FLOP of attention's backward pass over those of its forward pass"""
@@ -39,20 +39,20 @@ ATTENTION_BACKWARD = 2.5
 
 @dataclass(frozen=True, kw_only=True)
 class ExpertLaw:
-    """Time of a rank's experts in one direction. A rate of 0 means that this part costs nothing."""
+    """Time of a rank's experts in one direction. A rate of 0 makes that part free."""
 
     fixed_us: float
-    """launches and waits, whatever the size"""
+    """launches and waits, independent of size"""
     weight_gb_per_s: float
-    """weights of instances, where these are waited for"""
+    """reading weights of instances, where that is the bottleneck"""
     row_gb_per_s: float
     """activations of rows"""
     tflops: float
     """matrix products"""
     instance_gb_per_s: float = 0.0
-    """weights of instances once more, where rows are waited for: what an instance costs that has few rows"""
+    """weights of instances, where rows are the bottleneck: the cost of one more instance"""
     factor_of_shape: dict[str, float] = field(default_factory=dict)
-    """by "hidden x FFN" (as "2048x768"): how much longer its rows take than the law says, where it was measured"""
+    """measured over predicted time of rows, by shape "hidden x FFN" (such as "2048x768")"""
 
     def __post_init__(self) -> None:
         for name in ("fixed_us", "weight_gb_per_s", "row_gb_per_s", "tflops", "instance_gb_per_s"):
@@ -66,51 +66,50 @@ class ExpertLaw:
             raise InputError("rows must cost something: row_gb_per_s or tflops must be above 0")
 
     def scaled(self, *, compute: float, memory: float) -> ExpertLaw:
-        """On a device with so many times the compute and memory rates."""
+        """The law on a device with these multiples of the compute and memory rates."""
         rates = ("weight_gb_per_s", "row_gb_per_s", "instance_gb_per_s")
         return replace(self, tflops=self.tflops * compute, **{name: getattr(self, name) * memory for name in rates})
 
     def weights_us(self, model: MoEModel) -> float:
-        """One instance more on a rank that waits for weights."""
+        """One more instance where weights are the bottleneck."""
         return model.expert_bytes * 1e-3 / self.weight_gb_per_s if self.weight_gb_per_s else 0.0
 
     def instance_us(self, model: MoEModel) -> float:
-        """One instance more on a rank that waits for its rows."""
+        """One more instance where rows are the bottleneck."""
         return model.expert_bytes * 1e-3 / self.instance_gb_per_s if self.instance_gb_per_s else 0.0
 
     def row_us(self, model: MoEModel, *, backward: bool) -> float:
-        """One row more on the rank."""
+        """One more row."""
         passes = 2 if backward else 1
         moved = row_bytes(model) * 1e-3 / self.row_gb_per_s if self.row_gb_per_s else 0.0
         multiplied = 2 * model.expert_parameters * 1e-6 / self.tflops if self.tflops else 0.0
         return passes * (moved + multiplied) * self.factor_of_shape.get(f"{model.hidden}x{model.expert_ffn}", 1.0)
 
     def time_us(self, model: MoEModel, *, rows: float, instances: float, backward: bool) -> float:
-        """Time of a rank with so many rows and instances."""
+        """Time of a rank with these rows and instances."""
         products = rows * self.row_us(model, backward=backward)
         return self.fixed_us + max(instances * self.weights_us(model), instances * self.instance_us(model) + products)
 
 
 @dataclass(frozen=True, kw_only=True)
 class KernelPrices:
-    """What rows and copies cost in the update in our kernels, forward and backward together.
+    """Cost of rows and copies in our kernels in the update, forward and backward together.
 
-    Copies cost time in proportion to the size of an expert's weights, about the same for all shapes. What was not
-    measured is 0: it costs nothing.
+    A copy costs time in proportion to an expert's weights, about the same for all shapes. Unmeasured prices are 0.
     """
 
     tflops: float
     """products of a rank's rows"""
     hold_us_per_mb: float = 0.0
-    """a copy, to the rank that holds it: its weights are read and its gradient written"""
+    """a copy on the rank that holds it: reading weights, writing the gradient"""
     serve_us_per_mb: float = 0.0
-    """a copy, to the rank it comes from"""
+    """a copy on the rank it comes from"""
     move_beside_us_per_mb: float = 0.0
-    """weights or a gradient that move beside another layer, to the rank that holds the copy"""
+    """moving weights or a gradient during another layer, on the rank that holds the copy"""
     add_beside_us_per_mb: float = 0.0
-    """a returned gradient that is added beside another layer, to the rank that the copy came from"""
+    """adding a returned gradient during another layer, on the rank the copy came from"""
     tile_rows: int = 1
-    """rows of an instance that are computed together"""
+    """rows of an instance computed as one tile"""
 
     def __post_init__(self) -> None:
         check_whole("kernels: tile_rows", self.tile_rows, low=1, high=MOST_ROWS)
@@ -120,17 +119,17 @@ class KernelPrices:
                 check_number(f"kernels: {one.name}", getattr(self, one.name), low=least, high=inf)
 
     def scaled(self, *, compute: float, memory: float) -> KernelPrices:
-        """On a device with so many times the compute and memory rates: copies are reads and writes of memory."""
+        """The prices on a device with these multiples of the compute and memory rates; copies scale with memory."""
         us = {one.name: getattr(self, one.name) / memory for one in fields(self) if one.name.endswith("_us_per_mb")}
         return replace(self, tflops=self.tflops * compute, **us)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Prices:
-    """What one kind of hardware costs."""
+    """The price list of one kind of hardware."""
 
     name: str
-    """lower case, as in the command line"""
+    """lower case, as on the command line"""
     source: str
     """where the figures come from"""
     memory_bytes: int
@@ -148,27 +147,27 @@ class Prices:
     attention_backward_tflops: float
     """the same, backward"""
     hbm_gb_per_s: float
-    """device memory, for what only moves bytes: permuting rows, the optimizer"""
+    """device memory, for permuting rows and the optimizer"""
     nvlink_gb_per_s: float
     """inside a node"""
     nvlink_latency_us: float
-    """of one all-to-all inside a node"""
+    """one all-to-all inside a node"""
     nic_gb_per_s: float
     """across nodes"""
     nic_latency_us: float
-    """of one all-to-all across nodes"""
+    """one all-to-all across nodes"""
     host_link_gb_per_s: float
     """host memory to device"""
     copy_engine_gb_per_s: float
-    """what copy engines move at most, whatever the link"""
+    """limit of the copy engines on any link"""
     copy_loss_gb_per_s: float
-    """hidden copies slow compute by the time their bytes take at this rate: both use the device's memory"""
+    """hidden copies slow compute by the time of their bytes at this rate, since both use device memory"""
     counts_us: float
-    """exchange of counts and waiting for the host to read them, where split sizes are not known ahead"""
+    """exchange of counts and host synchronisation, where split sizes are not known ahead"""
     planner_cores: int
-    """host processors per node that plan"""
+    """host cores per node used for planning"""
     kernels: KernelPrices | None = None
-    """our kernels, where they were measured; None: a copy costs no rank anything besides its rows"""
+    """our kernels, if measured; None: a copy costs nothing besides its rows"""
 
     def __post_init__(self) -> None:
         for name in ("memory_bytes", "ranks_per_node", "planner_cores"):
@@ -180,15 +179,15 @@ class Prices:
 
     @property
     def flash_gb_per_s(self) -> float:
-        """What a flash copy gets inside the node."""
+        """Bandwidth of a flash copy inside the node."""
         return min(self.nvlink_gb_per_s, self.copy_engine_gb_per_s)
 
     def without_kernels(self) -> Prices:
-        """The list by which copies cost no rank anything besides their rows."""
+        """The list without kernel prices: copies cost nothing besides their rows."""
         return replace(self, kernels=None)
 
     def scaled(self, *, compute: float, memory: float, **changes: object) -> Prices:
-        """The machine with compute and device memory so many times as fast, and other fields replaced."""
+        """The list with compute and device memory rates multiplied and other fields replaced."""
         parts = {name: getattr(self, name) for name in ("experts_forward", "experts_backward", "kernels")}
         faster = {name: part and part.scaled(compute=compute, memory=memory) for name, part in parts.items()}
         for name in ("dense_tflops", "attention_tflops", "attention_backward_tflops"):
@@ -199,5 +198,5 @@ class Prices:
 
 
 def row_bytes(model: MoEModel) -> int:
-    """Activations that one row reads and writes forward: its input, both halves of the first product, and output."""
+    """Bytes of activations one row reads and writes forward: input, gate, up and output."""
     return (2 * model.hidden + 6 * model.expert_ffn) * model.weight_bytes

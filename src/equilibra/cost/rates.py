@@ -1,7 +1,7 @@
-"""Rates: what a token, a copy and a move of one model cost, in microseconds, so that the planner can weigh them.
+"""Rates: what a row, a copy and a move of one model cost the planner, in microseconds.
 
-Linear on purpose: the planner needs the price of one more row, not a prediction of a step. `rates_for` derives them
-from the model's shapes and the hardware's prices, and nothing else does.
+They are linear on purpose: the planner needs the price of one more row, not a prediction of a step. Only `rates_for`
+derives them, from the model's shapes and the hardware's prices.
 """
 
 from __future__ import annotations
@@ -32,35 +32,34 @@ class Rates:
     cross_row_us: float = 0.0
     """one pair that crosses nodes, both ways in all passes, on one rank's share of the network"""
     flash_copy_us: dict[Stage, float] = field(default_factory=_free)
-    """one flash copy on one rank's links inside the node, by stage; gradients return in the update"""
+    """one flash copy on a rank's links inside the node, by stage; in the update with its gradient"""
     standing_copy_us: float = 0.0
-    """weights of one standing copy once across nodes and its gradient back"""
+    """one standing copy: weights across nodes and the gradient back"""
     move_us: float = 0.0
     """one home moved across nodes, with optimizer state"""
     move_inside_us: float = 0.0
     """one home moved inside its node"""
     exposed_share: float = 0.1
-    """part of a flash copy's time that prefetching does not hide"""
+    """share of a flash copy's time that prefetching does not hide"""
     link_us: dict[Stage, float] = field(default_factory=_free)
-    """how long one flash copy holds a link, by stage: the update fetches it forward and backward, and its gradient
-    returns"""
+    """time one flash copy occupies a link, by stage; the update fetches it twice and returns its gradient"""
     gap_us: dict[Stage, float] = field(default_factory=_free)
-    """what a layer and micro-batch takes besides its rows, by stage: copies are hidden in it too"""
+    """time of a layer and micro-batch besides its rows, by stage; it also hides copies"""
     gap_row_us: dict[Stage, float] = field(default_factory=_free)
-    """the same per row of the mean rank: dense parts, traffic across nodes, activations computed anew"""
+    """the same per row of the mean rank: dense parts, traffic across nodes, recomputed activations"""
     hold_us: dict[Stage, float] = field(default_factory=_free)
-    """what one copy more costs the rank that holds it besides its rows, by stage: its weights are read, and in the
-    update its gradient is written"""
+    """cost of one more copy to the rank that holds it besides its rows, by stage: reading its weights and, in the
+    update, writing its gradient"""
     serve_us: dict[Stage, float] = field(default_factory=_free)
-    """what it costs the rank it comes from, by stage: in the update the returned gradient is added"""
+    """its cost to the rank it comes from, by stage: in the update, adding the returned gradient"""
     move_beside_us: dict[Stage, float] = field(default_factory=_free)
-    """what weights or a gradient of another layer's copy cost the rank that holds it, as they move beside this one"""
+    """cost of moving another layer's weights or gradient during this one, to the rank that holds the copy"""
     add_beside_us: dict[Stage, float] = field(default_factory=_free)
-    """what adding a returned gradient of another layer costs the rank that the copy came from"""
+    """cost of adding another layer's returned gradient, to the rank the copy came from"""
     tile_rows: int = 1
-    """rows of an instance that kernels compute together; it counts where what moves beside a layer has a price"""
+    """rows of an instance computed as one tile; used where moves during a layer have a price"""
     token_cost: int = 24_576
-    """what a token costs besides attention, in units of s² of a sequence of s tokens (the default: what verl uses)"""
+    """cost of a token besides attention, in units of s² for a sequence of s tokens (default: verl's)"""
 
     def __post_init__(self) -> None:
         by_stage = [one.name for one in fields(self) if one.type == "dict[Stage, float]"]
@@ -79,40 +78,39 @@ class Rates:
 
     @property
     def step_row_us(self) -> float:
-        """One pair through both stages."""
+        """Compute of one pair in both stages."""
         return sum(self.row_us.values())
 
     @property
     def row_slack(self) -> float:
-        """How much of the mean a rank may compute more, to even out traffic across nodes; -1: traffic is free."""
+        """Share of the mean by which a rank may compute more to even out traffic across nodes; -1: traffic is free."""
         if self.cross_row_us == 0:
             return -1.0
         return 0.02 if self.cross_row_us > 2 * self.step_row_us else 0.0
 
     def min_tokens_per_copy(self, stage: Stage) -> int:
-        """Tokens a flash copy must take off the slowest rank to save more than it costs."""
+        """Tokens a flash copy must take off the slowest rank to pay for itself."""
         return int(min(ceil(self.exposed_share * self.flash_copy_us[stage] / self.row_us[stage]), 2**40))
 
     def hold_rows(self, stage: Stage) -> int:
-        """What a copy costs the rank that holds it, in whole rows."""
+        """Cost of a copy to the rank that holds it, in whole rows."""
         return round(min(self.hold_us[stage] / self.row_us[stage], MOST_ROWS))
 
     def serve_rows(self, stage: Stage) -> int:
-        """What a copy costs the rank it comes from, in whole rows."""
+        """Cost of a copy to the rank it comes from, in whole rows."""
         return round(min(self.serve_us[stage] / self.row_us[stage], MOST_ROWS))
 
     @classmethod
     def free(cls) -> Rates:
-        """Only rows cost: what balance is possible if copies and moves are free."""
+        """Rates where only rows cost something: copies and moves are free."""
         return cls(row_us=dict.fromkeys(Stage, 1.0))
 
 
 def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int = 1) -> Rates:
-    """What a model's experts cost on a kind of machine; `presets.default_prices()` if none is given.
+    """Rates of a model's experts on a machine; `presets.default_prices()` if none is given.
 
-    Where a list has prices of our kernels, the planner levels time: rows, tiles, and what copies cost the ranks that
-    hold and serve them. Without, it levels rows. Those prices are of forward and backward together, so only the update
-    counts them.
+    With kernel prices the planner levels time: rows, tiles, and the cost of copies to the ranks that hold and serve
+    them. Without, it levels rows. Kernel prices cover forward and backward together, so they apply to the update only.
     """
     machine = prices or default_prices()
     forward_us = machine.experts_forward.row_us(model, backward=False)

@@ -1,22 +1,70 @@
-"""Checks of the GPUs: what they are, and whether they can read each other's memory."""
+"""Checks of the GPUs: memory, peer access, NVLink, compute mode, and stream memory operations."""
 
 from __future__ import annotations
 
+import ctypes
+import os
+import re
+import subprocess
 from itertools import permutations
-from typing import Any, cast
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any, cast
 
-from equilibra.doctor.driver import load_driver
 from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
-__all__ = ["check_gpus", "check_peers"]
+if TYPE_CHECKING:
+    import torch
+
+__all__ = [
+    "DriverError",
+    "call",
+    "check_gpus",
+    "check_nvlink",
+    "check_peers",
+    "check_sharing",
+    "check_stream_values",
+    "driver_version",
+    "link_rates",
+    "load_driver",
+    "topology",
+]
+
+LIBRARY = "libcuda.so.1"
+
+
+class DriverError(RuntimeError):
+    """A driver call that did not return 0."""
+
+
+def load_driver() -> ctypes.CDLL:
+    """The CUDA driver's library, for the few calls torch does not offer; OSError if the machine has none."""
+    return ctypes.CDLL(LIBRARY)
+
+
+def driver_version(driver: ctypes.CDLL) -> tuple[int, int]:
+    """The newest CUDA version the driver supports."""
+    found = ctypes.c_int(0)
+    call(driver, "cuDriverGetVersion", ctypes.byref(found))
+    return found.value // 1000, found.value % 1000 // 10
+
+
+def call(driver: ctypes.CDLL, name: str, *arguments: object) -> None:
+    """Call a driver function; DriverError with the driver's name of the error if it fails."""
+    code = int(getattr(driver, name)(*arguments))
+    if code == 0:
+        return
+    word = ctypes.c_char_p()
+    driver.cuGetErrorName(code, ctypes.byref(word))
+    raise DriverError(f"{name} returned {code} ({(word.value or b'unknown').decode()})")
+
 
 GIB = 2**30
 LITTLE = 0.5
-"""share of free memory below which somebody else uses the device"""
+"""share of free memory below which another process must be using the device"""
 
 
 def check_gpus() -> list[Finding]:
-    """One finding per GPU."""
+    """One finding per GPU: its name, free memory and compute capability."""
     import torch
 
     if absent := without_gpu("gpu"):
@@ -25,14 +73,14 @@ def check_gpus() -> list[Finding]:
 
 
 def check_peers() -> Finding:
-    """Which GPUs can reach which."""
+    """Whether every GPU can access every other's memory."""
     import torch
 
     if absent := without_gpu("peer access"):
         return absent
     count = torch.cuda.device_count()
     if count < 2:
-        return Finding(name="peer access", state=State.NOT_TESTED, text="one GPU: there is no pair to try")
+        return Finding(name="peer access", state=State.NOT_TESTED, text="only one GPU: no pair to test")
     pairs = list(permutations(range(count), 2))
     without = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
     values = {"pairs": len(pairs), "without": without}
@@ -41,14 +89,14 @@ def check_peers() -> Finding:
         return Finding(name="peer access", state=State.OK, text=text, values=values)
     some = ", ".join(f"{a}→{b}" for a, b in without[:6])
     return Finding(
-        name="peer access", state=State.MISSING, text=f"not {len(without)} of {len(pairs)} pairs: {some}",
-        advice="copies between these go through host memory; check ACS and IOMMU settings, or the container's devices",
+        name="peer access", state=State.MISSING, text=f"{len(without)} of {len(pairs)} pairs have none: {some}",
+        advice="copies between them go through host memory; check ACS and IOMMU settings, or the container's devices",
         values=values,
     )  # fmt: skip
 
 
 def _unseen() -> Finding | None:
-    """What keeps torch from using a driver that is here; None where there is none."""
+    """Why torch cannot use the installed driver; None if there is no driver, or no problem."""
     import torch
 
     try:
@@ -76,6 +124,180 @@ def _gpu(index: int) -> Finding:
     text = f"{about.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{about.major}{about.minor}"
     name = f"gpu {index}"
     if free < LITTLE * total:
-        advice = "somebody else uses it: measured rates will be too low"
+        advice = "another process uses it: measured rates will be too low"
         return Finding(name=name, state=State.WARNING, text=text, advice=advice, values=values)
     return Finding(name=name, state=State.OK, text=text, values=values)
+
+
+# nvidia-smi: its reports are meant for people and change between versions, so lines of unknown form are skipped.
+
+
+TIMEOUT_S = 15
+STYLE = re.compile(r"\x1b\[[0-9;]*m")
+GPU = re.compile(r"GPU(\d+)$")
+HEADING = re.compile(r"GPU (\d+):")
+RATE = re.compile(r"Link (\d+):\s*([\d.]+)\s*GB/s")
+LINK = re.compile(r"NV(\d+)$")
+
+
+class ToolError(RuntimeError):
+    """`nvidia-smi` is missing or failed."""
+
+
+def check_nvlink() -> Finding:
+    """How many pairs of GPUs are connected by NVLink."""
+    if absent := without_gpu("nvlink"):
+        return absent
+    try:
+        pairs = topology(_ask("topo", "-m"))
+    except ToolError as error:
+        return Finding(name="nvlink", state=State.NOT_TESTED, text=str(error))
+    try:
+        rates = link_rates(_ask("nvlink", "-s"))
+    except ToolError:  # older drivers lack this report; the matrix is enough
+        rates = {}
+    return _nvlink(pairs, rates)
+
+
+def check_sharing() -> Finding:
+    """Whether several processes may use one GPU."""
+    if absent := without_gpu("sharing a gpu"):
+        return absent
+    try:
+        modes = {line.strip() for line in _ask("--query-gpu=compute_mode", "--format=csv,noheader").splitlines()} - {""}
+    except ToolError as error:
+        return Finding(name="sharing a gpu", state=State.NOT_TESTED, text=str(error))
+    text = f"compute mode {', '.join(sorted(modes)) or 'unknown'}"
+    if modes == {"Default"}:
+        text += ": several processes may share a GPU over gloo or CUDA IPC; NCCL needs one each"
+        return Finding(name="sharing a gpu", state=State.OK, text=text)
+    advice = "start one process per GPU, or set the mode with nvidia-smi -c DEFAULT"
+    return Finding(name="sharing a gpu", state=State.WARNING, text=text, advice=advice)
+
+
+def topology(report: str) -> dict[tuple[int, int], str]:
+    """Connection of each pair of GPUs (NV18, PIX, SYS, ...), from `nvidia-smi topo -m`."""
+    columns: list[int] = []
+    found: dict[tuple[int, int], str] = {}
+    for line in STYLE.sub("", report).splitlines():
+        words = line.split()
+        gpus = [int(match[1]) for word in words if (match := GPU.match(word))]
+        if not words or not gpus:
+            continue
+        row = GPU.match(words[0])
+        if row is None or len(gpus) > 1 or not columns:
+            columns = gpus  # the heading: names of columns only
+            continue
+        cells = words[1 : 1 + len(columns)]
+        found |= {(int(row[1]), column): cell for column, cell in zip(columns, cells, strict=False) if cell != "X"}
+    return found
+
+
+def link_rates(report: str) -> dict[int, list[float]]:
+    """GB/s of each active link of each GPU, from `nvidia-smi nvlink -s`."""
+    found: dict[int, list[float]] = {}
+    gpu: int | None = None
+    for line in report.splitlines():
+        if heading := HEADING.search(line):
+            gpu = int(heading[1])
+            found[gpu] = []
+        elif gpu is not None and (rate := RATE.search(line)):
+            found[gpu].append(float(rate[2]))
+    return found
+
+
+def _nvlink(pairs: dict[tuple[int, int], str], rates: dict[int, list[float]]) -> Finding:
+    totals = {gpu: round(sum(links), 1) for gpu, links in rates.items() if links}
+    said = f"; {min(totals.values()):g} GB/s per GPU and direction" if totals else ""
+    values = {
+        "pairs": [{"from": a, "to": b, "by": by} for (a, b), by in sorted(pairs.items())],
+        "gb_per_s_of_gpu": {str(gpu): total for gpu, total in totals.items()},
+    }
+    if not pairs:
+        text = f"no pair of GPUs{said}"
+        return Finding(name="nvlink", state=State.NOT_TESTED, text=text, values=values)
+    linked = sum(LINK.match(by) is not None for by in pairs.values())
+    kinds = ", ".join(sorted(set(pairs.values())))
+    text = f"{linked} of {len(pairs)} pairs ({kinds}){said}"
+    if linked == len(pairs):
+        return Finding(name="nvlink", state=State.OK, text=text, values=values)
+    advice = "copies between the others go over slower PCIe; use --write so that the simulator knows"
+    return Finding(name="nvlink", state=State.WARNING, text=text, advice=advice, values=values)
+
+
+def _ask(*words: str) -> str:
+    """The output of nvidia-smi."""
+    try:
+        done = subprocess.run(  # noqa: S603 - a fixed command
+            ["nvidia-smi", *words],  # noqa: S607 - wherever the driver put it
+            stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", timeout=TIMEOUT_S, check=False,
+        )  # fmt: skip
+    except FileNotFoundError as error:
+        raise ToolError("nvidia-smi is not installed") from error
+    except subprocess.TimeoutExpired as error:
+        raise ToolError(f"nvidia-smi did not answer within {TIMEOUT_S} s") from error
+    except OSError as error:
+        raise ToolError(f"nvidia-smi cannot be run: {first_line(error)}") from error
+    if done.returncode != 0:
+        raise ToolError(f"nvidia-smi exited with {done.returncode}: {first_line(done.stderr or done.stdout)}")
+    return done.stdout
+
+
+# Stream memory operations. The wait is queued before the write, so the check sees that the wait holds the stream back
+# and that the write releases it. The host polls up to a limit; a stream that never moves ends with the process.
+
+STREAM_VALUES = "stream values"
+QUEUES = "CUDA_DEVICE_MAX_CONNECTIONS"
+VALUE = 7
+FLAG_WAIT_UNTIL_AT_LEAST, FLAG_WRITE = 0, 0
+HELD_S, LIMIT_S = 0.05, 5.0
+
+
+def check_stream_values() -> Finding:
+    """Whether a stream can wait for a value in device memory that another stream writes."""
+    import torch
+
+    if absent := without_gpu(STREAM_VALUES):
+        return absent
+    driver, cuda = load_driver(), cast("Any", torch.cuda)
+    flag = torch.zeros(1, dtype=torch.int64, device="cuda")
+    waiting, writing, passed = cuda.Stream(), cuda.Stream(), cuda.Event()
+    torch.cuda.synchronize()
+    _value(driver, "Wait", waiting, flag, FLAG_WAIT_UNTIL_AT_LEAST)
+    passed.record(waiting)
+    sleep(HELD_S)
+    held = not passed.query()
+    _value(driver, "Write", writing, flag, FLAG_WRITE)
+    if not _happens(passed, LIMIT_S):
+        return _stuck()
+    written = int(flag.item())
+    if not held:
+        return Finding(name=STREAM_VALUES, state=State.MISSING, text="a stream did not wait for a value")
+    if written != VALUE:
+        return Finding(name=STREAM_VALUES, state=State.MISSING, text=f"read {written} where {VALUE} was written")
+    return Finding(name=STREAM_VALUES, state=State.OK, text="a stream waited for a value that another stream wrote")
+
+
+def _stuck() -> Finding:
+    text = f"a stream still waited {LIMIT_S:g} s after the value was written"
+    setting = os.environ.get(QUEUES)
+    advice = f"{QUEUES}={setting} makes streams wait for each other; unset it and try again" if setting else ""
+    return Finding(name=STREAM_VALUES, state=State.MISSING, text=text, advice=advice)
+
+
+def _value(driver: ctypes.CDLL, what: str, stream: torch.cuda.Stream, flag: torch.Tensor, mode: int) -> None:
+    """cuStreamWaitValue64 or cuStreamWriteValue64."""
+    name = f"cuStream{what}Value64"
+    if hasattr(driver, f"{name}_v2"):  # the first version must be enabled in the driver
+        name += "_v2"
+    address, value = ctypes.c_uint64(flag.data_ptr()), ctypes.c_uint64(VALUE)
+    call(driver, name, ctypes.c_void_p(stream.cuda_stream), address, value, ctypes.c_uint(mode))
+
+
+def _happens(event: Any, limit_s: float) -> bool:  # noqa: ANN401
+    end = monotonic() + limit_s
+    while not event.query():
+        if monotonic() > end:
+            return False
+        sleep(0.001)
+    return True

@@ -1,7 +1,7 @@
-"""CUDA IPC: another process opens a tensor of this one, reads it, and writes it.
+"""CUDA IPC: another process, which runs this file, opens a tensor of this one, reads it and writes it.
 
 The handle is torch.multiprocessing's reduction of the tensor. On a machine with several GPUs the other process reads
-the tensor from its last GPU, so the copy crosses devices. That process runs this file (`answer`).
+it from its last GPU, so the copy crosses devices.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 
 def check_ipc() -> Finding:
-    """Share a tensor with a process of its own."""
+    """Whether another process can read and write a tensor of this one."""
     if absent := without_gpu(NAME):
         return absent
     advice = ""
     if setting := expandable_segments():
-        advice = f"take expandable_segments out of {setting}: it can keep CUDA IPC from working"
+        advice = f"remove expandable_segments from {setting}: it can break CUDA IPC"
     try:
         text = _shared()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
@@ -39,7 +39,7 @@ def check_ipc() -> Finding:
 
 
 def expandable_segments() -> str:
-    """The variable that switches on expandable segments; empty if none does."""
+    """Name of the environment variable that enables expandable segments; empty if none does."""
     for name in SETTINGS:
         if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
             return name
@@ -47,7 +47,7 @@ def expandable_segments() -> str:
 
 
 def _shared() -> str:
-    """Run the exchange; what was exchanged, or an error."""
+    """Run the exchange; returns what was exchanged, raises if it failed."""
     import torch
     from torch.multiprocessing import reductions
 
@@ -63,7 +63,7 @@ def _shared() -> str:
     )
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
-        raise RuntimeError(f"the other process ended with {done.returncode}: {said[-1] if said else 'no word'}")
+        raise RuntimeError(f"the other process exited with {done.returncode}: {said[-1] if said else 'no message'}")
     read, device = pickle.loads(done.stdout)  # noqa: S301 - from our own child
     torch.cuda.synchronize()
     if read != NUM_VALUES * (NUM_VALUES - 1) // 2:
@@ -75,11 +75,11 @@ def _shared() -> str:
 
 
 def answer() -> None:
-    """The other process: open the tensor whose handle comes on stdin, add 1 to it; its sum and our device to stdout."""
+    """In the other process: open the tensor from the handle on stdin, add 1, write its sum and our device to stdout."""
     import torch
 
     out = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever libraries print is no part of the answer
+    os.dup2(2, 1)  # keep what libraries print out of the answer
     rebuild, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
     tensor = rebuild(*arguments)
     device = torch.cuda.device_count() - 1

@@ -1,8 +1,8 @@
-"""Measure the GPUs: products, memory, the host link, copies between GPUs. Needs no process but this one.
+"""Measure the GPUs in this process: matrix products, memory, the host link, copies between GPUs.
 
-Every figure is the median of timings by CUDA events after a warm-up; each case takes a few hundred milliseconds. A
-machine without GPUs: an fp32 product and a copy of host memory, with numpy, as one rank would use them.
-There are two sizes of everything, so that `cost.calibrate` can tell what is fixed from what grows.
+Every figure is the median of CUDA-event timings after a warm-up; a case takes a few hundred milliseconds. Without GPUs:
+an fp32 product and a copy of host memory, with numpy. Everything has two sizes, so that `cost.calibrate` can separate
+fixed costs from rates.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def measure_dense() -> Measured:
 
 
 def measure_device_copy() -> Measured:
-    """From one place of the device to another: bytes read and written."""
+    """A copy inside device memory: bytes read and written."""
     import torch
 
     cases = []
@@ -52,7 +52,7 @@ def measure_device_copy() -> Measured:
 
 
 def measure_rows() -> Measured:
-    """Rows in another order, what dispatch does: bytes read and written."""
+    """Permuted rows, as in dispatch: bytes read and written."""
     import torch
 
     cases = []
@@ -65,12 +65,12 @@ def measure_rows() -> Measured:
 
 
 def measure_to_device() -> Measured:
-    """Pinned host memory to the device."""
+    """A copy from pinned host memory to the device."""
     return _host_link("pinned host to device", "host_copy", to_device=True)
 
 
 def measure_to_host() -> Measured:
-    """The device to pinned host memory."""
+    """A copy from the device to pinned host memory."""
     return _host_link("device to pinned host", "host_copy_back", to_device=False)
 
 
@@ -82,7 +82,7 @@ def measure_pairs() -> list[Measured]:
 
 
 def measured_of(name: str, cases: list[dict[str, Any]], *, amount: str = "bytes") -> Measured:
-    """The rate of the last, largest case."""
+    """The rate of the last case, which must be the largest."""
     largest, per_us = cases[-1], {"bytes": 1e-3, "flop": 1e-6}[amount]
     value, low, high = (largest[amount] * per_us / largest[key] for key in ("us", "us_high", "us_low"))
     return Measured(
@@ -117,7 +117,7 @@ def _pair(a: int, b: int) -> Measured:
 
 
 def _clock(run: Callable[[], object], *, seconds: float = CASE_S) -> dict[str, Any]:
-    """Median and quartiles in microseconds, on the current device."""
+    """Median and quartiles in microseconds on the current device."""
     import torch
 
     event = partial(cast("Any", torch.cuda).Event, enable_timing=True)
@@ -147,7 +147,7 @@ def measure_host_dense() -> Measured:
 
 
 def measure_host_copy() -> Measured:
-    """One thread copies host memory: bytes read and written."""
+    """A copy of host memory by one thread: bytes read and written."""
     cases = []
     for num_bytes in HOST_COPIES:
         source, target = np.ones(num_bytes, np.uint8), np.zeros(num_bytes, np.uint8)
@@ -167,7 +167,7 @@ def _host_clock(run: Callable[[], object]) -> dict[str, Any]:
 
 
 def summary(times_us: list[float]) -> dict[str, Any]:
-    """Median, quartiles and number of some timings."""
+    """Median, quartiles and number of timings."""
     times = sorted(times_us)
     return {
         "us": times[len(times) // 2], "us_low": times[len(times) // 4], "us_high": times[3 * len(times) // 4],

@@ -1,11 +1,11 @@
-"""Checks of host memory: the limit on locked memory, pinning, /dev/shm, and registering shared memory with CUDA.
+"""Checks of host memory: locked memory, pinning, /dev/shm, and registering shared memory with CUDA.
 
-The host path keeps one segment per node in /dev/shm. With n published instances, R ranks of the node, S spare slots and
-P values of one expert it holds, each part in whole pages,
+The host path keeps one segment per node in /dev/shm. With n published instances, R ranks per node, S spare slots and P
+parameters per expert it holds, each part in whole pages,
 
     8 n  +  n P weight bytes  +  2 R S P gradient bytes
 
-n is what the plan of a step copies: at most every expert of every layer that is at home in the node.
+n is the number of experts a step's plan copies: at most every expert of every layer whose home is on the node.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ RANKS_WITHOUT_GPUS = 2
 
 
 def check_locked() -> Finding:
-    """RLIMIT_MEMLOCK: CUDA does not mind it, InfiniBand does."""
+    """RLIMIT_MEMLOCK, which limits InfiniBand but not CUDA."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     values = {"bytes": None if limit == resource.RLIM_INFINITY else limit}
     if limit == resource.RLIM_INFINITY:
         return Finding(name="locked memory", state=State.OK, text="unlimited", values=values)
     text = f"{limit / MIB:g} MiB (RLIMIT_MEMLOCK)"
     if not INFINIBAND.exists():
-        text += "; only InfiniBand needs more, and there is none here"
+        text += "; only InfiniBand needs more, and this machine has none"
         return Finding(name="locked memory", state=State.OK, text=text, values=values)
     advice = "NCCL over InfiniBand needs more: ulimit -l unlimited (docker: --ulimit memlock=-1)"
     return Finding(name="locked memory", state=State.WARNING, text=text, advice=advice, values=values)
@@ -59,14 +59,14 @@ def check_pinning() -> Finding:
     host.fill_(7)
     back = torch.empty_like(host).copy_(host.to("cuda", non_blocking=True))
     if not host.is_pinned() or not bool((back == 7).all()):
-        return Finding(name="pinned memory", state=State.MISSING, text="64 MiB pinned, but they came back changed")
+        return Finding(name="pinned memory", state=State.MISSING, text="pinned 64 MiB, but they came back changed")
     return Finding(name="pinned memory", state=State.OK, text=f"pinned {PINNED_BYTES // MIB} MiB, to the GPU and back")
 
 
 def check_shared_memory(ask: Ask) -> Finding:
-    """Room in /dev/shm, against what the host path needs for the model."""
+    """Free space in /dev/shm, compared with what the host path needs for the model."""
     with _shared_file(PAGE):
-        pass  # it can be written at all
+        pass  # raises if /dev/shm is not writable
     about = os.statvfs(SHARED_MEMORY)
     total, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
@@ -74,7 +74,7 @@ def check_shared_memory(ask: Ask) -> Finding:
     if ask.model is None:
         if free < 64 * MIB:
             return _too_small(text, values, State.WARNING)
-        return Finding(name="shared memory", state=State.OK, text=f"{text} (say --model to know if it is enough)",
+        return Finding(name="shared memory", state=State.OK, text=f"{text} (--model tells whether it is enough)",
                        values=values)  # fmt: skip
     from equilibra.cost.files import load_model
 
@@ -94,24 +94,24 @@ def check_shared_memory(ask: Ask) -> Finding:
 
 
 def check_registering() -> Finding:
-    """Register a segment of shared memory with CUDA, copy it to the device, and let it go."""
+    """Register shared memory with CUDA, copy it to the device, and unregister it."""
     if absent := without_gpu("registering"):
         return absent
     with _shared_file(REGISTERED_BYTES) as descriptor, mmap.mmap(descriptor, REGISTERED_BYTES) as memory:
         answer, came = _registered(memory)
     if answer != 0:
-        text = f"cudaHostRegister of shared memory answered {answer}"
+        text = f"cudaHostRegister of shared memory returned {answer}"
         return Finding(name="registering", state=State.MISSING, text=text, advice="use the collective path")
     if not came:
         return Finding(
-            name="registering", state=State.MISSING, text="registered, but the bytes came to the GPU changed"
+            name="registering", state=State.MISSING, text="registered, but the bytes reached the GPU changed"
         )
     text = f"registered {REGISTERED_BYTES // MIB} MiB of shared memory with CUDA and copied it to the GPU"
     return Finding(name="registering", state=State.OK, text=text)
 
 
 def segment_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int, num_instances: int) -> int:
-    """Size of the host path's segment."""
+    """Bytes of the host path's segment."""
     values = model.expert_parameters
     parts = (8 * num_instances, num_instances * values * model.weight_bytes,
              2 * num_ranks * spare_slots * values * model.gradient_bytes)  # fmt: skip
@@ -119,7 +119,7 @@ def segment_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int, num_inst
 
 
 def needed_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int) -> tuple[int, int, int]:
-    """The segment for no instance, for one micro-batch that fills every slot, and for every expert of every layer."""
+    """Segment bytes for no instance, for one micro-batch that fills every slot, and for all experts of all layers."""
     of_one = model.num_layers * min(model.num_experts, num_ranks * spare_slots)
     sizes = (0, of_one, model.num_layers * model.num_experts)
     fewest, one, most = (
@@ -137,7 +137,7 @@ def _ranks_here() -> int:
 
 
 def _registered(memory: mmap.mmap) -> tuple[int, bool]:
-    """The answer of cudaHostRegister, and whether the bytes came to the device; registered no longer."""
+    """The return code of cudaHostRegister, and whether the bytes reached the device."""
     import torch
 
     host = torch.frombuffer(memory, dtype=torch.uint8).fill_(5)
@@ -158,7 +158,7 @@ def _too_small(text: str, values: dict[str, object], state: State) -> Finding:
 
 @contextmanager
 def _shared_file(num_bytes: int) -> Iterator[int]:
-    """A reserved file in /dev/shm without a name, as the host path makes them."""
+    """An unlinked file with reserved space in /dev/shm, as the host path makes them."""
     descriptor, name = tempfile.mkstemp(prefix="equilibra-doctor-", dir=SHARED_MEMORY)
     try:
         Path(name).unlink()

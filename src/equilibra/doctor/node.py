@@ -1,7 +1,7 @@
-"""Examine a node: hand jobs to a worker process one by one, and turn whatever becomes of it into findings.
+"""Examine a node: run checks and measurements one by one in a worker process, and show what they found.
 
-A job that takes too long is killed with all it started; a worker that dies takes only its job with it. The next job
-gets a new worker. Nothing here imports torch.
+A job over its time limit is killed with all its children, and a worker that dies loses only its job: the next job
+starts a new worker. This module does not import torch.
 """
 
 from __future__ import annotations
@@ -13,38 +13,47 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
-from equilibra.doctor.finding import Ask, Finding, Measured, State, Verdict, first_line
+from equilibra.doctor.devices import STREAM_VALUES
+from equilibra.doctor.finding import (
+    Ask,
+    Finding,
+    Measured,
+    State,
+    Verdict,
+    first_line,
+    num_gpus,
+    summary_line,
+    verdicts,
+)
 from equilibra.doctor.measure import GPU_MEASUREMENTS, HOST_MEASUREMENTS
-from equilibra.doctor.streams import NAME as STREAMS
-from equilibra.doctor.verdict import num_gpus, verdicts
 from equilibra.doctor.worker import CHECKS, GPU, HOST
 
-__all__ = ["Examination", "examine"]
+__all__ = ["Examination", "as_table", "as_text", "examine"]
 
 Tell = Callable[[str, int, int], None]
-"""what comes next, how many jobs are done, of how many"""
+"""called with the next job, the number of jobs done and of all jobs"""
 
 LIMIT_S = 60.0
-"""for one job; checks that wait for something give up sooner by themselves"""
+"""limit of one job; checks that wait for something give up sooner"""
 START_S = 60.0
-"""more for the first job of a worker, which imports torch"""
+"""extra time for the first job of a worker, which imports torch"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Examination:
-    """Everything that was found."""
+    """All findings, measurements and verdicts."""
 
     findings: list[Finding]
     """in the order of the checks"""
     measured: list[Measured]
-    """empty if nothing was to be measured"""
+    """empty if nothing was measured"""
     verdicts: list[Verdict]
     """one per transfer path"""
 
@@ -54,7 +63,7 @@ class LostError(Exception):
 
 
 class Worker:
-    """A process that answers jobs; started when it is first needed, and again after it was lost."""
+    """A process that runs jobs; started on first use and after it was lost."""
 
     def __init__(self, command: list[str] | None = None) -> None:
         self._command = command or [sys.executable, "-m", "equilibra.doctor.worker"]
@@ -88,7 +97,7 @@ class Worker:
         return found
 
     def stop(self) -> None:
-        """End the process and all that it started."""
+        """Kill the process and its children."""
         process, self._process, self._unread = self._process, None, b""
         if process is None:
             return
@@ -96,7 +105,7 @@ class Worker:
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         for pipe in (process.stdin, process.stdout):
-            with suppress(OSError):  # a worker that is gone reads no more
+            with suppress(OSError):
                 if pipe is not None:
                     pipe.close()
 
@@ -108,7 +117,7 @@ class Worker:
         )
 
     def _line(self, limit_s: float) -> bytes:
-        """The next line of the worker."""
+        """The next line the worker writes."""
         assert self._process is not None
         assert self._process.stdout is not None
         pipe, end = self._process.stdout.fileno(), monotonic() + limit_s
@@ -116,7 +125,7 @@ class Worker:
             ready.register(pipe, selectors.EVENT_READ)
             while b"\n" not in self._unread:
                 if not ready.select(max(end - monotonic(), 0)):
-                    raise LostError(f"did not end within {limit_s:.0f} s")
+                    raise LostError(f"did not finish within {limit_s:.0f} s")
                 part = os.read(pipe, 65_536)
                 if not part:
                     raise LostError(self._last_words())
@@ -132,13 +141,13 @@ class Worker:
         how = f"signal {-code}" if code is not None and code < 0 else f"code {code}"
         self._stderr.seek(0)
         said = [line for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
-        return f"the process that tried it ended with {how}" + (f": {first_line(said[-1])}" if said else "")
+        return f"the worker process ended with {how}" + (f": {first_line(said[-1])}" if said else "")
 
 
 def examine(
     ask: Ask, *, measure: bool = True, tell: Tell = lambda *_: None, worker: Worker | None = None
 ) -> Examination:
-    """Check everything, measure if asked to, and judge."""
+    """Run all checks, measure if asked to, and judge the transfer paths."""
     findings: list[Finding] = []
     measured: list[Measured] = []
     with worker or Worker() as hands:
@@ -149,8 +158,8 @@ def examine(
             findings += found
             measured += rates
             done += 1
-            if jobs[done - 1] == STREAMS and found[0].state is State.MISSING:
-                hands.stop()  # a stream may still wait, and would keep everything after it
+            if jobs[done - 1] == STREAM_VALUES and found[0].state is State.MISSING:
+                hands.stop()  # a stream may still wait and would block every later job
             if done == len(CHECKS) and measure:
                 jobs += _measurements(num_gpus(findings))
     return Examination(findings=findings, measured=measured, verdicts=verdicts(findings))
@@ -169,3 +178,59 @@ def _do(worker: Worker, job: str, ask: Ask) -> tuple[list[Finding], list[Measure
         return [Finding(name=name, state=state, text=first_line(str(error)))], []
     findings = [Finding(**{**one, "state": State(one["state"])}) for one in found.get("findings", [])]
     return findings, [Measured(**one) for one in found.get("measured", [])]
+
+
+GAP = 2
+MOST_PAIRS = 6
+"""with more pairs of GPUs, only the slowest and the fastest are shown"""
+
+
+def as_text(examination: Examination) -> str:
+    """Tables of checks, rates and paths, and a summary line."""
+    rows = [(one.name, str(one.state), one.text, one.advice) for one in examination.findings]
+    paths = [(one.path, str(one.state), one.text, "") for one in examination.verdicts]
+    wide = 1 + max(len(row[0]) for row in (*rows, *paths, *((one.name, "", "", "") for one in examination.measured)))
+    parts = [_table(("check", "state", "found"), rows, wide)]
+    if examination.measured:
+        parts.append(_rates(examination.measured, wide))
+    parts += [_table(("path", "state", "why"), paths, wide), summary_line(examination.verdicts)]
+    return "\n\n".join(parts)
+
+
+def as_table(examination: Examination) -> dict[str, Any]:
+    """The examination as a JSON object."""
+    return {
+        "findings": [asdict(one) for one in examination.findings],
+        "measured": [asdict(one) for one in examination.measured],
+        "paths": [asdict(one) for one in examination.verdicts],
+        "verdict": summary_line(examination.verdicts),
+    }
+
+
+def _table(heads: tuple[str, str, str], rows: Sequence[tuple[str, str, str, str]], wide: int) -> str:
+    states = GAP + max(len(row[1]) for row in rows)
+    lines = [f"{heads[0]:{wide + GAP}}{heads[1]:{states}}{heads[2]}"]
+    for name, state, text, advice in rows:
+        lines.append(f"{name:{wide + GAP}}{state:{states}}{text}")
+        if advice:
+            lines.append(f"{'':{wide + GAP}}{'':{states}}→ {advice}")
+    return "\n".join(lines)
+
+
+def _rates(measured: Sequence[Measured], wide: int) -> str:
+    lines = [f"{'measured':{wide + GAP}}{'median':>10} {'':8}{'quartiles':>18}{'repeats':>9}"]
+    pairs = [one for one in measured if one.cases[-1]["kind"] == "nvlink"]
+    shown = list(measured)
+    if len(pairs) > MOST_PAIRS:
+        ends = sorted(pairs, key=lambda one: one.value)
+        shown = [one for one in measured if one not in pairs] + [ends[0], ends[-1]]
+    for one in shown:
+        spread = f"{_figure(one.low)} to {_figure(one.high)}"
+        lines.append(f"{one.name:{wide + GAP}}{_figure(one.value):>10} {one.unit:8}{spread:>18}{one.repeats:>9}")
+    if len(shown) < len(measured):
+        lines.append(f"(the slowest and the fastest of {len(pairs)} pairs of GPUs; --json has all)")
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -1,10 +1,10 @@
-"""A file of prices from what was measured here.
+"""Prices of this machine from what the doctor measured.
 
-Starts from a preset: the one whose name is in the device's, otherwise the one whose matrix products are nearest in
-speed. Laws of experts and attention are not measured by the doctor. Only the H200's were ever measured, so on any other
-device they are scaled by the measured rates of products and memory over the preset's. Then every constant that was
-measured replaces the preset's (`cost.calibrate`), and `source` says which. Without GPUs, ranks share one machine's
-memory, so its rate stands for all links inside the node, and the network is no faster.
+They start from the preset named after the device, or else the one whose matrix products are nearest in speed. The
+doctor does not measure the laws of experts and attention; only the H200's are known, so on other devices they are
+scaled by measured over preset rates of products and memory. Every measured constant then replaces the preset's
+(`cost.calibrate`), and `source` lists them. Without GPUs ranks share one machine's memory: its rate stands for all
+links inside the node, and the network is no faster.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ FIELDS = {
     "dense": "dense_tflops", "memory": "hbm_gb_per_s", "host_copy": "host_link_gb_per_s",
     "copy_engine": "copy_engine_gb_per_s", "nvlink": "nvlink_gb_per_s",
 }  # fmt: skip
-"""by kind of measurement: what it says"""
+"""field of `Prices` by kind of measurement"""
 RANKS_WITHOUT_GPUS = 8
 MOST_OVER_SEEN = 1.1
-"""a fit that takes out what is fixed may give so much more than the best case; beyond that it fits noise"""
+"""limit of a fitted rate over the best measured one: a fit beyond it fits noise"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,22 +40,21 @@ class Preset:
     """Prices of this machine, and where they come from."""
 
     hardware: Prices
-    """to be written"""
     base: str
     """the preset it starts from"""
     measured: list[str]
-    """fields that were measured or read here"""
+    """fields measured or read on this machine"""
     scaled: bool
-    """whether experts and attention were scaled by what was measured"""
+    """whether the laws of experts and attention were scaled"""
 
 
 def preset_of(findings: Sequence[Finding], measured: Sequence[Measured], *, name: str) -> Preset:
-    """The machine as the simulator wants it."""
+    """Prices of the machine the findings and measurements come from."""
     gpus = [finding.values for finding in findings if "capability" in finding.values]
     found = {kind: rates for kind in FIELDS if (rates := _cases(kind, measured, on_gpu=bool(gpus)))}
     fitted = {kind: _rate(kind, cases) for kind, cases in found.items()}
     if not fitted:
-        raise InputError("nothing could be measured here, so there is no hardware to write; see the findings")
+        raise InputError("nothing could be measured, so there are no prices to write: see the findings")
     base = _nearest(gpus[0]["device"] if gpus else "", fitted.get("dense"))
     scaled = base.name != MEASURED_PRESET or not gpus
     changes: dict[str, Any] = {FIELDS[kind]: value for kind, value in fitted.items()} | _facts(gpus)
@@ -71,7 +70,7 @@ def preset_of(findings: Sequence[Finding], measured: Sequence[Measured], *, name
 
 
 def _cases(kind: str, measured: Sequence[Measured], *, on_gpu: bool) -> list[dict[str, Any]]:
-    """The measurements of a kind, under the names `calibrate` knows."""
+    """The cases of a kind, under the names `calibrate` knows."""
     cases = [case for one in measured for case in one.cases]
     if on_gpu:
         taken = {"copy_engine": "nvlink"}.get(kind, kind)  # copies between GPUs are made by copy engines
@@ -82,7 +81,7 @@ def _cases(kind: str, measured: Sequence[Measured], *, on_gpu: bool) -> list[dic
 
 
 def _rate(kind: str, cases: list[dict[str, Any]]) -> float:
-    """The fitted constant; where the timings do not grow with the size, the rate of the largest case."""
+    """The fitted rate; if timings do not grow with size, the rate of the largest case."""
     amount, per_us = ("flop", 1e-6) if kind == "dense" else ("bytes", 1e-3)
     seen: list[float] = [case[amount] * per_us / case["us"] for case in cases]
     try:
@@ -102,7 +101,7 @@ def _nearest(device: str, dense_tflops: float | None) -> Prices:
 
 
 def _facts(gpus: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """What is read and not measured."""
+    """Constants that are read and not measured."""
     cores = len(os.sched_getaffinity(0))
     if gpus:
         facts: dict[str, Any] = {"memory_bytes": min(int(gpu["total_bytes"]) for gpu in gpus), "planner_cores": cores}

@@ -1,4 +1,4 @@
-"""Checks of the software: Python, torch, CUDA, Triton, NCCL, gloo. NCCL and gloo are tried, not only looked up."""
+"""Checks of the software: Python, torch, CUDA, Triton, and NCCL and gloo, which are run."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from datetime import timedelta
 from importlib import metadata, util
 from typing import Any, cast
 
-from equilibra.doctor.driver import driver_version, load_driver
+from equilibra.doctor.devices import driver_version, load_driver
 from equilibra.doctor.finding import Finding, State, first_line, without_gpu
 
 __all__ = ["check_cuda", "check_gloo", "check_nccl", "check_python", "check_torch", "check_triton"]
@@ -19,7 +19,7 @@ GLOO_TIMEOUT_S = 10
 
 
 def check_python() -> Finding:
-    """The interpreter and the system."""
+    """Whether Python is new enough."""
     version = sys.version_info[:2]
     text = f"{platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
     if version < LEAST_PYTHON:
@@ -28,7 +28,7 @@ def check_python() -> Finding:
 
 
 def check_torch() -> Finding:
-    """The package is there, new enough, and built for what the machine has."""
+    """Whether torch is installed, new enough, and built for the machine's devices."""
     try:
         import torch
     except ImportError as error:
@@ -43,13 +43,13 @@ def check_torch() -> Finding:
             name="torch", state=State.MISSING, text=text, advice="install torch 2.11 or newer", values=values
         )
     if cuda is None and _has_driver():
-        advice = "this machine has an NVIDIA driver: install a torch that is built for CUDA to use it"
+        advice = "this machine has an NVIDIA driver: install a torch built for CUDA to use it"
         return Finding(name="torch", state=State.WARNING, text=text, advice=advice, values=values)
     return Finding(name="torch", state=State.OK, text=text, values=values)
 
 
 def check_cuda() -> Finding:
-    """The driver is at least as new as what torch was built for."""
+    """Whether the driver supports the CUDA version torch was built for."""
     import torch
 
     runtime = torch.version.cuda
@@ -60,13 +60,13 @@ def check_cuda() -> Finding:
     text = f"driver for CUDA {found[0]}.{found[1]}, torch is built for {runtime or 'no CUDA'}"
     values = {"driver": f"{found[0]}.{found[1]}", "runtime": runtime}
     if runtime is not None and found[0] < version_pair(runtime)[0]:
-        advice = f"update the driver, or install a torch that is built for CUDA {found[0]}"
+        advice = f"update the driver, or install a torch built for CUDA {found[0]}"
         return Finding(name="cuda", state=State.MISSING, text=text, advice=advice, values=values)
     return Finding(name="cuda", state=State.OK, text=text, values=values)
 
 
 def check_triton() -> Finding:
-    """Triton is installed; it is not run."""
+    """Whether Triton is installed; it is not run."""
     absent = without_gpu("triton")
     if util.find_spec("triton") is None:
         return absent or Finding(
@@ -103,7 +103,7 @@ def check_nccl() -> Finding:
 
 
 def check_gloo() -> Finding:
-    """Two ranks in two threads connect over a socket of this machine and sum a number."""
+    """Sum a number over two ranks, in two threads that connect over a local socket."""
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_gloo_available()):
@@ -117,7 +117,7 @@ def check_gloo() -> Finding:
 
 
 def version_pair(text: str) -> tuple[int, int]:
-    """Major and minor of a version; (0, 0) where there are none."""
+    """Major and minor version; (0, 0) if the text has none."""
     parts = [part for part in text.partition("+")[0].split(".")[:2] if part.isdigit()]
     return (int(parts[0]), int(parts[1])) if len(parts) == 2 else (0, 0)
 

@@ -1,7 +1,7 @@
-"""The process that tries things: a line with a job in, a line with what came out of it back, as JSON.
+"""The worker process: reads one job per line and answers with one line of findings, as JSON.
 
-Drivers hang and libraries crash; so everything that touches a device happens here, and `node` only waits, with a limit.
-Answers go to what was stdout when the process started: whatever libraries print goes to stderr.
+Drivers hang and libraries crash, so everything that touches a device runs here while `node` waits with a time limit.
+Answers go to the original stdout; what libraries print goes to stderr.
 """
 
 from __future__ import annotations
@@ -14,23 +14,22 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any, NamedTuple
 
-from equilibra.doctor import devices, ipc, memory, software, streams, topology
-from equilibra.doctor.finding import Ask, Finding, Measured, State, guarded
+from equilibra.doctor import devices, ipc, memory, software
+from equilibra.doctor.finding import RUNTIME_PATHS, Ask, Finding, Measured, State, guarded
 from equilibra.doctor.measure import GPU_MEASUREMENTS, HOST_MEASUREMENTS
-from equilibra.doctor.verdict import RUNTIME_PATHS
 
 __all__ = ["CHECKS", "GPU", "HOST", "Check", "answer", "main"]
 
 GPU, HOST = "gpu/", "host/"
-"""how names of measurements begin"""
+"""prefixes of measurement names"""
 TRIED = State.MISSING
-"""an error while something is tried says that it does not work"""
+"""state after an error in a check that runs something: it does not work"""
 READ = State.NOT_TESTED
-"""an error while something is looked up says nothing"""
+"""state after an error in a check that only looks something up: unknown"""
 
 
 def check_paths() -> Finding:
-    """The paths that this version of the runtime has."""
+    """The transfer paths of this version of the runtime."""
     from equilibra.execute.copies.transfer import Path
 
     paths = [str(path) for path in Path]
@@ -39,12 +38,12 @@ def check_paths() -> Finding:
 
 
 class Check(NamedTuple):
-    """One check, and what an error inside it means."""
+    """A check, and the state of its finding if it raises."""
 
     on_error: State
     run: Callable[..., Finding | Sequence[Finding]]
     asks: bool = False
-    """whether it depends on what the user wants to run"""
+    """whether it takes the user's `Ask`"""
 
 
 CHECKS = {
@@ -53,9 +52,9 @@ CHECKS = {
     "cuda": Check(READ, software.check_cuda),
     "triton": Check(READ, software.check_triton),
     "gpu": Check(READ, devices.check_gpus),
-    "sharing a gpu": Check(READ, topology.check_sharing),
+    "sharing a gpu": Check(READ, devices.check_sharing),
     "peer access": Check(READ, devices.check_peers),
-    "nvlink": Check(READ, topology.check_nvlink),
+    "nvlink": Check(READ, devices.check_nvlink),
     "nccl": Check(TRIED, software.check_nccl),
     "gloo": Check(TRIED, software.check_gloo),
     "locked memory": Check(READ, memory.check_locked),
@@ -63,14 +62,14 @@ CHECKS = {
     "shared memory": Check(TRIED, memory.check_shared_memory, asks=True),
     "registering": Check(TRIED, memory.check_registering),
     "cuda ipc": Check(TRIED, ipc.check_ipc),
-    "stream values": Check(TRIED, streams.check_stream_values),
+    "stream values": Check(TRIED, devices.check_stream_values),
     RUNTIME_PATHS: Check(READ, check_paths),
 }
-"""by name, in the order they are shown"""
+"""by name, in display order"""
 
 
 def answer(job: str, ask: Ask) -> dict[str, Any]:
-    """Do one job; findings or measurements, ready for JSON."""
+    """Run one job; returns its findings and measurements, ready for JSON."""
     if job.startswith((GPU, HOST)):
         return _measure(job)
     check = CHECKS[job]
@@ -92,13 +91,13 @@ def _measure(job: str) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Answer until nobody asks any more."""
+    """Answer jobs until stdin closes."""
     with os.fdopen(os.dup(1), "w") as out:
         os.dup2(2, 1)
         for line in sys.stdin:
             question = json.loads(line)
             print(json.dumps(answer(question["job"], Ask(**question["ask"]))), file=out, flush=True)
-    os._exit(0)  # a stream that still waits for a value must not keep the process
+    os._exit(0)  # a stream that still waits must not keep the process alive
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Across: on several nodes, who serves whose tokens so that every rank has about the same traffic between nodes.
+"""Across: split tokens over instances so that traffic between nodes is even over the ranks.
 
 Symbols: R source ranks, E experts, G ranks per node, U copies of the layer: standing ones first, then flash copies.
 
 The network between nodes is the slowest link: a rank that receives more than others over it makes all of them wait,
-though every rank computes the same number of rows. Quotas say how many rows an instance computes, not whose. So:
+even if every rank computes the same number of rows. Quotas fix how many rows an instance computes, not whose. So:
 
 1. Share. What a node's instances of an expert receive from other nodes is fixed by their quotas together: a node keeps
    as many of its own tokens as they take, and no split with these quotas sends fewer across. The node's instances share
@@ -13,8 +13,8 @@ though every rank computes the same number of rows. Quotas say how many rows an 
    most: it hands rows of other nodes to the rank of its node that receives least, and gets as many rows of the own node
    back, so that both compute what they did. Where the other has no instance of the expert, a flash copy is made; spare
    slots limit that. Copies that hand on all their rows are dropped. A copy costs rows, as in `replicate`: no rank's
-   rows and copies together rise above those of the fullest by more than one copy's price. Where traffic is so dear that
-   slack is given for it, copies made here count as free.
+   rows and copies together rise above those of the fullest by more than one copy's price. Where traffic costs
+   so much that slack is allowed for it, copies made here count as free.
 3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
    ranks keep theirs that send most so far.
 """
@@ -241,7 +241,7 @@ def _origin(e, r, home, group, num_standing, expert, rank):  # type: ignore[no-u
 
 @kernel
 def _hand_over(e, c, rows, others, at_home, quota, remote, remote_home):  # type: ignore[no-untyped-def]
-    """Instance c of an expert (-1: its home) gets so many rows more, and of them so many from other nodes."""
+    """Give instance c of an expert (-1: its home) more rows, some of them from other nodes."""
     if c < 0:
         at_home[e] += rows
         remote_home[e] += others
@@ -410,7 +410,7 @@ def serve_across(  # type: ignore[no-untyped-def]
             for r in range(first, first + group):
                 received += got[r]
             goal = max(goal, received // group + 1)
-        if row_slack > 0:  # traffic is dear: copies that even it out are worth what they cost
+        if row_slack > 0:  # traffic is expensive: copies that even it out pay for themselves
             hold, serve = np.int64(0), np.int64(0)
         for node_and_slack in range(2 * (num_ranks // group)):  # first without slack, then with it
             node, most_rows = node_and_slack // 2, fullest + max(hold + serve, node_and_slack % 2 * slack)

@@ -1,4 +1,4 @@
-"""Lower bounds: what no plan can beat. docs/planner.md has the proofs.
+"""Lower bounds on the slowest rank of any plan; docs/planner.md has the proofs.
 
 Symbols: L layers, M micro-batches, R ranks, N nodes, G ranks per node.
 """
@@ -15,7 +15,7 @@ __all__ = ["any_plan", "flash_only"]
 
 
 def any_plan(load: StepLoad) -> NDArray[np.int64]:
-    """[L, M] tokens of the slowest rank that no plan gets below: the mean, rounded up."""
+    """[L, M] fewest tokens of the slowest rank under any plan: the mean, rounded up."""
     total_ML = load.tokens_MLER.sum(axis=(2, 3), dtype=np.int64)
     return np.ascontiguousarray(-(-total_ML.T // load.num_ranks))
 
@@ -23,8 +23,8 @@ def any_plan(load: StepLoad) -> NDArray[np.int64]:
 def flash_only(load: StepLoad, placement: Placement, *, spare_slots: int) -> NDArray[np.int64]:
     """[L, M] the same for plans that keep these homes and copy only inside a node.
 
-    Tokens of a node's experts stay on the node, so its slowest rank is at least the node's mean; without slots it is
-    the fullest rank.
+    Tokens of a node's experts stay on it, so the bound is the mean rank of the fullest node; without slots, the
+    fullest rank.
     """
     group = placement.cluster.ranks_per_node
     bins = placement.home_of_expert // group if spare_slots else placement.home_of_expert

@@ -1,4 +1,4 @@
-"""`plan_step`: the whole planner in one call, for scripts and other runtimes."""
+"""`plan_step`: plan a step in one call, for scripts and other runtimes."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def step_problem(
 ) -> StepProblem:
     """The problem of one step. A recording or sequence loads need `tokens_per_rank`, the budget of a micro-batch.
 
-    Without a model, copies and moves are taken to be free. hardware: a preset, a file, or prices; no device is looked
-    at here, so auto is an H200 on which copies cost no more than their rows.
+    Without a model, copies and moves are free. hardware: a preset, a file, or prices; auto does not look at the device
+    here and means an H200 on which copies cost no more than their rows.
     """
     model = model_named(model) if isinstance(model, str) else model
     rates = Rates.free()
@@ -49,7 +49,7 @@ def step_problem(
     else:
         sequences = sequence_loads(routing) if isinstance(routing, Recording) else routing
         if tokens_per_rank is None:
-            raise InputError("tokens_per_rank is needed to make micro-batches of sequences")
+            raise InputError("sequences need tokens_per_rank, the token budget of a rank in a micro-batch")
         schedule = in_order(sequences.length_of_sequence, cluster, tokens_per_rank=tokens_per_rank)
     problem = StepProblem(
         cluster=cluster, given_load=load, sequences=sequences, schedule=schedule, tokens_per_rank=tokens_per_rank,
@@ -60,7 +60,7 @@ def step_problem(
     ):  # fmt: skip
         raise InputError(
             f"the routing has {problem.load.num_layers} layers of {problem.load.num_experts} experts, "
-            f"{model.name} has {model.num_layers} of {model.num_experts}"
+            f"{model.name} has {model.num_layers} of {model.num_experts}: name the model it was recorded from"
         )
     return problem
 
@@ -78,11 +78,11 @@ def plan_step(
     planner: Planner | str = "equilibra",
     hardware: str | Prices = AUTO,
 ) -> StepPlan:
-    """Routing of a step in, its complete plan out.
+    """The complete plan of a step from its routing.
 
-    routing: a recording, loads of sequences, or loads of fixed micro-batches. previous: homes now (contiguous if not
-    given); pass `plan.placement` of the last step. hardware: "h200" for plans that level time and not rows on one; a
-    file of `equilibra doctor`; see `step_problem`.
+    routing: a recording, loads of sequences, or loads of fixed micro-batches. previous: `plan.placement` of the last
+    step (None: contiguous homes). hardware: for example "h200", to level time instead of rows, or a file written by
+    `equilibra doctor`; see `step_problem`.
     """
     limits = PlanLimits(spare_slots=spare_slots, standing_slots=standing_slots, max_moves_per_layer=max_moves_per_layer)
     problem = step_problem(

@@ -28,7 +28,7 @@ __all__ = ["LayerCopies", "fill", "no_copies", "real_cost_us"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerCopies:
-    """Flash copies of one layer in the order of micro-batches, and the tokens that all its copies serve."""
+    """Flash copies of one layer by micro-batch, and the tokens all its copies serve."""
 
     num_of_micro_batch: NDArray[np.int64]
     """[M]"""
@@ -45,7 +45,7 @@ class LayerCopies:
 
 
 def no_copies(problem: LayerProblem) -> LayerCopies:
-    """Every token is served at home."""
+    """A layer without copies: every token is served at home."""
     num_micro_batches, num_ranks = problem.load.num_micro_batches, problem.cluster.num_ranks
     none = np.zeros(0, np.int32)
     return LayerCopies(
@@ -65,9 +65,9 @@ def fill(
     serve_rows: int = 0,
     row_slack: float = NO_EXCHANGE,
 ) -> LayerCopies:
-    """Balance every micro-batch; standing_rank [C] says where each standing copy is.
+    """Balance every micro-batch; standing_rank [C] is the rank of each standing copy.
 
-    hold_rows, serve_rows: what a copy costs, see `replicate`. row_slack: see `across`.
+    hold_rows, serve_rows: cost of a copy, see `replicate`. row_slack: see `across`.
     """
     load, cluster, means = problem.load, problem.cluster, problem.means
     scratch = scratch_for(cluster, choice.home_of_expert, means.spare_slots, choice.standing_expert, standing_rank)
@@ -89,10 +89,10 @@ def fill(
 def real_cost_us(
     problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], copies: dict[Stage, LayerCopies]
 ) -> float:
-    """The choice's cost with what its ranks really take in place of what its nodes promised.
+    """Cost of a choice by its actual rank loads instead of node loads.
 
-    In each stage: the slowest rank with the copies it holds and serves, and the flash copies of the busiest link as
-    far as they are exposed: a small share always, and all that does not fit into the time of the layer.
+    In each stage it counts the slowest rank with the copies it holds and serves, and the exposed part of the busiest
+    link's flash copies: a small share, or all that exceeds the time of the layer.
     """
     rates, num_ranks = problem.rates, problem.cluster.num_ranks
     cost_us = choice.traffic_us + choice.moving_us

@@ -2,9 +2,9 @@
 
 Symbols: M micro-batches, N nodes, E experts, R ranks, C standing copies of the layer.
 
-`choose` weighs two ways out of a skew between nodes in one currency, microseconds: moving homes (reorder: weights and
-optimizer state travel) and standing copies (weights travel, gradients return), alone and together. `stay`, the choice
-to change nothing, is what a plan is measured against (`fill.real_cost_us`).
+`choose` compares two remedies for skew between nodes by their microseconds: moving homes (weights and optimizer state
+travel) and standing copies (weights travel, gradients return), alone and together. `stay`, the choice to change
+nothing, is the reference for every plan (`fill.real_cost_us`).
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from equilibra.plan.stand import choose_standing_copies
 __all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
 
 BUSIEST_OVER_MEAN = 8
-"""how much later moved homes are there than if every rank's link carried the same and nothing else"""
+"""slowdown of moved homes over links that are evenly loaded and otherwise idle"""
 PAYBACK_FACTOR = 4
-"""how many times its own way across nodes a standing copy must save in traffic"""
+"""traffic a standing copy must save, in multiples of its own transfer"""
 GOOD_ENOUGH = 1.0005
-"""slowest node over mean node at which no more standing copies are sought"""
+"""slowest node over mean node at which the search for standing copies stops"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,9 +42,9 @@ class Means(PlanLimits):
     tolerance: float = 0.005
     """imbalance accepted for fewer copies"""
     work: int = 3_000_000
-    """how long to search for homes: swaps weighed times micro-batches, per layer"""
+    """search budget for homes per layer: swaps tried times micro-batches"""
     exchange_rounds: int = 1
-    """how often every standing copy is tried against others"""
+    """rounds in which every standing copy is tried against others"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -52,17 +52,12 @@ class LayerProblem:
     """One layer of a step."""
 
     load: StepLoad
-    """of the step"""
     layer: int
-    """which layer"""
     home: NDArray[np.int32]
-    """[E] homes now"""
+    """[E] homes before the step"""
     cluster: Cluster
-    """the ranks"""
     rates: Rates
-    """what rows, copies and moves cost"""
     means: Means
-    """what may be used"""
 
     @cached_property
     def load_EM(self) -> NDArray[np.int64]:
@@ -81,7 +76,7 @@ class LayerProblem:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Choice:
-    """What holds for the whole step in one layer, and what it costs."""
+    """Homes and standing copies of one layer for a step, and their cost."""
 
     home_of_expert: NDArray[np.int32]
     """[E]"""
@@ -90,7 +85,7 @@ class Choice:
     standing_node: NDArray[np.int64]
     """[C]"""
     rows_us: float
-    """compute of the slowest nodes (ranks, where nothing levels them), over all micro-batches and both stages"""
+    """compute of the slowest nodes (ranks, if nothing levels them) over all micro-batches and both stages"""
     traffic_us: float
     """pairs that cross nodes, slowest nodes over all micro-batches"""
     moving_us: float
@@ -98,12 +93,11 @@ class Choice:
 
     @property
     def cost_us(self) -> float:
-        """All of it."""
         return self.rows_us + self.traffic_us + self.moving_us
 
 
 def choose(problem: LayerProblem) -> Choice:
-    """Homes and standing copies of one layer: the cheapest of staying and moving, each with standing copies."""
+    """The cheaper of keeping and moving homes, each with standing copies."""
     best = _stand(problem, problem.home, problem.means)
     means = problem.means
     if not means.reorder or (problem.cluster.num_nodes == 1 and means.spare_slots > 0):
@@ -116,12 +110,12 @@ def choose(problem: LayerProblem) -> Choice:
 
 
 def stay(problem: LayerProblem) -> Choice:
-    """The choice to change nothing: what every other one must beat."""
+    """The choice to change nothing, which every other must beat."""
     return _stand(problem, problem.home, Means(reorder=False, standing_slots=0, spare_slots=0))
 
 
 def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choice:
-    """Standing copies for given homes, and what all of it costs."""
+    """Standing copies for given homes, and their cost."""
     cluster, rates, load_EM = problem.cluster, problem.rates, problem.load_EM
     group = cluster.ranks_per_node
     # Copies and moves of all nodes travel at the same time, each rank on its own link.
@@ -166,10 +160,10 @@ def _add_for_traffic(
     problem: LayerProblem, home_node: NDArray[np.int64], slots: int, n: int,
     expert: NDArray[np.int64], node: NDArray[np.int64],
 ) -> int:  # fmt: skip
-    """Fill free standing slots with the experts that most tokens of the node go to; returns the number of copies.
+    """Fill free standing slots with the experts most used by the node's tokens; returns the number of copies.
 
-    Such a copy serves tokens of its own node that would cross otherwise: it pays where they cost more in a step than
-    several times its own way across.
+    Such a copy serves tokens of its node that would otherwise cross. It pays if they cost more in a step than several
+    times its own transfer.
     """
     assert problem.near_NEM is not None
     rates, group = problem.rates, problem.cluster.ranks_per_node
@@ -192,7 +186,7 @@ def _add_for_traffic(
 
 
 def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
-    """Pairs that cross into each node under a choice: what it serves less what comes from its own ranks."""
+    """Cost of pairs that enter each node: those it serves less those from its own ranks."""
     assert problem.near_NEM is not None
     load_EM, group = problem.load_EM, problem.cluster.ranks_per_node
     home_node = choice.home_of_expert.astype(np.int64) // group
@@ -208,7 +202,7 @@ def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
 
 
 def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
-    """Homes by swap search: over nodes where flash copies level their ranks, over ranks where there are none."""
+    """Homes by swap search, over nodes if flash copies level their ranks, else over ranks."""
     cluster, rates, means, load_EM = problem.cluster, problem.rates, problem.means, problem.load_EM
     per_bin = 1 if means.spare_slots == 0 else cluster.ranks_per_node
     bins = (problem.home // per_bin).astype(np.int64)

@@ -2,11 +2,11 @@
 
 Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the layer, I = E + C instances.
 
-`scratch_for` lays out what does not change between the micro-batches of a layer (the instances in the order of their
-ranks) and scratch memory, in one array, because every array handed to a compiled function costs a call about a tenth
-of a microsecond. `balance_micro_batches` balances all micro-batches of a layer; `balance` is the same for one problem,
-for other runtimes. Two kernels do it, for one node and for several: numba compiles all that a kernel may call, so
-whoever has one node does not wait for what several need. Nodes whose slots do not suffice are left to Python.
+`scratch_for` puts what is constant over a layer's micro-batches (its instances in rank order) and scratch memory into
+one array, because every array argument costs a compiled call about 0.1 us. `balance_micro_batches` balances all
+micro-batches of a layer; `balance` does one, for other runtimes. There is one kernel for a single node and one for
+several: numba compiles all that a kernel may call, so a single node need not wait for the rest. Nodes with too few
+slots are handled in Python.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ __all__ = [
 ]
 
 TRIES = 6
-"""orders in which exporters are served when a step is planned ahead; each costs a few microseconds for 64 ranks"""
+"""orders of exporters tried when planning ahead; each takes a few microseconds for 64 ranks"""
 QUICK_TRIES = 1
-"""the same where somebody waits for the answer: about one copy in thirty more, in a third of the time"""
+"""orders tried when a caller waits: about one copy in thirty more, in a third of the time"""
 NO_EXCHANGE = -1.0
 """no copies to even out traffic across nodes"""
 SMALL_GROUP = 16
-"""ranks per node up to which half the tolerance is aimed at: a copy more costs little there"""
-_FIRST_NODE, _NO_COPIES = np.int64(0), np.int64(0)  # numba compiles once more for literals
+"""ranks per node up to which the planner aims at half the tolerance: one more copy costs little there"""
+_FIRST_NODE = np.int64(0)  # typed: numba compiles again for every literal
 
 # Rows of the scratch.
 _EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
@@ -334,18 +334,18 @@ class FlashCopies(NamedTuple):
 
 
 class CopyCosts(NamedTuple):
-    """When a flash copy is made."""
+    """What decides whether a flash copy is made."""
 
     tolerance: float
     """imbalance accepted for fewer copies"""
     hold: int = 0
-    """rows that a copy costs the rank that holds it"""
+    """cost of a copy to the rank that holds it, in rows"""
     serve: int = 0
-    """rows that it costs the rank it comes from"""
+    """its cost to the rank it comes from, in rows"""
     min_tokens: int = 0
-    """rows by which it must lower the rank it comes from"""
+    """rows by which it must relieve the rank it comes from"""
     tries: int = QUICK_TRIES
-    """orders in which exporters are served"""
+    """orders of exporters to try"""
 
 
 def balance_micro_batches(
@@ -410,9 +410,9 @@ class Balanced:
     """Flash copies of one layer and micro-batch, and whom they serve; homes serve all the rest."""
 
     expert_of_copy: NDArray[np.int64]
-    """[F] which expert is copied"""
+    """[F] copied expert"""
     rank_of_copy: NDArray[np.int64]
-    """[F] to which rank"""
+    """[F] rank that holds the copy"""
     tokens_FR: NDArray[np.int32]
     """[F, R] tokens of each source rank that each copy serves"""
     rank_load: NDArray[np.int64]

@@ -41,20 +41,16 @@ __all__ = [
     "turn_in_mini_batch",
 ]
 
-# Mini-batches: a schedule of each by itself, one after another.
-#
-# Which sequences an optimizer step learns from is part of the training recipe. It must not depend on the planner or on
-# the number of ranks, so packing moves sequences inside a mini-batch only.
-
 
 def joined(
     sequences: SequenceLoad,
     mini_batch_of_sequence: NDArray[np.integer],
     schedule_of: Callable[[SequenceLoad], Schedule],
 ) -> Schedule:
-    """The schedules of all mini-batches as one: micro-batches of mini-batch 0 first, then 1, ...
+    """Schedule each mini-batch separately and join them: micro-batches of mini-batch 0 first, then 1, ...
 
-    Micro-batches without sequences are left out: a mini-batch may have fewer sequences than there are groups.
+    The sequences of an optimizer step belong to the training recipe, so packing never moves them to another. Empty
+    micro-batches are left out.
     """
     micro_batch, rank = np.zeros((2, sequences.num_sequences), np.int32)
     width = 1
@@ -81,7 +77,7 @@ def joined(
 
 
 def turn_in_mini_batch(schedule: Schedule) -> NDArray[np.int64]:
-    """[M] the place of every micro-batch in its mini-batch."""
+    """[M] position of every micro-batch in its mini-batch."""
     number = np.arange(schedule.num_micro_batches)
     mini = schedule.mini_batch_of_micro_batch
     return number if mini is None else number - np.searchsorted(mini, mini)
@@ -101,7 +97,7 @@ def cell_cost(schedule: Schedule, lengths: NDArray[np.int64], num_ranks: int) ->
 
 
 def in_order(lengths: NDArray[np.int64], cluster: Cluster, *, tokens_per_rank: int) -> Schedule:
-    """The schedule of a framework that does not look: sequences in file order, cell after cell."""
+    """The schedule of a framework that does not balance: sequences in file order, cell after cell."""
     check_budget(lengths, tokens_per_rank)
     cell_of_sequence = np.zeros(lengths.size, np.int64)
     cell = used = 0
@@ -118,7 +114,7 @@ def in_order(lengths: NDArray[np.int64], cluster: Cluster, *, tokens_per_rank: i
 
 
 def fewest_micro_batches(lengths: NDArray[np.int64], num_ranks: int, tokens_per_rank: int) -> int:
-    """A lower bound on M: all tokens must fit, and no two sequences above half a budget share a cell."""
+    """Lower bound on M: all tokens must fit, and no two sequences above half a budget share a cell."""
     cells = max(-(-int(lengths.sum()) // tokens_per_rank), int(np.count_nonzero(2 * lengths > tokens_per_rank)), 1)
     return -(-cells // num_ranks)
 
@@ -133,9 +129,9 @@ def pack(
     least_micro_batches: int = 1,
     token_cost: int = DENSE_COST,
 ) -> Schedule:
-    """A schedule with the fewest micro-batches, even cells, and experts spread; homes are needed for the last part.
+    """A schedule with few micro-batches, even cells and, if homes are given, experts spread over micro-batches.
 
-    With several ranks per sequence a cell is as many neighbouring ranks, with their budgets together.
+    With several ranks per sequence a cell is that many neighbouring ranks with their joint budget.
     """
     lengths = sequences.length_of_sequence.astype(np.int64)
     budget, num_cells = tokens_per_rank * ranks_per_sequence, cluster.num_ranks // ranks_per_sequence
@@ -164,9 +160,9 @@ def pack(
 
 
 def check_budget(lengths: NDArray[np.int64], tokens_per_rank: int) -> None:
-    """An error if there are no sequences, or one is longer than a cell."""
+    """Raise if there are no sequences or one does not fit into a cell."""
     if lengths.ndim != 1 or lengths.size == 0:
-        raise InputError(f"cannot schedule sequences of lengths {lengths.shape}: a list of at least one is needed")
+        raise InputError(f"cannot schedule lengths of shape {lengths.shape}: a list of at least one is needed")
     if lengths.max() > tokens_per_rank:
         raise BudgetError(
             f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, a rank takes {tokens_per_rank} per "
@@ -177,7 +173,7 @@ def check_budget(lengths: NDArray[np.int64], tokens_per_rank: int) -> None:
 def _grouped(
     cell_of_sequence: NDArray[np.int64], cost: NDArray[np.int64], num_micro_batches: int, num_ranks: int
 ) -> NDArray[np.int64]:
-    """Cells renumbered in falling order of cost, so that a micro-batch has cells of like cost."""
+    """Cells renumbered by falling cost, so that a micro-batch has cells of similar cost."""
     total = _spent(cell_of_sequence, cost, num_micro_batches * num_ranks)
     rank_of_cell = np.empty(total.size, np.int64)
     rank_of_cell[np.argsort(-total, kind="stable")] = np.arange(total.size)
@@ -193,7 +189,7 @@ def _spent(cell_of_sequence: NDArray[np.int64], cost: NDArray[np.int64], num_cel
 def _waiting(
     cell_of_sequence: NDArray[np.int64], cost: NDArray[np.int64], num_micro_batches: int, num_ranks: int
 ) -> int:
-    """sum_m max_r: what the ranks wait for each other."""
+    """sum_m max_r, the cost of a schedule."""
     total = _spent(cell_of_sequence, cost, num_micro_batches * num_ranks)
     return int(total.reshape(num_micro_batches, num_ranks).max(axis=1).sum())
 

@@ -1,4 +1,4 @@
-"""Which stages need more than one link: their flash copies would not arrive in time over the fast one alone."""
+"""Stages whose flash copies are late over the fast link alone and need a second one."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ LATE = 0.01
 
 
 def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
-    """Stages in which copies come late by more than LATE of the time of all layers.
+    """Stages in which copies are late by more than LATE of the time of all layers.
 
-    Late is what the busiest link of a layer and micro-batch takes longer than the layer: its slowest rank's rows and
-    what comes with them, as the planner prices them. The other link is not free: weights are written to it every step.
+    Lateness is how much longer the busiest link takes than the layer itself, as the planner prices it. The second link
+    is not free: weights are written to it every step.
     """
     num_ranks = plan.cluster.num_ranks
     late = []

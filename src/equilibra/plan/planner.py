@@ -1,4 +1,4 @@
-"""The protocol of all planners, the problem they solve, and their names. `registry` fills in the planners we ship."""
+"""The planner protocol, the problem planners solve, and planners by name (`registry` adds those we ship)."""
 
 from __future__ import annotations
 
@@ -36,36 +36,34 @@ __all__ = [
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProblem(PlanLimits):
-    """One step to be planned. Values only: no clocks, devices or process groups, so every rank plans the same."""
+    """One step to plan. Values only, no clocks, devices or process groups, so every rank makes the same plan."""
 
     cluster: Cluster
-    """the ranks"""
     given_load: StepLoad | None = None
-    """the load, if micro-batches are fixed; otherwise it follows from sequences and schedule"""
+    """the load of fixed micro-batches; None: derived from sequences and schedule"""
     sequences: SequenceLoad | None = None
     """the sequences, for planners that pack"""
     schedule: Schedule | None = None
-    """where the framework would put the sequences; planners that do not pack keep it"""
+    """the framework's schedule; planners that do not pack keep it"""
     mini_batch_of_sequence: NDArray[np.integer] | None = None
-    """[S] the optimizer step each sequence is for: given, not decided; the schedule must keep to it. None: all 0"""
+    """[S] optimizer step of each sequence, which the schedule must respect; None: all 0"""
     tokens_per_rank: int | None = None
     """token budget of a (micro-batch, rank), for planners that pack"""
     least_micro_batches: int = 1
-    """micro-batches that a planner that packs makes at least: a budget of the whole micro-batch may ask for them. With
-    mini-batches it is the least of each, but for micro-batches that would be empty"""
+    """fewest micro-batches a planner that packs may make, in each mini-batch; empty ones are left out"""
     previous: Placement | None = None
-    """homes now; contiguous if not given"""
+    """homes before the step; None: contiguous"""
     history_LE: NDArray[np.int64] | None = None
-    """[L, E] loads of the last step, for planners that guess from history"""
+    """[L, E] loads of the previous step, for planners that use history"""
     rates: Rates
-    """what rows, copies and moves cost"""
+    """costs of rows, copies and moves"""
 
-    __eq__, __hash__ = object.__eq__, object.__hash__  # not those of the limits
+    __eq__, __hash__ = object.__eq__, object.__hash__  # not inherited from the limits
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.given_load is None) == (self.sequences is None or self.schedule is None):
-            raise InputError("a step problem needs either a load, or sequences with a schedule")
+            raise InputError("a step problem needs either given_load, or sequences with a schedule")
         if self.load.num_ranks != self.cluster.num_ranks:
             raise InputError(
                 f"loads of {self.load.num_ranks} source ranks do not fit a cluster of {self.cluster.num_ranks} ranks"
@@ -74,21 +72,21 @@ class StepProblem(PlanLimits):
         if self.previous is not None:
             shape = self.previous.home_of_expert.shape
             if shape != (self.load.num_layers, self.load.num_experts) or self.previous.cluster != self.cluster:
-                raise InputError(f"the previous placement {shape} is of another model or cluster")
+                raise InputError(f"the previous placement {shape} belongs to another model or cluster")
         if self.mini_batch_of_sequence is not None:
             self._check_mini_batches(self.mini_batch_of_sequence)
 
     def _check_mini_batches(self, mini_batch_of_sequence: NDArray[np.integer]) -> None:
         if self.sequences is None or self.schedule is None:
-            raise InputError("mini-batches are of sequences: a problem with a fixed load has none")
+            raise InputError("mini_batch_of_sequence needs sequences and a schedule, not a fixed load")
         check_mini_batches(mini_batch_of_sequence, self.sequences.num_sequences)
         other = np.flatnonzero(self.schedule.mini_batch_of_sequence != mini_batch_of_sequence)
         if other.size:
             s = int(other[0])
             raise InputError(
-                f"sequence {s} is of mini-batch {mini_batch_of_sequence[s]}, the given schedule has it in mini-batch "
-                f"{self.schedule.mini_batch_of_sequence[s]}: make the schedule of each mini-batch by itself, and join "
-                "them (equilibra.plan.pack.joined)"
+                f"sequence {s} is in mini-batch {mini_batch_of_sequence[s]}, but the schedule puts it in mini-batch "
+                f"{self.schedule.mini_batch_of_sequence[s]}: schedule each mini-batch separately and join "
+                "the schedules (equilibra.plan.pack.joined)"
             )
 
     @cached_property
@@ -101,7 +99,7 @@ class StepProblem(PlanLimits):
         return step_load(self.sequences, self.schedule, self.cluster)
 
     def load_under(self, schedule: Schedule | None) -> StepLoad:
-        """The load under another schedule, for example the one of a plan."""
+        """The load under another schedule, such as a plan's."""
         if schedule is None or schedule is self.schedule or self.sequences is None:
             return self.load
         return step_load(self.sequences, schedule, self.cluster)
@@ -116,55 +114,54 @@ class StepProblem(PlanLimits):
 
 
 class Timing(StrEnum):
-    """When a planner's decisions are made, which is what the step waits for."""
+    """When a planner decides, and so what the step waits for."""
 
     AHEAD = "ahead"
-    """from replayed routing: sizes are known before the step, copies come in time, nothing is exchanged"""
+    """before the step, from replayed routing: split sizes are known, copies are prefetched"""
     FIXED = "fixed"
-    """before the step, from history or totals: sizes are found out in every layer"""
+    """before the step, from history or totals: every layer still exchanges counts"""
     ONLINE = "online"
-    """in every layer, after its router: planning and copies are waited for"""
+    """in every layer after its router: the step waits for planning and copies"""
 
 
 class Planner(Protocol):
     """One method: a problem in, a plan out.
 
-    A planner that ignores a limit says so with a class attribute, `respects_slots = False` or `respects_nodes = False`;
-    the functions of these names read it. Planners without the attribute keep to the limit, and the contract suite
-    (tests/contracts) holds them to it.
+    A planner that ignores a limit sets the class attribute `respects_slots = False` or `respects_nodes = False`,
+    read by the functions of these names. The contract suite (tests/contracts) holds all others to the limits.
     """
 
     @property
     def name(self) -> str:
-        """In the registry and in plans."""
+        """Its name in the registry and in plans."""
         ...
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """The plan for this step. The same problem gives the same plan, on every machine."""
+        """The plan of the step; the same problem gives the same plan on every machine."""
         ...
 
 
 def respects_slots(planner: Planner) -> bool:
-    """Whether a rank never holds more copies than the problem allows.
+    """Whether no rank holds more copies than the problem allows.
 
-    Either spare_slots flash copies at a time and standing_slots standing copies per node and layer, or, for planners
-    whose redundant experts stay for the whole step, spare_slots experts of a layer more than its even share of homes.
+    That is spare_slots flash copies at a time and standing_slots standing copies per node and layer; for planners whose
+    redundant experts stay the whole step, spare_slots experts per layer above an even share of homes.
     """
     return bool(getattr(planner, "respects_slots", True))
 
 
 def respects_nodes(planner: Planner) -> bool:
-    """Whether flash copies never leave the node they are copied from."""
+    """Whether flash copies stay on the node they are copied from."""
     return bool(getattr(planner, "respects_nodes", True))
 
 
 def timing_of(planner: Planner) -> Timing:
-    """When it decides; planners say so with a class attribute `timing`, and plan ahead without one."""
+    """When the planner decides: its class attribute `timing`, AHEAD by default."""
     return Timing(getattr(planner, "timing", Timing.AHEAD))
 
 
 def online_us_of(planner: Planner) -> float:
-    """What an online planner takes in every layer, in microseconds: the class attribute `online_us`."""
+    """Microseconds an online planner takes in every layer: its class attribute `online_us`."""
     return float(getattr(planner, "online_us", 0.0))
 
 
@@ -172,7 +169,7 @@ _PLANNERS: dict[str, Callable[[], Planner]] = {}
 
 
 def register(name: str, make: Callable[[], Planner]) -> None:
-    """Make a planner known under a name."""
+    """Add a planner under a name."""
     if name in _PLANNERS:
         raise InputError(f"a planner named {name!r} is registered already")
     _PLANNERS[name] = make
@@ -184,7 +181,7 @@ def planner_names() -> list[str]:
 
 
 def planner_named(name: str) -> Planner:
-    """The planner of that name; an error that lists the names otherwise."""
+    """The planner of that name; InputError that lists the names if there is none."""
     planners = _all_planners()
     if name not in planners:
         raise InputError(f"no planner is named {name!r}; use one of {', '.join(planners)}")
@@ -192,6 +189,6 @@ def planner_named(name: str) -> Planner:
 
 
 def _all_planners() -> dict[str, Callable[[], Planner]]:
-    """The planners, with those we ship: imported here, because they import this file, and their kernels take time."""
+    """All planners; those we ship are imported here because they import this file and their kernels load slowly."""
     import_module("equilibra.plan.registry")
     return _PLANNERS

@@ -1,17 +1,16 @@
-"""What moves beside a layer costs its ranks time too: quotas of copies are levelled once more, when all are known.
+"""Relevel: adjust the quotas of copies for transfers of other layers, once all copies are known.
 
 Symbols: M micro-batches, L layers, E experts, R ranks, F flash copies, C standing copies, P = L * M problems.
 
-While a layer computes, weights of the flash copies of the visits before and after it move, and gradients of the latter
-leave and are added at their homes. That takes from the ranks that hold and serve them, and no layer and micro-batch
-that is planned by itself can know of it. So copies stay where they are, and how many of its expert's tokens each of
-them takes is levelled anew, with all of it counted as rows; those that are left without tokens are given up. (Copies
-chosen anew as well were no better.)
+While a layer computes, weights of the flash copies of its neighbour visits move, and gradients of the next visit's
+leave and are added at their homes. That costs the ranks that hold and serve them time, which planning one layer and
+micro-batch cannot know. So copies stay where they are and their quotas are levelled again with these costs counted as
+rows; copies left without tokens are dropped. (Choosing copies again was no better.)
 
-Kernels compute rows in tiles, and the last tile of an instance takes as long as a full one in all products but those of
-the weights' gradients, two thirds of the work. Shares that fill tiles take less: they are looked for around the level.
+Kernels compute rows in tiles. The last tile of an instance takes as long as a full one in all products but the weight
+gradients, two thirds of the work. So shares that fill tiles are sought around the level.
 
-A visit is a layer of a micro-batch; visits are in the order of micro-batches, inside them of layers, and go round.
+A visit is a layer of a micro-batch; visits are ordered by micro-batch, then layer, and wrap around.
 """
 
 from __future__ import annotations
@@ -31,17 +30,17 @@ from equilibra.plan.level import level_nodes
 __all__ = ["base_rows", "relevel", "thirds"]
 
 THIRDS = 3
-"""costs are counted in thirds of rows where tiles count"""
+"""costs are counted in thirds of rows where tiles matter"""
 _SWEEPS = 16
 
 
 def relevel(
     part: StagePlan, load: StepLoad, placement: Placement, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> StagePlan:
-    """The same copies with other quotas, where rates have a price for what moves beside a layer.
+    """The stage with new quotas, if rates price transfers during other layers.
 
-    Flash copies that are left without tokens are given up, and all is levelled once more without what they cost. Where
-    traffic across nodes costs something, quotas were chosen for it and stay.
+    Flash copies left without tokens are dropped and the rest is levelled again. If traffic across nodes has a price,
+    quotas were chosen for it and stay.
     """
     counts_traffic = rates.cross_row_us > 0 and placement.cluster.num_nodes > 1
     priced = rates.move_beside_us[stage] + rates.add_beside_us[stage] > 0

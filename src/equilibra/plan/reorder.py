@@ -1,4 +1,4 @@
-"""Reorder: the home of every expert of one layer, for the batch that comes.
+"""Reorder: the home of every expert of one layer for the coming batch.
 
 Symbols: B bins (nodes, or the ranks of a cluster of one node), E experts, M micro-batches; time_BEM the time that
 expert e adds to bin b in micro-batch m if its home is there (compute, and the traffic from other bins).
@@ -6,7 +6,7 @@ expert e adds to bin b in micro-batch m if its home is there (compute, and the t
 Problem. Choose homes, equally many per bin as before, that minimise sum_m max_b time[b, m] plus `price` for every
 expert that leaves the bin it was in.
 
-Method. Swap two experts of two bins while the cost falls: for each pair of bins all swaps are weighed at once with
+Method. Swap two experts of two bins while the cost falls: for each pair of bins all swaps are evaluated at once with
 the times of the other bins held, which is one pass over [experts, experts, M]. From the local optimum, kick a few
 random swaps and descend again, and keep what is better (iterated local search).
 
@@ -137,7 +137,7 @@ def reorder_bins(home0, base_BM, time_BEM, price, budget, seed, max_moves):  # t
     """Homes [E] (bins) and their cost; home0 must have equally many experts in every bin.
 
     base_BM: time of each bin that does not depend on homes. price: of an expert away from home0, in the same units.
-    budget: swaps to weigh. max_moves: at most so many experts may leave (a migration budget), -1 for any number.
+    budget: swaps to evaluate. max_moves: most experts that may leave (a migration budget), -1 for any number.
     """
     num_bins = base_BM.shape[0]
     size = home0.size // num_bins

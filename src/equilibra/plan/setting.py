@@ -1,4 +1,4 @@
-"""How steps are planned, wherever they run: who plans, within which limits, and at which prices."""
+"""How a run plans its steps: planner, limits and prices."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ __all__ = ["PlannerSetting"]
 
 @dataclass(frozen=True, kw_only=True)
 class PlannerSetting(PlanLimits):
-    """The same on every rank."""
+    """Planner, limits and prices; must be the same on every rank."""
 
     planner: str | Planner = "equilibra"
-    """who plans; "static" switches balancing off: contiguous homes, no copies"""
+    """planner or its name; "static" disables balancing: contiguous homes, no copies"""
     hardware: str | Prices = AUTO
-    """prices of rows, copies and links: a preset by name, a file that `equilibra doctor` or `calibrate` wrote, or auto:
-    the preset of the GPU; without a GPU that is known an H200's, by which copies cost no more than their rows"""
+    """prices: a preset, a file written by `equilibra doctor` or `calibrate`, or auto: the GPU's preset; for an unknown
+    device an H200's with copies that cost no more than their rows"""
     rates: Rates | None = None
-    """what rows, copies and moves of the model cost, if that is known better than from the hardware"""
+    """costs of rows, copies and moves that override those derived from the hardware"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,17 +41,16 @@ class PlannerSetting(PlanLimits):
 
     @property
     def chosen_planner(self) -> Planner:
-        """The planner, also where it was named."""
         return planner_named(self.planner) if isinstance(self.planner, str) else self.planner
 
     def on(self, device_name: str | None) -> Self:
-        """The same on a device, by the name its driver gives it (None: no GPU): auto becomes that device's prices."""
+        """The setting with auto resolved for a device name as the driver reports it (None: no GPU)."""
         return self if self.rates else replace(self, hardware=prices_of(self.hardware, device_name))
 
     def prices_hash(self) -> str:
-        """Of what plans are made for: ranks compare it."""
+        """Hash of the prices, which ranks compare."""
         return sha256(repr(self.rates or prices_of(self.hardware)).encode()).hexdigest()
 
     def rates_of(self, model: MoEModel, *, num_nodes: int) -> Rates:
-        """What the planner weighs for a model."""
+        """The planner's rates for a model."""
         return self.rates or rates_for(model, prices_of(self.hardware), num_nodes=num_nodes)

@@ -2,9 +2,9 @@
 
 Symbols: P problems, E experts, R source ranks.
 
-The time of a problem is that of the compiled call a runtime makes: sums of loads, copies and the split over sources,
-with memory prepared. All problems are solved once first, so that nothing is compiled while the clock runs; then the
-timed passes go over all problems in turn, so that no problem finds its own data still in the nearest cache.
+Timed is the compiled call a runtime makes: load sums, copies and the split over sources, with memory allocated before.
+All problems are first solved once, so that nothing is compiled during timing. Timed passes then go over all problems in
+turn, so that no problem finds its own data in the nearest cache.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ class Solved:
     """Results of P problems."""
 
     imbalance_before: NDArray[np.float64]
-    """[P] contiguous homes, no copies"""
+    """[P] with contiguous homes and no copies"""
     imbalance_after: NDArray[np.float64]
     """[P]"""
     lower_bound: NDArray[np.float64]
-    """[P] imbalance that no copies inside the nodes get below"""
+    """[P] imbalance that no flash copies can beat"""
     copies: NDArray[np.int64]
     """[P] flash copies"""
     largest_fan_out: NDArray[np.int64]
-    """[P] most copies that leave one rank"""
+    """[P] most copies sent by one rank"""
     solve_us: NDArray[np.float64]
     """[passes, P]"""
 
 
 def over_sources(load_PE: NDArray[np.integer], num_ranks: int) -> NDArray[np.int32]:
-    """[P, E, R] tokens as if every source rank had an equal share of every expert's, in whole numbers."""
+    """[P, E, R] tokens of every expert split evenly over source ranks, in whole numbers."""
     share, rest = np.divmod(load_PE.astype(np.int64), num_ranks)
     turn = np.arange(load_PE.shape[1])[:, None]  # the odd tokens of different experts go to different ranks
     extra = (np.arange(num_ranks) - turn) % num_ranks < rest[:, :, None]
@@ -59,9 +59,9 @@ def solve_problems(
     tolerance: float,
     passes: int = 3,
 ) -> Solved:
-    """Solve problems with contiguous homes and time them."""
+    """Solve and time problems with contiguous homes."""
     if spare_slots < 0 or not 0 <= tolerance < 1000:
-        raise InputError(f"spare slots and tolerance must not be negative, not {spare_slots} and {tolerance}")
+        raise InputError(f"spare slots must be >= 0 and tolerance in [0, 1000), not {spare_slots} and {tolerance}")
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
     spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied

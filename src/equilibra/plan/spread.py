@@ -5,7 +5,7 @@ Symbols: S sequences, M micro-batches, L layers, D folded sums; a bin is a node,
 Method. The skew of a schedule is the sum of squares, over micro-batches, layers and bins, of a bin's load around its
 mean. Sequences of like length are swapped between micro-batches where that lowers the skew, keeps every cell within
 its budget, and makes no micro-batch's slowest cell slower. Many layers and bins are folded into D sums with random
-signs, which keep squares on average, so a swap is weighed in D operations whatever the model.
+signs, which keep squares on average, so evaluating a swap takes D operations for any model.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The planner: pack, then per layer reorder and stand, then per micro-batch replicate and split.
 
-Layers are independent, so they are planned by threads; the kernels hold no GIL. Nothing random depends on the number
-of threads, so every rank makes the same plan (they compare its digest).
+Layers are independent and planned in threads; the kernels release the GIL. The plan does not depend on the number of
+threads, so every rank makes the same one (they compare its digest).
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ __all__ = ["Equilibra", "stage_plan", "usable_cores"]
 
 T = TypeVar("T")
 DEARER_FACTOR = 4
-"""how many times as many tokens a flash copy must take where links are too slow for all that would pay"""
+"""factor on the fewest tokens of a flash copy where links are too slow for all copies that would pay"""
 
 
 class _Filled(NamedTuple):
-    """One layer, planned."""
+    """A planned layer."""
 
     choice: Choice
     copies: dict[Stage, LayerCopies]
@@ -51,12 +51,11 @@ def usable_cores() -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class Equilibra:
-    """Our planner. Its mechanisms can be switched off one by one, for ablations."""
+    """Our planner; each mechanism can be switched off for ablations."""
 
     name: str = "equilibra"
-    """in the registry and in plans"""
     pack: bool = True
-    """give sequences to micro-batches by their routing"""
+    """assign sequences to micro-batches by their routing"""
     reorder: bool = True
     """move homes between steps"""
     standing: bool = True
@@ -66,22 +65,22 @@ class Equilibra:
     tolerance: float = 0.005
     """imbalance accepted for fewer flash copies"""
     min_tokens_per_copy: int | None = None
-    """tokens below which no flash copy is made; None: what a copy costs"""
+    """fewest tokens of a flash copy; None: from what a copy costs"""
     work: int = 3_000_000
-    """how long to search for homes: swaps weighed times micro-batches, per layer"""
+    """search budget for homes per layer: swaps tried times micro-batches"""
     exchange_rounds: int = 1
-    """how often every standing copy is tried against others"""
+    """rounds in which every standing copy is tried against others"""
     threads: int | None = None
     """threads to plan with; None: one per processor"""
 
     def __post_init__(self) -> None:
         if not 0 <= self.tolerance < 1000:
-            raise InputError(f"the tolerance must be from 0 to below 1000, not {self.tolerance}")
+            raise InputError(f"tolerance must be from 0 to below 1000, not {self.tolerance}")
         if self.threads is not None and self.threads < 1:
             raise InputError(f"threads must be at least 1, not {self.threads}")
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Plan one step. Packing that would cost more than leaving everything as it is, is not used."""
+        """Plan one step; packing is used only if it costs no more than changing nothing."""
         schedule = self._schedule(problem)
         plan, cost_us = self._plan(problem, schedule)
         if schedule is not problem.schedule:
@@ -92,13 +91,13 @@ class Equilibra:
         return plan
 
     def _plan(self, problem: StepProblem, schedule: Schedule | None) -> tuple[StepPlan, float]:
-        """The plan under a schedule, and what it costs."""
+        """The plan under a schedule, and its cost."""
         load = problem.load_under(schedule)
         layers = self._layers(problem, load)
         choices = self._each(lambda layer: choose(layers[layer]), len(layers))
         ranks = _on_ranks(choices, load, problem.cluster)
         done = self._fill_some(list(range(len(layers))), layers, choices, ranks)
-        # Layers that gave up their standing copies leave gaps: spread the others anew, until no layer gives up.
+        # Layers that gave up their standing copies leave gaps: spread the others again until no layer gives up.
         while any(filled.choice.standing_expert.size < rank.size for filled, rank in zip(done, ranks, strict=True)):
             choices, before = [filled.choice for filled in done], ranks
             ranks = _on_ranks(choices, load, problem.cluster)
@@ -159,7 +158,7 @@ class Equilibra:
         return self._each(lambda i: self._fill(layers[which[i]], choices[which[i]], ranks[which[i]]), len(which))
 
     def _fill(self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]) -> _Filled:
-        """Copies of both stages, with those that even out traffic or without; or nothing, where that is cheaper."""
+        """Copies of both stages, with or without those that even out traffic, or none where that is cheaper."""
         still = stay(layer)
         for row_slack, dearer in ((layer.rates.row_slack, 1), (NO_EXCHANGE, 1), (NO_EXCHANGE, DEARER_FACTOR)):
             copies = self._copies(layer, choice, ranks, row_slack, dearer)
@@ -173,7 +172,7 @@ class Equilibra:
     def _copies(
         self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float, dearer: int
     ) -> dict[Stage, LayerCopies]:
-        """Copies of both stages; they are the same where copies cost the same number of tokens."""
+        """Copies of both stages; equal prices give the same copies."""
         rates = layer.rates
         prices = {
             stage: (dearer * self._min_tokens(rates, stage), rates.hold_rows(stage), rates.serve_rows(stage))
@@ -199,7 +198,7 @@ class Equilibra:
 
 
 def stage_plan(layers: list[LayerCopies]) -> StagePlan:
-    """The layers' copies as one plan."""
+    """The copies of all layers as one stage of a plan."""
     num = np.concatenate([layer.num_of_micro_batch for layer in layers])
     return StagePlan(
         first_of_problem=np.concatenate([[0], np.cumsum(num)]).astype(np.int64),
@@ -212,9 +211,9 @@ def stage_plan(layers: list[LayerCopies]) -> StagePlan:
 
 
 def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[NDArray[np.int64]]:
-    """A rank of its node for every standing copy: the one that holds fewest, then the least loaded of the layer.
+    """A rank for every standing copy: the one of its node that holds fewest, then the least loaded in the layer.
 
-    So no rank holds more than its share of the node's standing copies over all layers: memory is even.
+    So the ranks of a node hold equally many standing copies over all layers, and memory is even.
     """
     group = cluster.ranks_per_node
     held = np.zeros(cluster.num_ranks, np.int64)

@@ -1,4 +1,4 @@
-"""Plans on disk: one .npz with every array and the names, checked by the plan's own digest when it is read."""
+"""Plans on disk: one .npz file, checked against the plan's digest when it is read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ VERSION = 2
 
 
 def save_plan(plan: StepPlan, path: Path | str, *, overwrite: bool = False) -> None:
-    """Write a plan; the file appears when it is complete."""
+    """Write a plan atomically."""
     about = {
         "format": FORMAT,
         "version": VERSION,
@@ -41,7 +41,7 @@ def save_plan(plan: StepPlan, path: Path | str, *, overwrite: bool = False) -> N
 
 
 def load_plan(path: Path | str) -> StepPlan:
-    """Read a plan; an error if it is damaged, of another format, or not what its digest says."""
+    """Read a plan; InputError if it is damaged, of another format, or does not match its digest."""
     path = Path(path)
     try:
         with np.load(path, allow_pickle=False) as archive:
@@ -49,14 +49,14 @@ def load_plan(path: Path | str) -> StepPlan:
     except OSError as error:
         raise cannot("read", path, error) from error
     except (ValueError, zipfile.BadZipFile, KeyError, EOFError, MemoryError) as error:
-        raise InputError(f"cannot read {path}: it is no plan, or damaged ({error})") from error
+        raise InputError(f"cannot read {path}: not a plan, or damaged ({error})") from error
     about = _about(path, arrays.pop("about", None))
     try:
         plan = _plan(about, arrays)
     except (KeyError, TypeError, ValueError, IndexError, EquilibraError) as error:
-        raise InputError(f"cannot read {path}: its arrays make no plan ({error})") from error
+        raise InputError(f"cannot read {path}: its arrays are not a valid plan ({error})") from error
     if plan.digest != about["digest"]:
-        raise InputError(f"cannot use {path}: its digest is {plan.digest}, it was written as {about['digest']}")
+        raise InputError(f"cannot use {path}: its digest is {plan.digest}, but the file says {about['digest']}")
     return plan
 
 

@@ -1,4 +1,9 @@
-"""`simulate`: the whole question in one call. Routing, a model and a machine in, every planner's step out."""
+"""`simulate`: routing, a model and a machine in, every planner's step out.
+
+`static` always runs: speedups are relative to it. `balanced` is a bound and not a plan: of all compared plans, the one
+that is fastest once experts and their traffic are even over the ranks and planning, copies and exchanges are free. No
+compared plan is faster, and its figures say nothing about copies.
+"""
 
 from __future__ import annotations
 
@@ -10,72 +15,184 @@ import numpy as np
 from numpy.typing import NDArray
 
 import equilibra
+from equilibra.core.checks import check_whole
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
+from equilibra.core.plan import Stage
 from equilibra.cost.prices import Prices
 from equilibra.cost.rates import rates_for
-from equilibra.events.run import Run
-from equilibra.plan.planner import Planner
-from equilibra.simulate.compare import BALANCED, DEFAULT_PLANNERS, STATIC, Comparison, compare
+from equilibra.events.imbalance import spread
+from equilibra.events.run import PlannerRecord, Run
+from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.simulate.record import balanced_record, planner_record
 from equilibra.simulate.scenario import step_problems
 from equilibra.simulate.setting import RunSetting
+from equilibra.simulate.step import StepResult, simulate_step
 from equilibra.simulate.times import Pricing
 
-__all__ = ["Answer", "Question", "simulate"]
+__all__ = [
+    "BALANCED",
+    "DEFAULT_PLANNERS",
+    "STATIC",
+    "Answer",
+    "Comparison",
+    "Question",
+    "compare",
+    "simulate",
+    "step_metrics",
+]
+
+STATIC, BALANCED = "static", "balanced"
+DEFAULT_PLANNERS = (STATIC, "eplb-history", "eplb-oracle", "lplb", "ultraep", "equilibra", BALANCED)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Comparison:
+    """Metrics and records of each planner."""
+
+    metrics: dict[str, dict[str, float]]
+    """figures by planner and name"""
+    records: dict[str, PlannerRecord] = field(default_factory=dict)
+    """report data by planner; empty unless kept"""
+
+
+@dataclass
+class _Best:
+    """The fastest balanced step so far."""
+
+    seconds: float = float("inf")
+    metrics: dict[str, float] = field(default_factory=dict)
+    record: PlannerRecord | None = None
+
+
+def compare(
+    problems: Sequence[StepProblem],
+    planners: Sequence[str | Planner],
+    pricing: Pricing,
+    *,
+    keep_records: bool = False,
+    tell: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
+) -> Comparison:
+    """Simulate the step under each planner in turn; only one plan is in memory at a time.
+
+    tell(name, done, all) is called before each planner.
+    """
+    named = [planner_named(planner) if isinstance(planner, str) else planner for planner in planners]
+    plans = [planner for planner in named if planner.name not in (STATIC, BALANCED)]
+    plans.insert(0, planner_named(STATIC))
+    metrics: dict[str, dict[str, float]] = {}
+    records: dict[str, PlannerRecord] = {}
+    best = _Best()
+    for number, planner in enumerate(plans):
+        tell(planner.name, number, len(plans))
+        result = simulate_step(problems, planner, pricing)
+        metrics[planner.name] = step_metrics(result)
+        if keep_records:
+            records[planner.name] = planner_record(result.groups[0], pricing, metrics[planner.name])
+        if result.ideal_s < best.seconds:
+            best.seconds, best.metrics = result.ideal_s, _balanced_metrics(result)
+            best.record = balanced_record(result.groups[0], pricing, best.metrics) if keep_records else None
+    metrics[BALANCED] = best.metrics
+    if best.record is not None:
+        records[BALANCED] = best.record
+    for figures in metrics.values():
+        figures["speedup_over_static"] = metrics[STATIC]["step_time_s"] / figures["step_time_s"]
+        figures["share_of_balanced"] = best.seconds / figures["step_time_s"]
+    return Comparison(metrics=metrics, records=records)
+
+
+def step_metrics(result: StepResult) -> dict[str, float]:
+    """Metrics of one planner's step; those relative to other planners are 1."""
+    groups = result.groups
+    problems = sum(group.plan.num_layers * group.plan.num_micro_batches for group in groups)
+    layers = sum(group.plan.num_layers for group in groups)
+    flash = sum(group.plan.stages[Stage.UPDATE].num_copies for group in groups) / problems
+    standing = sum(group.plan.standing.num_copies for group in groups) / layers
+    ratio = spread(result.imbalances())
+    bound = sum(float(group.plan.bound_LM.sum()) for group in groups)
+    slowest = sum(float(group.plan.rank_load(group.load).max(axis=2).sum()) for group in groups)
+    return {
+        "step_time_s": result.step_s,
+        "throughput_tokens_per_s": result.num_tokens / result.step_s,
+        "speedup_over_static": 1.0,  # compare() fills in both
+        "share_of_balanced": 1.0,
+        "imbalance_mean": ratio.mean,
+        "imbalance_p99": ratio.p99,
+        "slowest_rank_over_bound": slowest / bound if bound else 1.0,
+        "copies_per_layer": flash + standing,
+        "flash_copies_per_layer": flash,
+        "standing_copies_per_layer": standing,
+        "copy_bytes": sum(group.copy_bytes for group in groups),
+        "migration_bytes": sum(group.migration_bytes for group in groups),
+        "exposed_overhead_s": result.exposed_s,
+        "peak_memory_bytes": max(sum(group.memory.values()) for group in groups),
+        "micro_batches": float(np.mean([group.plan.num_micro_batches for group in groups])),
+    }
+
+
+def _balanced_metrics(result: StepResult) -> dict[str, float]:
+    nothing = ("copies_per_layer", "flash_copies_per_layer", "standing_copies_per_layer", "copy_bytes",
+               "migration_bytes", "exposed_overhead_s")  # fmt: skip
+    return {
+        **step_metrics(result),
+        **dict.fromkeys(nothing, 0.0),
+        "step_time_s": result.ideal_s,
+        "throughput_tokens_per_s": result.num_tokens / result.ideal_s,
+        "imbalance_mean": 1.0,
+        "imbalance_p99": 1.0,
+        "slowest_rank_over_bound": 1.0,
+        "peak_memory_bytes": max(sum(group.ideal_memory.values()) for group in result.groups),
+    }
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Question:
-    """What would this step take on that cluster?"""
+    """The step, the cluster and the planners to simulate."""
 
     sequences: SequenceLoad
     """loads of the step's sequences"""
     model: MoEModel
-    """shapes"""
     hardware: Prices
-    """speeds"""
     cluster: Cluster
-    """one expert-parallel group"""
+    """ranks of one expert-parallel group"""
     tokens_per_microbatch: int
     """token budget of the whole group"""
     planners: Sequence[str | Planner] = DEFAULT_PLANNERS
-    """what to compare; static and balanced always run"""
+    """planners to compare; static and balanced always run"""
     limits: PlanLimits = field(default_factory=PlanLimits)
-    """what plans may use"""
+    """slots and moves plans may use"""
     setting: RunSetting = field(default_factory=RunSetting)
-    """how the step is run"""
     ranks_per_sequence: int | None = None
-    """ranks that share a sequence; None: those of a node, or of as few nodes as hold the longest"""
+    """ranks that share a sequence; None: a node, or as few nodes as hold the longest sequence"""
     history_LE: NDArray[np.int64] | None = None
-    """[L, E] loads of the last step; None: the first half of this one stands for them"""
+    """[L, E] loads of the previous step; None: the first half of this step"""
 
     def __post_init__(self) -> None:
         shape = (self.sequences.num_layers, self.sequences.num_experts)
         if shape != (self.model.num_layers, self.model.num_experts):
             raise InputError(
                 f"the routing has {shape[0]} layers of {shape[1]} experts, {self.model.name} has "
-                f"{self.model.num_layers} of {self.model.num_experts}"
+                f"{self.model.num_layers} of {self.model.num_experts}; name the model it was recorded from"
             )
-        if not 1 <= self.tokens_per_microbatch <= 2**40:
-            raise InputError(f"tokens_per_microbatch must be from 1 to 2^40, not {self.tokens_per_microbatch}")
+        check_whole("tokens_per_microbatch", self.tokens_per_microbatch, low=1, high=2**40)
         if self.history_LE is not None and self.history_LE.shape != shape:
-            raise InputError(f"the last step's routing is {self.history_LE.shape}, this step's {shape}")
+            raise InputError(f"history_LE has shape {self.history_LE.shape}, but this step's routing needs {shape}")
         if self.setting.pipeline_stages > shape[0]:
-            raise InputError(f"{shape[0]} layers cannot make {self.setting.pipeline_stages} pipeline stages: use fewer")
+            raise InputError(f"{shape[0]} layers cannot fill {self.setting.pipeline_stages} pipeline stages: use fewer")
         self.cluster.experts_per_rank(self.model.num_experts)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answer:
-    """What each planner's step would take, and the run behind it."""
+    """Metrics of each planner's step, and the run for a report."""
 
     metrics: dict[str, dict[str, float]]
     """figures by planner and name"""
     run: Run
-    """what was asked, and what a report shows; without records if they were not kept"""
+    """the question and the planners' records, if kept"""
 
 
 def simulate(
@@ -85,15 +202,14 @@ def simulate(
     keep_records: bool = True,
     tell: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
 ) -> Answer:
-    """Answer a question. `about` is added to what the run says of itself; tell(name, done, all) comes before each."""
+    """Compare the planners. `about` is added to the run's own; tell(name, done, all) is called before each planner."""
     pricing = Pricing(
         model=question.model, hardware=question.hardware, cluster=question.cluster, setting=question.setting
     )
     problems = step_problems(
         question.sequences,
         question.cluster,
-        # without our kernels: a plan is to weigh what the step is charged for here, and the laws do not know of tiles
-        # or of what moves beside a layer
+        # without our kernels: the plan must weigh what the simulator charges, which has no tiles or background moves
         rates_for(question.model, question.hardware.without_kernels(), num_nodes=question.cluster.num_nodes),
         tokens_per_microbatch=question.tokens_per_microbatch,
         ranks_per_sequence=question.ranks_per_sequence,
@@ -133,7 +249,7 @@ def _described(question: Question, *, ranks_per_sequence: int) -> dict[str, Any]
 
 
 def _flat(hardware: Prices, model: MoEModel) -> dict[str, Any]:
-    """The hardware without tables in it; of the factors of shapes, the one for this model."""
+    """The prices as one flat table, with only this model's shape factor."""
     found: dict[str, Any] = {}
     for key, value in asdict(hardware.without_kernels()).items():
         if isinstance(value, dict):
@@ -145,13 +261,13 @@ def _flat(hardware: Prices, model: MoEModel) -> dict[str, Any]:
 
 
 def _warnings(question: Question, found: Comparison) -> list[str]:
-    """What a reader must know before believing the figures."""
+    """Caveats a reader needs before trusting the figures."""
     lines = []
     memory = question.hardware.memory_bytes
     too_much = [name for name, figures in found.metrics.items() if figures["peak_memory_bytes"] > memory]
     if too_much:
         lines.append(
-            f"{', '.join(too_much)} would need more than the {memory / 1e9:.0f} GB of {question.hardware.name}: "
+            f"{', '.join(too_much)} would exceed the {memory / 1e9:.0f} GB of {question.hardware.name}: "
             "use more ranks, pipeline stages, or smaller micro-batches"
         )
     static, ours = found.metrics[STATIC], found.metrics.get("equilibra", found.metrics[STATIC])
@@ -160,7 +276,7 @@ def _warnings(question: Question, found: Comparison) -> list[str]:
     if static["micro_batches"] < 4:
         lines.append(
             f"the recording makes only {static['micro_batches']:.0f} micro-batches of "
-            f"{question.tokens_per_microbatch} tokens: what is paid once a step weighs more than in a long step"
+            f"{question.tokens_per_microbatch} tokens: once-a-step costs weigh more than in a long step"
         )
     if static["step_time_s"] < 1.02 * found.metrics[BALANCED]["step_time_s"]:
         lines.append("there is little to balance: static placement is within 2 % of perfect balance")

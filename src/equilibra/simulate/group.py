@@ -1,4 +1,4 @@
-"""One expert-parallel group per pipeline stage, run through a whole step.
+"""Run a whole step on one expert-parallel group per pipeline stage.
 
 Symbols: V visits, N nodes, L layers, M micro-batches, P passes.
 """
@@ -15,37 +15,36 @@ from equilibra.core.errors import InputError
 from equilibra.core.visit import Stage
 from equilibra.events.run import PASSES
 from equilibra.events.schema import Direction
-from equilibra.simulate.order import Pass, Visits, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.timeline import COLUMNS, run_visits
+from equilibra.simulate.timeline import COLUMNS, Pass, Visits, passes_of_stage, run_visits, visits_of
 from equilibra.simulate.times import Times
 
 __all__ = ["GroupTimeline", "StageRecord", "run_group"]
 
 
 class StageRecord(NamedTuple):
-    """What one pipeline stage recorded of the chosen micro-batch."""
+    """Times of one pipeline stage in the recorded micro-batch."""
 
     visits: Visits
     """all visits of the stage"""
     chosen: NDArray[np.int64]
-    """[W] the visits that were recorded"""
+    """[W] numbers of the recorded visits"""
     begin_us: NDArray[np.float64]
-    """[V]"""
+    """[V] when each visit begins"""
     times_us: NDArray[np.float64]
-    """[W, R, columns] as `timeline.COLUMNS`"""
+    """[W, R, 6] as described at `timeline.COLUMNS`"""
     ready_us: NDArray[np.float64]
-    """[N, V] when flash copies of each visit had arrived"""
+    """[N, V] when the flash copies of each visit have arrived"""
     net_ready_us: NDArray[np.float64]
-    """[V] when standing copies and moved homes of each visit had arrived"""
+    """[V] when its standing copies and moved homes have arrived"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupTimeline:
-    """A step of one data-parallel replica."""
+    """Times of a step of one data-parallel replica."""
 
     optimizer_ends_us: NDArray[np.float64]
-    """[optimizer steps] when each of them ends, counted from the end of the rollout"""
+    """[optimizer steps] end of each, from the end of the rollout"""
     layer_us_PLM: NDArray[np.float64]
     """[P, L, M] time of each pass through each layer and micro-batch"""
     records: list[StageRecord]
@@ -58,10 +57,10 @@ class GroupTimeline:
 
 
 def run_group(times: Times, setting: RunSetting, *, window: int = -1) -> GroupTimeline:
-    """Run the step; `window` is the micro-batch to record."""
+    """Run the step and record micro-batch `window` (-1: none)."""
     num_layers, num_micro_batches, *_ = times.shape
     if setting.pipeline_stages > num_layers:
-        raise InputError(f"{num_layers} layers cannot make {setting.pipeline_stages} pipeline stages: use fewer")
+        raise InputError(f"{num_layers} layers cannot fill {setting.pipeline_stages} pipeline stages: use fewer")
     cuts = [num_layers * i // setting.pipeline_stages for i in range(setting.pipeline_stages + 1)]
     stages = [
         _PipelineStage(times, setting, number, range(cuts[number], cuts[number + 1]), window)
@@ -90,7 +89,7 @@ def _ready(
     stages: list[_PipelineStage],
     times: Times,
 ) -> float | None:
-    """When a pass may start on a pipeline stage, or None if what it needs has not run."""
+    """When a pass may start on a pipeline stage; None if the pass it needs has not run."""
     forward = one.direction is Direction.FORWARD
     neighbour = number - 1 if forward else number + 1
     if not 0 <= neighbour < len(stages):
@@ -112,9 +111,9 @@ class _PipelineStage:
         self.at = 0
         self.optimizer_ends: list[float] = []
         self.rank_free = np.zeros(num_ranks)
-        planned = float(times.plan_ready_us[layers[0]])  # nothing is fetched before it is known what to fetch
+        planned = float(times.plan_ready_us[layers[0]])  # no copy is fetched before it is planned
         self.inside, self.host = _Links.idle(num_nodes, planned), _Links.idle(num_nodes, planned)
-        self.net = np.array([0.0, planned, 0.0])  # done, free, next visit that is not ready
+        self.net = np.array([0.0, planned, 0.0])  # done, free, next visit not ready
         size = self.visits.layer.size
         self.begin, self.end = np.zeros(size), np.zeros(size)
         self.ready, self.host_ready = np.zeros((num_nodes, size)), np.zeros((num_nodes, size))
@@ -130,7 +129,7 @@ class _PipelineStage:
         return float(self.rank_free.max())
 
     def run(self, one: Pass, ready: float) -> float:
-        """One pass; returns when it is through."""
+        """Run one pass; returns when it ends."""
         times, visits, queues = self.times, self.visits, self.queues
         np.maximum(self.rank_free, ready, out=self.rank_free)
         backward = one.direction is Direction.BACKWARD
@@ -161,7 +160,7 @@ class _PipelineStage:
         return self.at + (2 * layers if one.direction is Direction.BACKWARD and again else layers)
 
     def _optimizer_step(self, visit: int) -> None:
-        """Wait for everything on the links, then step."""
+        """Wait for all links to drain, then step."""
         queues = self.queues
         left = [
             (self.inside.free + queues.total_VN[visit] - self.inside.done).max(),
@@ -182,7 +181,6 @@ class _PipelineStage:
         np.add.at(layer_us, (number, self.visits.layer, self.visits.micro_batch), self.end - self.begin)
 
     def record(self) -> StageRecord:
-        """What was recorded of the chosen micro-batch."""
         ready = np.maximum(self.ready, self.host_ready)
         return StageRecord(self.visits, self.chosen, self.begin, self.recorded, ready, self.net_ready)
 
@@ -201,7 +199,7 @@ class _Links:
 
 
 class _Queues(NamedTuple):
-    """What the links of a pipeline stage have to move: cumulated microseconds by visit."""
+    """Work of a pipeline stage's links: cumulated microseconds by visit."""
 
     need_VN: NDArray[np.float64]
     limit_VN: NDArray[np.float64]
@@ -246,12 +244,12 @@ def _queues(times: Times, visits: Visits, setting: RunSetting) -> _Queues:
 
 
 def _sums(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """[V + 1, ...] sums of the first entries."""
+    """[V + 1, ...] cumulative sums, from 0."""
     return np.concatenate([np.zeros((1, *values.shape[1:])), np.cumsum(values, axis=0)])
 
 
 def _ends_of_layers(visits: Visits) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """The first visit of every layer in every optimizer step, and its last."""
+    """First and last visit of every layer in every optimizer step."""
     key = visits.last_of_chunk * (int(visits.layer.max()) + 1) + visits.layer
     _, first = np.unique(key, return_index=True)
     _, from_end = np.unique(key[::-1], return_index=True)

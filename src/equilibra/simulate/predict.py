@@ -1,10 +1,10 @@
-"""Predict: what the cost model says of a plan that a runtime executes, to stand beside what was measured.
+"""Predict: simulate the plan a runtime executed, to compare with what was measured.
 
     records = beside(measured, plan, sequences, pricing)       # {"equilibra": measured, "predicted": ...}
     save_run(Run(about={"kind": "measured"}, planners=records), "step.run")        # then: equilibra report step.run
 
-The constants that the measured step says something about (experts, links, copies, counts) are fitted to it, so the
-prediction says whether times follow from rows and bytes as the model has it, not how fast the machine is.
+Constants that the measured step determines (experts, links, copies, counts) are fitted to it. So the prediction tests
+whether times follow from rows and bytes as the cost model says, not how fast the machine is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from equilibra.cost.calibrate import calibrate, measurements_of_run
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord
 from equilibra.plan.planner import StepProblem, Timing
-from equilibra.simulate.compare import step_metrics
+from equilibra.simulate.entry import step_metrics
 from equilibra.simulate.record import planner_record
 from equilibra.simulate.step import simulate_step
 from equilibra.simulate.times import Pricing
@@ -32,7 +32,7 @@ PREDICTED = "predicted"
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A planner that has one plan."""
+    """A planner that returns a given plan."""
 
     timing: ClassVar[Timing] = Timing.AHEAD
 
@@ -40,20 +40,18 @@ class _Given:
 
     @property
     def name(self) -> str:
-        """Of the planner that made it."""
         return self.given.planner
 
     def plan(self, problem: StepProblem) -> StepPlan:  # noqa: ARG002
-        """The plan."""
         return self.given
 
 
 def predict(
     plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int = 2, window: int | None = None
 ) -> PlannerRecord:
-    """The record of a step that runs this plan; its token counts are those of the plan, exactly.
+    """The record of a simulated step under this plan, which must have its schedule.
 
-    The plan needs its schedule. window: the micro-batch whose events are kept, None for the one that waits most.
+    window: the micro-batch whose events are kept; None: the least balanced one.
     """
     problem = StepProblem(
         cluster=plan.cluster, sequences=sequences, schedule=plan.schedule, previous=plan.previous, rates=Rates.free(),
@@ -61,7 +59,7 @@ def predict(
     )  # fmt: skip
     result = simulate_step([problem], _Given(given=plan), pricing, window=window)
     metrics = step_metrics(result)
-    for compared in ("speedup_over_static", "share_of_balanced"):  # nothing is compared here
+    for compared in ("speedup_over_static", "share_of_balanced"):
         del metrics[compared]
     return planner_record(result.groups[0], pricing, metrics)
 
@@ -69,13 +67,13 @@ def predict(
 def beside(
     measured: PlannerRecord, plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int = 2
 ) -> dict[str, PlannerRecord]:
-    """A measured step and, beside it, what the cost model fitted to it predicts for the same plan."""
+    """The measured step, and the prediction for its plan by a cost model fitted to it."""
     experts_per_rank = plan.placement.num_experts // plan.cluster.num_ranks
     cases = measurements_of_run(pricing.model, measured.events, experts_per_rank=experts_per_rank)
     hardware = pricing.hardware
     for kind in dict.fromkeys(case["kind"] for case in cases):
         about_kind = [case for case in cases if case["kind"] == kind]
-        with suppress(InputError):  # too few or too noisy to fix the constants: they stay as they were
+        with suppress(InputError):  # too few or too noisy for a fit: keep the constants
             hardware = calibrate(about_kind, hardware, name="measured", source="fitted to the step beside it").hardware
     window = int(measured.events.rows["micro_batch"].max(initial=0))
     predicted = predict(plan, sequences, replace(pricing, hardware=hardware), spare_slots=spare_slots, window=window)

@@ -1,4 +1,4 @@
-"""Records: what a simulated step leaves for a report: exact counts, times, and the events of one micro-batch.
+"""Records of a simulated step for reports: exact counts, times, and the events of one micro-batch.
 
 Symbols: S stages, L layers, M micro-batches, R ranks, E experts, N nodes, W recorded visits.
 """
@@ -40,7 +40,7 @@ def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, flo
 
 
 def balanced_record(result: GroupResult, pricing: Pricing, metrics: dict[str, float]) -> PlannerRecord:
-    """The record of the same step, perfectly balanced: every rank has the mean, rounded."""
+    """The record of the same step under perfect balance: every rank has the rounded mean."""
     plan = result.plan
     rows_LMR = plan.rank_load(result.load)
     even = np.broadcast_to(np.rint(rows_LMR.mean(axis=2, keepdims=True)), rows_LMR.shape).astype(np.int32)
@@ -84,7 +84,7 @@ def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_SLMR
     inside, across = times.inside_us[where], times.across_us[where]
     moved = np.maximum(inside, across)
     backward = (visits.direction[chosen] == Direction.BACKWARD)[:, None] & np.ones(num_ranks, np.bool_)
-    opened = got - moved.max(axis=1, keepdims=True)  # when the first all-to-all moves bytes
+    opened = got - moved.max(axis=1, keepdims=True)  # when bytes of the first all-to-all start to move
     closed = np.broadcast_to(end.max(axis=1, keepdims=True), end.shape)
     arrived = np.where(backward, opened - times.latency_us, attention_end)
     link = np.where(across >= inside, int(Resource.NIC), int(Resource.NVLINK))
@@ -123,7 +123,7 @@ def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_SLMR
 
 
 def _flash_events(result: GroupResult, pricing: Pricing) -> list[Table]:
-    """Flash copies of the recorded visits, and their gradients on the way home."""
+    """Flash copies of the recorded visits and their returning gradients."""
     return [
         table
         for record in result.timeline.records
@@ -167,7 +167,7 @@ def _flash_of_visit(result: GroupResult, pricing: Pricing, record: StageRecord, 
 
 
 def _step_events(result: GroupResult, pricing: Pricing) -> list[Table]:
-    """What happens once a step: planning, standing copies, moved homes, the optimizer."""
+    """Once-a-step events: planning, standing copies, moved homes, the optimizer."""
     plan, times, model = result.plan, result.times, pricing.model
     found = []
     ready_L = np.zeros(plan.num_layers)

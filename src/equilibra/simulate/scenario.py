@@ -1,10 +1,10 @@
 """From routing to the problems of a step: micro-batches of a given size, in the order of the recording.
 
-Micro-batches take whole sequences in file order up to a token budget of the whole expert-parallel group. Inside one,
-sequences go to cells, longest first to the cell with the least work, as frameworks that balance lengths do. A cell is a
-node, whose ranks share every sequence in equal parts (sequence and context parallelism over fast links, as RL recipes
-have it), or several nodes where sequences are longer than a node's share; a user may ask for less. A planner that packs
-may move sequences between micro-batches, but gets no more of them, and no cell larger than the largest here.
+A micro-batch takes whole sequences in file order up to the token budget of the expert-parallel group. Its sequences go
+longest first to the cell with the least work, as in frameworks that balance lengths. A cell is a node whose ranks share
+every sequence equally (sequence or context parallelism), or several nodes where sequences exceed a node's share; a user
+may ask for less. A planner that packs may move sequences between micro-batches, but gets no more micro-batches and no
+cell larger than the largest here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = ["check_fits", "file_order_schedule", "joined", "ranks_for_longest", "
 
 
 def check_fits(recording: Recording, model: MoEModel, name: str) -> None:
-    """Raise unless a recording is of a model of this shape."""
+    """Raise InputError unless the recording has the model's layers, experts and top-k."""
     found = (recording.num_layers, recording.num_experts, recording.top_k)
     asked = (model.num_layers, model.num_experts, model.top_k)
     if found != asked:
@@ -41,7 +41,7 @@ def check_fits(recording: Recording, model: MoEModel, name: str) -> None:
 
 
 def joined(parts: Sequence[Recording]) -> SequenceLoad:
-    """The loads of several recordings of one step, one after another."""
+    """Sequence loads of several recordings of one step, concatenated."""
     loads = [sequence_loads(part) for part in parts]
     if len(loads) == 1:
         return loads[0]
@@ -52,13 +52,13 @@ def joined(parts: Sequence[Recording]) -> SequenceLoad:
 
 
 def ranks_for_longest(lengths: NDArray[np.int64], cluster: Cluster, tokens_per_microbatch: int) -> int:
-    """A node, or as few neighbouring nodes as have a share of a micro-batch that holds the longest sequence."""
+    """Ranks of a node, or of as few neighbouring nodes as can hold the longest sequence."""
     longest, num_ranks = int(lengths.max()), cluster.num_ranks
     for width in range(cluster.ranks_per_node, num_ranks + 1, cluster.ranks_per_node):
         if num_ranks % width == 0 and longest * num_ranks <= width * tokens_per_microbatch:
             return width
     raise BudgetError(
-        f"sequence {int(lengths.argmax())} has {longest} tokens, a micro-batch {tokens_per_microbatch}: "
+        f"sequence {int(lengths.argmax())} has {longest} tokens, a micro-batch only {tokens_per_microbatch}: "
         f"allow at least {longest} tokens per micro-batch"
     )
 
@@ -102,7 +102,7 @@ def step_problems(
     data_parallel: int = 1,
     optimizer_steps: int = 1,
 ) -> list[StepProblem]:
-    """One problem per data-parallel group; without history, the first half of the sequences stands for it."""
+    """One problem per data-parallel group; without history, the first half of the sequences is used."""
     limits = limits or PlanLimits()
     lengths = sequences.length_of_sequence
     width = ranks_per_sequence or ranks_for_longest(lengths, cluster, tokens_per_microbatch)
@@ -122,11 +122,11 @@ def _groups(sequences: SequenceLoad, count: int) -> list[SequenceLoad]:
     if count == 1:
         return [sequences]
     if sequences.num_sequences < count:
-        raise InputError(f"{sequences.num_sequences} sequences cannot be given to {count} data-parallel groups")
+        raise InputError(f"{sequences.num_sequences} sequences cannot fill {count} data-parallel groups: use fewer")
     lengths = sequences.length_of_sequence
     middle = np.cumsum(lengths) - lengths / 2
     group = np.minimum(middle * count // lengths.sum(), count - 1).astype(np.int64)
-    group = np.maximum(group, np.arange(lengths.size) - lengths.size + count)  # nobody goes without
+    group = np.maximum(group, np.arange(lengths.size) - lengths.size + count)  # at least one sequence each
     group = np.minimum(group, np.arange(lengths.size))
     return [
         SequenceLoad(

@@ -14,27 +14,27 @@ class CopyPath(StrEnum):
     """Where flash copies come from."""
 
     NVLINK = "nvlink"
-    """from the device that is home: fast, shares the links with dispatch and combine"""
+    """from the home device: fast, but shares links with dispatch and combine"""
     HOST = "host"
-    """from memory of the node that every rank reads: slower, disturbs no other link; gradients still use NVLink"""
+    """from host memory shared by the node: slower, but on a link of its own; gradients still use NVLink"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class RunSetting:
-    """One way to run a step. The expert-parallel group is the problem's cluster; everything here is on top of it."""
+    """How a step is run, on top of the expert-parallel group that the problem's cluster describes."""
 
     prefetch_depth: int = 1
-    """layers ahead that flash copies may be fetched; 0: while the layer's own attention runs"""
+    """layers by which flash copies are prefetched; 0: during the layer's own attention"""
     activation_recompute: bool = True
-    """compute activations anew in the backward pass, layer by layer"""
+    """recompute activations in the backward pass, layer by layer"""
     pipeline_stages: int = 1
-    """parts of the model that follow each other, each on an expert-parallel group of its own (1F1B)"""
+    """pipeline stages (1F1B), each on its own expert-parallel group"""
     data_parallel: int = 1
-    """expert-parallel groups that work on different sequences"""
+    """data-parallel replicas, each with its own sequences"""
     optimizer_steps: int = 1
-    """optimizer steps of the update (mini-batches); standing copies are fetched anew for each"""
+    """optimizer steps (mini-batches) of the update; each fetches standing copies again"""
     logprob_stage: bool = True
-    """whether old log-probabilities are computed anew before the update"""
+    """recompute the old log-probs before the update"""
     logprob_path: CopyPath = CopyPath.NVLINK
     """path of flash copies in the log-prob stage"""
     update_path: CopyPath = CopyPath.NVLINK

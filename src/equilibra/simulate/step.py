@@ -1,7 +1,7 @@
-"""One step under one planner: plan, price, run, and what came out.
+"""Simulate one step under one planner: plan, price, run.
 
-Symbols: L layers, M micro-batches, R ranks. With data parallelism every group has sequences of its own, plans for
-itself, and the step takes as long as its slowest group; figures are over all groups, records of the first.
+Under data parallelism every group plans for its own sequences and the step takes as long as its slowest group. Metrics
+cover all groups, records only the first.
 """
 
 from __future__ import annotations
@@ -14,77 +14,71 @@ from numpy.typing import NDArray
 
 from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.memory import MemoryNeed, memory_need
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of
 from equilibra.simulate.group import GroupTimeline, run_group
 from equilibra.simulate.times import CellWork, Pricing, Times, cell_work, ideal, price
-from equilibra.simulate.work import LayerMoves, StageWork, layer_moves, stage_work
+from equilibra.simulate.work import LayerMoves, MemoryNeed, StageWork, layer_moves, memory_need, stage_work
 
 __all__ = ["GroupResult", "StepResult", "simulate_group", "simulate_step"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupResult:
-    """One expert-parallel group."""
+    """Simulated step of one expert-parallel group."""
 
     plan: StepPlan
-    """what was planned"""
     load: StepLoad
     """the load under the plan's schedule"""
     times: Times
-    """its price"""
     timeline: GroupTimeline
-    """how it ran"""
     free_timeline: GroupTimeline
-    """how it would run with the same balance and no overhead"""
+    """the same balance without overhead"""
     ideal_times: Times
-    """the price with experts and traffic even over the ranks, and no overhead"""
+    """experts and traffic even over the ranks, without overhead"""
     ideal_timeline: GroupTimeline
-    """how that would run"""
     memory: dict[str, float]
-    """bytes on the rank that needs most"""
+    """bytes by kind on the rank that needs most"""
     ideal_memory: dict[str, float]
-    """the same, if every rank were at the mean"""
+    """bytes by kind if every rank had the mean load"""
     copy_bytes: float
-    """weights and gradients of copies, all ranks"""
+    """weights and gradients of copies on all ranks"""
     migration_bytes: float
-    """homes that moved"""
+    """weights and state of homes that moved"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepResult:
-    """One planner's step."""
+    """Simulated step of one planner."""
 
     planner: str
-    """its name"""
     groups: list[GroupResult]
     """by data-parallel group"""
     num_tokens: int
-    """tokens of the step, all groups"""
+    """tokens of all groups"""
 
     @property
     def step_s(self) -> float:
-        """Groups wait for each other at every optimizer step."""
+        """Duration of the step; groups wait for each other at every optimizer step."""
         return _together_s([group.timeline for group in self.groups])
 
     @property
     def ideal_s(self) -> float:
-        """The same, were experts and traffic even over the ranks of every group."""
+        """Duration with experts and traffic even over the ranks of every group."""
         return _together_s([group.ideal_timeline for group in self.groups])
 
     @property
     def exposed_s(self) -> float:
-        """What planning, copies, moves and exchanged counts add to the step."""
+        """Time that planning, copies, moves and exchanged counts add to the step."""
         return self.step_s - _together_s([group.free_timeline for group in self.groups])
 
     def imbalances(self) -> NDArray[np.float64]:
-        """Of every layer and micro-batch of every group."""
+        """Imbalance of every layer and micro-batch of every group."""
         return np.concatenate([imbalance(group.plan.rank_load(group.load)).ravel() for group in self.groups])
 
 
 def _together_s(timelines: Sequence[GroupTimeline]) -> float:
-    """The slowest group of every optimizer step, in seconds; a group with fewer of them has nothing in the last."""
+    """Seconds of the slowest group, summed over optimizer steps."""
     took_us = np.zeros((len(timelines), max(timeline.optimizer_ends_us.size for timeline in timelines)))
     for took, timeline in zip(took_us, timelines, strict=True):
         took[: timeline.optimizer_ends_us.size] = np.diff(timeline.optimizer_ends_us, prepend=0.0)
@@ -94,7 +88,7 @@ def _together_s(timelines: Sequence[GroupTimeline]) -> float:
 def simulate_step(
     problems: Sequence[StepProblem], planner: Planner, pricing: Pricing, *, window: int | None = None
 ) -> StepResult:
-    """Run the step of all groups; `window` is the micro-batch to record, None for the one that waits most."""
+    """Simulate the step of all groups; `window` is the micro-batch to record, None for the least balanced one."""
     return StepResult(
         planner=planner.name,
         groups=[simulate_group(problem, planner, pricing, window=window) for problem in problems],
@@ -110,7 +104,7 @@ def _num_tokens(problem: StepProblem) -> int:
 def simulate_group(
     problem: StepProblem, planner: Planner, pricing: Pricing, *, window: int | None = None
 ) -> GroupResult:
-    """Plan and run one group."""
+    """Plan and simulate one group."""
     assert problem.sequences is not None
     plan = planner.plan(problem)
     load = problem.load_under(plan.schedule)
@@ -146,7 +140,7 @@ def simulate_group(
 
 
 def _copy_bytes(pricing: Pricing, plan: StepPlan) -> float:
-    """Flash copies: fetched forward, fetched anew for the backward pass, gradients back; standing ones once a step."""
+    """Flash copies are fetched forward and again backward and return gradients; standing ones move once a step."""
     model, setting = pricing.model, pricing.setting
     logprob = plan.stages[Stage.LOGPROB].num_copies * setting.logprob_stage
     update = plan.stages[Stage.UPDATE].num_copies
@@ -164,7 +158,7 @@ def _memory(
     work: StageWork,
     spare_slots: int,
 ) -> dict[str, float]:
-    """The memory of a plan, or of perfect balance without one."""
+    """Memory of the fullest rank under a plan; None: under perfect balance."""
     model, setting, cluster = pricing.model, pricing.setting, pricing.cluster
     slots = 0
     if plan is not None and plan.stages[Stage.UPDATE].num_copies:

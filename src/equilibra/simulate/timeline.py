@@ -1,28 +1,98 @@
 """The timeline: every rank and link of one expert-parallel group, from visit to visit.
 
-A visit is one pass of one micro-batch through one layer. Forward, rank r
+The log-prob stage runs all micro-batches forward. The update runs one forward, one backward (1F1B): a pipeline stage
+with n stages behind it starts n + 1 forward passes before its first backward pass. Micro-batches of different optimizer
+steps do not mix. A visit is one pass of one micro-batch through one layer; under activation recompute a backward pass
+visits each layer twice, forward again and then backward. In a forward visit, rank r
 
     computes attention ─► dispatches (waits for all) ─► computes its experts (waits for its copies) ─► combines (waits)
 
-and backward the same from right to left. An all-to-all starts when the last rank arrives and ends for all when its
-busiest rank is through, so the balance of a plan counts by its maxima alone. It occupies a node's NVLink and the
-network for what they have to move; so do copies, which run in the gaps it leaves. Each link serves its copies in the
-order they are needed, up to the prefetch depth ahead, and always lets an all-to-all go first. A queue is therefore two
-numbers per visit: `need`, the work that must be done before the visit's experts start, and `limit`, the work that is
-known by then. All of it is additions and maxima of the given times, so nothing gets faster when a time grows.
+and in a backward visit the same from right to left. An all-to-all starts when the last rank arrives and ends for all
+when its busiest rank is done, so only the maxima of loads count. It occupies NVLink and the network; copies run
+in the gaps it leaves. Each link serves its copies in the order they are needed, up to the prefetch depth ahead, and
+an all-to-all always goes first. A queue is therefore two numbers per visit: `need`, the work to finish before the
+visit's experts start, and `limit`, the work known by then. Only additions and maxima of the given times occur, so
+nothing gets faster when a time grows.
 
-Queues: copies inside the nodes (one per node), over the host link (one per node, never interrupted), across
-nodes (one).
+Queues: inside each node, over each node's host link (never interrupted), and one across nodes.
 """
 
 from __future__ import annotations
 
+from itertools import pairwise
+from typing import NamedTuple
+
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
+from equilibra.core.visit import Stage
 from equilibra.events.schema import Direction
+from equilibra.simulate.setting import RunSetting
 
-__all__ = ["COLUMNS", "run_visits"]
+__all__ = ["COLUMNS", "Pass", "Visits", "chunks", "passes_of_stage", "run_visits", "visits_of"]
+
+
+class Pass(NamedTuple):
+    """One micro-batch through all layers of a pipeline stage, forward or backward."""
+
+    stage: Stage
+    direction: Direction
+    micro_batch: int
+    chunk: int
+    """number of the optimizer step from 0; -1 in the log-prob stage"""
+
+
+class Visits(NamedTuple):
+    """All visits of one pipeline stage, in order."""
+
+    stage: NDArray[np.int64]
+    direction: NDArray[np.int64]
+    layer: NDArray[np.int64]
+    micro_batch: NDArray[np.int64]
+    last_of_chunk: NDArray[np.int64]
+    """the last visit before weights change: no copy is fetched beyond it"""
+
+
+def chunks(num_micro_batches: int, optimizer_steps: int) -> list[range]:
+    """Micro-batches of each optimizer step, split as evenly as possible."""
+    bounds = [num_micro_batches * i // optimizer_steps for i in range(optimizer_steps + 1)]
+    return [range(a, b) for a, b in pairwise(bounds) if b > a]
+
+
+def passes_of_stage(number: int, num_micro_batches: int, setting: RunSetting) -> list[Pass]:
+    """The passes of pipeline stage `number`, in order."""
+    found: list[Pass] = []
+    if setting.logprob_stage:
+        found += [Pass(Stage.LOGPROB, Direction.FORWARD, m, -1) for m in range(num_micro_batches)]
+    for chunk, part in enumerate(chunks(num_micro_batches, setting.optimizer_steps)):
+        ahead = min(setting.pipeline_stages - number, len(part))
+        forward = [Pass(Stage.UPDATE, Direction.FORWARD, m, chunk) for m in part]
+        backward = [Pass(Stage.UPDATE, Direction.BACKWARD, m, chunk) for m in part]
+        found += forward[:ahead]
+        for i, one in enumerate(backward):
+            found.append(one)
+            found += forward[ahead + i : ahead + i + 1]
+    return found
+
+
+def visits_of(passes: list[Pass], layers: range, *, activation_recompute: bool) -> Visits:
+    """The visits these passes make to the layers of a pipeline stage."""
+    rows: list[tuple[int, int, int, int, int]] = []
+    for one in passes:
+        if one.direction is Direction.FORWARD:
+            rows += [(one.stage.number, Direction.FORWARD, layer, one.micro_batch, one.chunk) for layer in layers]
+            continue
+        for layer in reversed(layers):
+            if activation_recompute:
+                rows.append((one.stage.number, Direction.FORWARD_AGAIN, layer, one.micro_batch, one.chunk))
+            rows.append((one.stage.number, Direction.BACKWARD, layer, one.micro_batch, one.chunk))
+    table = np.array(rows, np.int64).reshape(-1, 5)
+    chunk = np.maximum(table[:, 4], 0)  # weights are the same in the log-prob stage and in the first optimizer step
+    last = np.searchsorted(chunk, chunk, side="right") - 1
+    stage, direction, layer, micro_batch, _ = np.ascontiguousarray(table.T)
+    return Visits(stage, direction, layer, micro_batch, last)
+
 
 BACKWARD, FORWARD = int(Direction.BACKWARD), int(Direction.FORWARD)
 COLUMNS = 6

@@ -1,10 +1,9 @@
-"""Times: the work of a plan, priced by a model and a machine.
+"""Times: the work of a plan, priced for a model and a machine.
 
 Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is log-prob forward, update forward or update backward
-(`measure.run.PASSES`). All times are microseconds. `ideal` is the same step with experts and their traffic at the mean
-on every rank, and nothing to copy, plan or exchange: no plan with this schedule and traffic gets below it, since every
-price is convex in what a rank does. `without_overhead` keeps the balance of the plan and drops what it costs to have
-it.
+(`events.run.PASSES`). Times are in microseconds. `ideal` is the same step with experts and their traffic at the mean
+on every rank and nothing to copy, plan or exchange. Prices are convex in a rank's work, so no plan with this schedule
+and traffic is faster. `without_overhead` keeps the balance of the plan and drops its cost.
 """
 
 from __future__ import annotations
@@ -26,41 +25,41 @@ from equilibra.simulate.work import LayerMoves, StageWork
 __all__ = ["CellWork", "Pricing", "Times", "cell_work", "ideal", "price"]
 
 PERMUTED = 4
-"""times a row is read or written to be put in order, on its source and on the rank that computes it"""
+"""reads and writes of a row to permute it, on its source and on the rank that computes it"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellWork:
-    """What a rank does for its own tokens."""
+    """Tokens of every rank, and the attention work they bring."""
 
     tokens_MR: NDArray[np.float64]
     """[M, R] tokens"""
     squares_MR: NDArray[np.float64]
-    """[M, R] sum of squared lengths of their sequences, in the rank's share"""
+    """[M, R] the rank's share of the squared sequence lengths"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Times:
-    """Everything the timeline needs."""
+    """Durations of everything on the timeline."""
 
     attention_us: NDArray[np.float64]
-    """[2, M, R] attention and dense parts of one layer, forward and backward"""
+    """[2, M, R] one layer without its experts, forward and backward"""
     outer_us: NDArray[np.float64]
     """[2, M, R] parts outside the MoE layers, forward and backward"""
     experts_us: NDArray[np.float64]
     """[passes, L, M, R]"""
     slowed_us: NDArray[np.float64]
-    """[passes, L, M, R] by which hidden copies slow the rank's compute"""
+    """[passes, L, M, R] slowdown of compute by hidden copies"""
     inside_us: NDArray[np.float64]
-    """[stages, L, M, R] one dispatch or combine on the links inside a node"""
+    """[stages, L, M, R] one dispatch or combine on links inside the node"""
     across_us: NDArray[np.float64]
     """[stages, L, M, R] the same across nodes"""
     flash_us: NDArray[np.float64]
-    """[stages, L, M, N] flash copies on the busiest rank of a node"""
+    """[stages, L, M, N] flash copies of the node's busiest rank"""
     flash_return_us: NDArray[np.float64]
     """[L, M, N] their gradients"""
     setup_inside_us: NDArray[np.float64]
-    """[2, L] once-a-step copies and moves on links inside a node: before the first optimizer step, before later ones"""
+    """[2, L] standing copies and moves inside a node, before the first and before later optimizer steps"""
     setup_across_us: NDArray[np.float64]
     """[2, L] the same across nodes"""
     return_inside_us: NDArray[np.float64]
@@ -68,21 +67,21 @@ class Times:
     return_across_us: NDArray[np.float64]
     """[L] the same across nodes"""
     reduce_us: float
-    """gradients of one layer summed over data-parallel replicas: everybody has this"""
+    """gradient reduction of one layer over data-parallel replicas"""
     plan_ready_us: NDArray[np.float64]
-    """[L] when each layer's plan is there"""
+    """[L] when each layer's plan is ready"""
     latency_us: float
-    """of one all-to-all"""
+    """latency of one all-to-all"""
     counts_us: float
-    """of finding out sizes and planning in every layer, 0 if they are known"""
+    """exchange of counts and planning in every layer; 0 if planned ahead"""
     exposed_copies: bool
     """whether flash copies start only after the router (online planners)"""
     optimizer_us: float
     """one optimizer step"""
     hop_us: NDArray[np.float64]
-    """[M] a micro-batch from one pipeline stage to the next"""
+    """[M] transfer of a micro-batch to the next pipeline stage"""
     host_path: tuple[bool, bool]
-    """whether flash copies of the log-prob and the update stage come over the host link"""
+    """whether flash copies use the host link, in the log-prob and in the update stage"""
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -90,7 +89,7 @@ class Times:
         return (*self.experts_us.shape[1:], self.flash_us.shape[3])
 
     def without_overhead(self) -> Times:
-        """The same balance, for free."""
+        """The same balance without copies, moves, planning and exchanged counts."""
         free = {
             name: np.zeros_like(getattr(self, name))
             for name in ("slowed_us", "flash_us", "flash_return_us", "setup_inside_us", "setup_across_us",
@@ -112,20 +111,17 @@ def cell_work(lengths: NDArray[np.int64], schedule: Schedule, cluster: Cluster) 
 
 @dataclass(frozen=True, kw_only=True)
 class Pricing:
-    """What turns work into times."""
+    """A model on a machine: prices the work of a plan."""
 
     model: MoEModel
-    """shapes"""
     hardware: Prices
-    """speeds"""
     cluster: Cluster
-    """the expert-parallel group"""
+    """ranks of the expert-parallel group"""
     setting: RunSetting
-    """how the step is run"""
 
     @property
     def row_bytes(self) -> int:
-        """What one pair weighs on a link."""
+        """Bytes of one (token, expert) pair on a link."""
         return self.model.hidden * self.model.weight_bytes
 
     def attention_us(self, cells: CellWork) -> NDArray[np.float64]:
@@ -144,7 +140,7 @@ class Pricing:
         return np.stack([forward, 2 * forward])
 
     def experts_us(self, work: StageWork, *, backward: bool) -> NDArray[np.float64]:
-        """[L, M, R] the experts, with putting their rows in order."""
+        """[L, M, R] the experts, with permuting their rows."""
         law = self.hardware.experts_backward if backward else self.hardware.experts_forward
         products = work.rows_LMR * law.row_us(self.model, backward=backward)
         instances = work.instances_LMR * law.instance_us(self.model)
@@ -153,7 +149,7 @@ class Pricing:
         return law.fixed_us + np.maximum(instances + products, weights) + permuted
 
     def reduce_us(self) -> float:
-        """Gradients of one layer summed over replicas, and weights back: what the slower link takes."""
+        """Gradient reduction of one layer over replicas and the all-gather of weights, on the slower link."""
         model, machine, cluster = self.model, self.hardware, self.cluster
         replicas = cluster.num_ranks * self.setting.data_parallel
         share = (replicas - 1) / replicas
@@ -169,7 +165,7 @@ class Pricing:
         return us
 
     def optimizer_us(self) -> float:
-        """One optimizer step: gradients and state read, state and weights written."""
+        """One optimizer step: read gradients and state, write state and weights."""
         model, setting = self.model, self.setting
         layers = -(-model.num_layers // setting.pipeline_stages)
         homes = layers * model.num_experts / self.cluster.num_ranks * model.expert_parameters
@@ -179,10 +175,9 @@ class Pricing:
         return moved * 1e-3 / self.hardware.hbm_gb_per_s
 
     def plan_ready_us(self, num_micro_batches: int, num_sequences: int) -> NDArray[np.float64]:
-        """[L] when layers are planned by the node's processors, in order, after packing.
+        """[L] when each layer is planned: after packing, in order, on the node's processors.
 
-        The constants are fitted to times on one core of a Xeon: 8 to 512 ranks, 128 to 512 experts, 256 to 4,096
-        sequences.
+        Constants are fitted to one Xeon core with 8 to 512 ranks, 128 to 512 experts, 256 to 4,096 sequences.
         """
         ranks, crowd = self.cluster.num_ranks, (self.model.num_experts / 128) ** 0.5
         micro_batch_us = 7 * ranks if self.cluster.num_nodes == 1 else 10 * ranks + 0.25 * ranks**2
@@ -255,7 +250,7 @@ def price(
 
 
 def ideal(pricing: Pricing, times: Times, work: dict[Stage, StageWork]) -> Times:
-    """The same schedule with experts and their traffic even over all ranks, and nothing to copy, plan or exchange."""
+    """The same schedule with experts and traffic even over all ranks and no overhead."""
     row_us, machine = pricing.row_bytes * 1e-3, pricing.hardware
     homes = pricing.model.num_experts / pricing.cluster.num_ranks
     even = [_even(work[stage], homes) for stage in Stage]

@@ -1,7 +1,12 @@
-"""Work: what a plan asks of every rank and link, exactly, before any time is put on it.
+"""Work: exact rows, traffic, copies and memory of every rank under a plan, before anything is priced.
 
-Symbols: L layers, M micro-batches, R ranks, N nodes. Rows are (token, expert) pairs. A pair whose source is not the
-rank that computes it crosses NVLink inside a node, or the network across nodes, once to be dispatched and once back.
+Symbols: L layers, M micro-batches, R ranks. Rows are (token, expert) pairs. A pair computed away from its source rank
+crosses NVLink (inside a node) or the network (across nodes), once to be dispatched and once back.
+
+Memory: weights, accumulated gradients, optimizer state (sharded over data-parallel replicas), spare slots, standing
+copies and activations. Under activation recompute a rank keeps the input of every layer of every micro-batch in flight
+and the internals of one layer. Those of the experts grow with its rows, so the hottest rank needs most. Logits are
+assumed to be computed in pieces and do not count.
 """
 
 from __future__ import annotations
@@ -15,41 +20,51 @@ from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 from equilibra.core.load import StepLoad
+from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StagePlan, StepPlan
 
-__all__ = ["LayerMoves", "StageWork", "layer_moves", "stage_work"]
+__all__ = [
+    "LayerMoves",
+    "MemoryNeed",
+    "StageWork",
+    "dense_activation_bytes",
+    "expert_activation_bytes",
+    "layer_moves",
+    "memory_need",
+    "stage_work",
+]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StageWork:
-    """One stage of a plan. A link's load is that of its busier direction."""
+    """Work of one stage of a plan. A link's load is that of its busier direction."""
 
     rows_LMR: NDArray[np.float64]
-    """[L, M, R] pairs that each rank computes"""
+    """[L, M, R] pairs each rank computes"""
     instances_LMR: NDArray[np.float64]
-    """[L, M, R] experts that each rank holds: homes, standing and flash copies"""
+    """[L, M, R] instances on each rank: homes, standing and flash copies"""
     inside_LMR: NDArray[np.float64]
     """[L, M, R] pairs on each rank's links inside the node"""
     across_LMR: NDArray[np.float64]
     """[L, M, R] pairs on each rank's share of the network"""
     mean_inside_LM: NDArray[np.float64]
-    """[L, M] pairs inside nodes per rank, if every rank had the same"""
+    """[L, M] mean pairs per rank inside nodes"""
     mean_across_LM: NDArray[np.float64]
-    """[L, M] pairs across nodes per rank, if every rank had the same"""
+    """[L, M] mean pairs per rank across nodes"""
     flash_LMR: NDArray[np.float64]
     """[L, M, R] flash copies on each rank's links, in their busier direction"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class LayerMoves:
-    """Experts that go from rank to rank once a step, on the busiest rank of each layer."""
+    """Experts moved once a step, counted on the busiest rank of each layer."""
 
     standing_inside_L: NDArray[np.float64]
     """[L] standing copies on the busiest rank's links inside its node"""
     standing_across_L: NDArray[np.float64]
     """[L] the same across nodes"""
     moved_inside_L: NDArray[np.float64]
-    """[L] homes that move inside a node, on the busiest rank"""
+    """[L] homes that move inside a node"""
     moved_across_L: NDArray[np.float64]
     """[L] the same across nodes"""
     standing_of_rank: NDArray[np.int64]
@@ -96,7 +111,7 @@ def _flash_on_links(part: StagePlan, shape: tuple[int, int, int, int]) -> NDArra
 
 
 def layer_moves(plan: StepPlan) -> LayerMoves:
-    """What moves once a step."""
+    """Standing copies and moved homes of a plan."""
     home, before, standing = plan.placement.home_of_expert, plan.previous.home_of_expert, plan.standing
     layer, expert = np.nonzero(home != before)
     from_home = home[standing.layer, standing.expert]
@@ -114,7 +129,7 @@ def layer_moves(plan: StepPlan) -> LayerMoves:
 def _busiest(
     plan: StepPlan, layer: NDArray[np.integer], origin: NDArray[np.integer], target: NDArray[np.integer]
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """([L], [L]) experts on the busiest rank's links inside nodes, and across, in their busier direction."""
+    """([L], [L]) experts on the busiest rank's links inside and across nodes, in their busier direction."""
     num_ranks, group = plan.cluster.num_ranks, plan.cluster.ranks_per_node
     inside = origin // group == target // group
     found = []
@@ -158,3 +173,68 @@ def _serve(out, m, source, rank, group, pairs):  # type: ignore[no-untyped-def]
         link = 2 if source // group == rank // group else 4
         out[link, m, source] += pairs
         out[link + 1, m, rank] += pairs
+
+
+# Memory of the fullest rank
+
+DENSE_ACTIVATIONS = 16
+"""values of width `hidden` that attention, norms and the router of a layer keep per token for the backward pass"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryNeed:
+    """What a rank has to hold."""
+
+    layers: int
+    """MoE layers on the rank"""
+    experts_at_home: int
+    """experts of one layer whose home is the rank"""
+    dense_replicas: int
+    """ranks that hold the same dense weights and share their optimizer state"""
+    expert_replicas: int
+    """ranks that hold the same experts and share their optimizer state"""
+    slots_in_flight: int
+    """spare slots of all buffers"""
+    standing_copies: int
+    """standing copies on the fullest rank, all layers"""
+    micro_batches_in_flight: int
+    """micro-batches between their forward and backward pass"""
+    activation_recompute: bool
+
+
+def dense_activation_bytes(model: MoEModel) -> int:
+    """Bytes of activations one token keeps in one layer outside its experts."""
+    return (DENSE_ACTIVATIONS * model.hidden + 2 * model.attention_width) * model.weight_bytes
+
+
+def expert_activation_bytes(model: MoEModel) -> int:
+    """Bytes of activations one row keeps in one layer: input, gate, up, their product, output."""
+    return (2 * model.hidden + 3 * model.expert_ffn) * model.weight_bytes
+
+
+def memory_need(
+    model: MoEModel, need: MemoryNeed, tokens_MR: NDArray[np.float64], rows_LMR: NDArray[np.float64]
+) -> dict[str, float]:
+    """Bytes by kind, on the rank and in the micro-batch that need most."""
+    dense = need.layers * model.dense_parameters + model.outer_parameters + model.embedding_parameters
+    experts = need.layers * need.experts_at_home * model.expert_parameters
+    copy_bytes = model.expert_bytes + model.expert_gradient_bytes
+    dense_MR = tokens_MR * float(dense_activation_bytes(model))
+    rows_MR = rows_LMR.max(axis=0) if need.activation_recompute else rows_LMR.sum(axis=0)
+    expert_MR = rows_MR * float(expert_activation_bytes(model))
+    if need.activation_recompute:
+        kept_MR = tokens_MR * float(need.layers * model.hidden * model.weight_bytes)
+        busiest_MR = kept_MR * need.micro_batches_in_flight + dense_MR + expert_MR
+    else:
+        busiest_MR = (dense_MR * need.layers + expert_MR) * need.micro_batches_in_flight
+    worst = np.unravel_index(int(busiest_MR.argmax()), busiest_MR.shape)
+    of_experts = float(expert_MR[worst]) * (1 if need.activation_recompute else need.micro_batches_in_flight)
+    return {
+        "weights": float((dense + experts) * model.weight_bytes),
+        "gradients": float((dense + experts) * model.gradient_bytes),
+        "optimizer": float((dense / need.dense_replicas + experts / need.expert_replicas) * model.state_bytes),
+        "spare_slots": float(need.slots_in_flight * copy_bytes),
+        "standing_copies": float(need.standing_copies * copy_bytes),
+        "activations_experts": of_experts,
+        "activations_other": float(busiest_MR[worst]) - of_experts,
+    }

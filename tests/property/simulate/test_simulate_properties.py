@@ -16,7 +16,7 @@ from equilibra.core.errors import InputError
 from equilibra.cost.prices import ExpertLaw
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import Timing, planner_named
-from equilibra.simulate.compare import compare
+from equilibra.simulate.entry import compare
 from equilibra.simulate.group import run_group
 from equilibra.simulate.scenario import step_problems
 from equilibra.simulate.setting import RunSetting

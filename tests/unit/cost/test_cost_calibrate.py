@@ -107,7 +107,7 @@ GOOD = {"kind": "dense", "flop": 1e9, "us": 5.0}
         ([{"kind": "hidden_copy", "bytes": 10, "us": 5.0}], "us_alone must be"),
         ([{"kind": "hidden_copy", "bytes": 10, "us": 5.0, "us_alone": 4.0}] * 3, "one size"),
         ([{"kind": "nic", "bytes": size, "us": 1e3 / size} for size in (10, 1000)], "do not grow"),
-        (cases("forward", 0.0)[:3], "at least 4 cases"),
+        (cases("forward", 0.0)[:3], "measure 4 or more"),
         ([{**one, "us": 5.0} for one in cases("forward", 0.0)], "hardly depend on rows"),
         ([{**one, "hidden": 10.5} for one in cases("forward", 0.0)], "hidden must be a whole number"),
         ([{**one, "direction": "sideways"} for one in cases("forward", 0.0)], "direction must be"),

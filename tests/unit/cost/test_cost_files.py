@@ -85,8 +85,8 @@ def test_a_model_survives_json_and_toml(tmp_path):
         (MODEL.replace("top_k = 2", "top_k = 9"), "top-9 of 8"),
         (MODEL + "name = 3", "name must be text"),
         (MODEL + "quadratic_share = '1'", "quadratic_share"),
-        ("hidden = ", "it is no toml"),
-        ("\x00", "it is no toml"),
+        ("hidden = ", "not valid toml"),
+        ("\x00", "not valid toml"),
     ],
 )
 def test_bad_models(content, match, tmp_path):

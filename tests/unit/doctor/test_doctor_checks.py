@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from equilibra.doctor import devices, driver, ipc, memory, software, streams, worker
+from equilibra.doctor import devices, ipc, memory, software, worker
 from equilibra.doctor.finding import Ask, Finding, State, first_line, guarded
 
 GIB = 2**30
@@ -130,7 +130,7 @@ def test_the_driver_against_the_runtime(monkeypatch, driver_is, runtime, state):
 
 
 def test_no_driver(monkeypatch):
-    monkeypatch.setattr(driver, "LIBRARY", "libno-such-thing.so.1")
+    monkeypatch.setattr(devices, "LIBRARY", "libno-such-thing.so.1")
     assert check("cuda")[0].state is State.NOT_TESTED
 
 
@@ -174,7 +174,7 @@ def test_peers(two_gpus, monkeypatch):
     monkeypatch.setattr(torch.cuda, "can_device_access_peer", lambda a, b: (a, b) != (1, 0))
     found = devices.check_peers()
     assert found.state is State.MISSING
-    assert "1 of 2 pairs: 1→0" in found.text
+    assert "1 of 2 pairs have none: 1→0" in found.text
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     assert devices.check_peers().state is State.NOT_TESTED
 
@@ -227,20 +227,20 @@ class FakeDriver:
 def test_the_driver_is_asked_by_its_second_version_where_there_is_one():
     stream, flag = types.SimpleNamespace(cuda_stream=1), torch.zeros(1, dtype=torch.int64)
     both = FakeDriver(0, ("cuStreamWaitValue64", "cuStreamWaitValue64_v2"))
-    streams._value(both, "Wait", stream, flag, 0)
+    devices._value(both, "Wait", stream, flag, 0)
     assert both.calls == ["cuStreamWaitValue64_v2"]
     first = FakeDriver(801, ("cuStreamWriteValue64",))
-    with pytest.raises(driver.DriverError, match=r"cuStreamWriteValue64 answered 801 \(unknown\)"):
-        streams._value(first, "Write", stream, flag, 0)
+    with pytest.raises(devices.DriverError, match=r"cuStreamWriteValue64 returned 801 \(unknown\)"):
+        devices._value(first, "Write", stream, flag, 0)
 
 
 def test_a_stream_that_never_moves_is_given_up(monkeypatch):
-    monkeypatch.delenv(streams.QUEUES, raising=False)
-    assert (streams._stuck().state, streams._stuck().advice) == (State.MISSING, "")
-    monkeypatch.setenv(streams.QUEUES, "1")
-    assert "take it out" in streams._stuck().advice
-    assert not streams._happens(types.SimpleNamespace(query=lambda: False), 0.02)
-    assert streams._happens(types.SimpleNamespace(query=lambda: True), 0.02)
+    monkeypatch.delenv(devices.QUEUES, raising=False)
+    assert (devices._stuck().state, devices._stuck().advice) == (State.MISSING, "")
+    monkeypatch.setenv(devices.QUEUES, "1")
+    assert "unset it" in devices._stuck().advice
+    assert not devices._happens(types.SimpleNamespace(query=lambda: False), 0.02)
+    assert devices._happens(types.SimpleNamespace(query=lambda: True), 0.02)
 
 
 def test_errors_in_one_line():

@@ -60,7 +60,7 @@ def test_a_hang_is_cut_off_with_all_it_started(tmp_path):
     with worker(code) as hands:
         assert hands.do("python", Ask())  # it is up
         begin = time.monotonic()
-        with pytest.raises(LostError, match="did not end within 2 s"):
+        with pytest.raises(LostError, match="did not finish within 2 s"):
             hands.do("cuda ipc", Ask(), limit_s=2.0)
         assert time.monotonic() - begin < 20
         pid = int((tmp_path / "pid").read_text())

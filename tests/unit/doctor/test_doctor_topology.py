@@ -4,9 +4,9 @@ import subprocess
 
 import pytest
 
-from equilibra.doctor import topology
+from equilibra.doctor import devices
+from equilibra.doctor.devices import check_nvlink, check_sharing, link_rates
 from equilibra.doctor.finding import State
-from equilibra.doctor.topology import check_nvlink, check_sharing, link_rates
 
 FOUR_H100 = (
     "\t\x1b[4mGPU0\tGPU1\tGPU2\tGPU3\tNIC0\tNIC1\tCPU Affinity\tNUMA Affinity\tGPU NUMA ID\x1b[0m\n"
@@ -35,25 +35,25 @@ GARBAGE = "\x00\xff Failed to initialize NVML: Unknown Error\nGPU\nGPUx NV\nLink
 
 
 def test_a_node_with_nvlink_everywhere():
-    found = topology.topology(FOUR_H100)
+    found = devices.topology(FOUR_H100)
     assert len(found) == 12
     assert set(found.values()) == {"NV18"}
     assert (0, 0) not in found
 
 
 def test_a_node_without_nvlink():
-    assert topology.topology(TWO_PCIE) == {(0, 1): "SYS", (1, 0): "SYS"}
+    assert devices.topology(TWO_PCIE) == {(0, 1): "SYS", (1, 0): "SYS"}
 
 
 @pytest.mark.parametrize("report", [ONE, "", GARBAGE, GARBAGE + "\n" + GARBAGE])
 def test_one_gpu_and_garbage_have_no_pairs(report):
-    assert topology.topology(report) == {}
+    assert devices.topology(report) == {}
 
 
 def test_a_cut_off_matrix_gives_what_is_there():
     cut = FOUR_H100[: FOUR_H100.index("GPU2\tNV18")] + "GPU2\tNV18"
-    assert topology.topology(cut)[2, 0] == "NV18"
-    assert (2, 1) not in topology.topology(cut)
+    assert devices.topology(cut)[2, 0] == "NV18"
+    assert (2, 1) not in devices.topology(cut)
 
 
 def test_rates_of_links():
@@ -111,7 +111,7 @@ def test_compute_modes(says):
 @pytest.mark.parametrize(
     ("error", "word"),
     [
-        (FileNotFoundError("nvidia-smi"), "not here"),
+        (FileNotFoundError("nvidia-smi"), "not installed"),
         (subprocess.TimeoutExpired("nvidia-smi", 15), "did not answer"),
         (PermissionError(13, "Permission denied"), "cannot be run"),
     ],
@@ -129,4 +129,4 @@ def test_a_tool_that_fails_is_not_tested(monkeypatch, check, error, word):
 
 def test_a_tool_that_ends_badly_is_not_tested(says):
     says({})
-    assert "ended with 9: Unknown option" in check_nvlink().text
+    assert "exited with 9: Unknown option" in check_nvlink().text

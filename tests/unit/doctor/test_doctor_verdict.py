@@ -2,8 +2,7 @@
 
 import pytest
 
-from equilibra.doctor.finding import Finding, PathState, State
-from equilibra.doctor.verdict import num_gpus, summary_line, verdicts
+from equilibra.doctor.finding import Finding, PathState, State, num_gpus, summary_line, verdicts
 
 WORKS, FAILS, UNKNOWN = PathState.WORKS, PathState.FAILS, PathState.NOT_TESTED
 ALL = ["collective", "host", "ipc", "both"]

@@ -134,7 +134,7 @@ def test_eplb_history_sees_only_history() -> None:
     assert told.placement == oracle.placement
     assert misled.placement != oracle.placement
     assert untold.migration.num_moves == untold.standing.num_copies == 0
-    with pytest.raises(InputError, match=r"a history of \(2, 31\) is not one of \(2, 32\)"):
+    with pytest.raises(InputError, match=r"history_LE is \(2, 31\), but the step needs \(2, 32\)"):
         Eplb.from_history().plan(problem(tokens, history_LE=total[:, 1:]))
 
 

@@ -170,7 +170,7 @@ def problem(**changes):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"given_load": None}, "needs either a load, or sequences with a schedule"),
+        ({"given_load": None}, "needs either given_load, or sequences with a schedule"),
         ({"spare_slots": -1}, "spare_slots"),
         ({"standing_slots": -1}, "standing_slots"),
         ({"spare_slots": 1.5}, "spare_slots"),

@@ -79,7 +79,7 @@ def test_a_sequence_that_is_too_long_is_named_by_its_own_number():
         ([0, -1, 0, 0], "4 sequences must be as many whole numbers from 0 on, .* from -1 on"),
         ([0.0, 1.0, 0.0, 1.0], "whole numbers from 0 on, not float64"),
         ([0, 1, 1], r"of 4 sequences must be as many .* \[3\]"),
-        ([0, 1, 1, 1], "sequence 1 is of mini-batch 1, the given schedule has it in mini-batch 0"),
+        ([0, 1, 1, 1], "sequence 1 is in mini-batch 1, but the schedule puts it in mini-batch 0"),
     ],
 )
 def test_problems_check_mini_batches(mini, message):
@@ -90,7 +90,7 @@ def test_problems_check_mini_batches(mini, message):
 
 def test_fixed_loads_have_no_mini_batches():
     load = StepLoad(tokens_MLER=np.ones((2, 2, 8, 2), np.int32))
-    with pytest.raises(InputError, match="mini-batches are of sequences"):
+    with pytest.raises(InputError, match="needs sequences and a schedule"):
         StepProblem(cluster=CLUSTER, given_load=load, rates=Rates.free(), mini_batch_of_sequence=np.zeros(2, np.int64))
 
 

@@ -9,8 +9,8 @@ from equilibra.core.errors import InputError
 from equilibra.core.visit import Stage
 from equilibra.events.schema import Direction
 from equilibra.simulate.group import run_group
-from equilibra.simulate.order import chunks, passes_of_stage, visits_of
 from equilibra.simulate.setting import RunSetting
+from equilibra.simulate.timeline import chunks, passes_of_stage, visits_of
 
 CASES = [(stages, micro, steps) for stages in (1, 2, 3, 5) for micro in (1, 2, 4, 7) for steps in (1, 2, 3)]
 
@@ -76,7 +76,7 @@ def test_visits_go_through_the_layers_and_back(again):
 
 def test_more_pipeline_stages_than_layers_are_refused():
     times = random_times(np.random.default_rng(0), layers=2, micro_batches=1, nodes=1, group=2)
-    with pytest.raises(InputError, match="2 layers cannot make 3 pipeline stages"):
+    with pytest.raises(InputError, match="2 layers cannot fill 3 pipeline stages"):
         run_group(times, RunSetting(pipeline_stages=3))
 
 

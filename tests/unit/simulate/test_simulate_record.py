@@ -10,7 +10,7 @@ from equilibra.core.plan import Stage
 from equilibra.events.run import Run, load_run, save_run
 from equilibra.events.schema import Direction, Events, Kind, Resource
 from equilibra.plan.planner import planner_named
-from equilibra.simulate.compare import compare
+from equilibra.simulate.entry import compare
 from equilibra.simulate.record import planner_record
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.step import simulate_step

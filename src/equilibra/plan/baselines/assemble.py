@@ -1,4 +1,4 @@
-"""From the decisions of a baseline to a StepPlan: the part that all of them share.
+"""Turn the decisions of a baseline into a StepPlan.
 
 Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies, F flash copies.
 """
@@ -22,10 +22,10 @@ from equilibra.plan.step import stage_plan
 __all__ = ["EXPERT", "QUOTA", "RANK", "flash_copies", "no_flash_copies", "split_copies", "step_plan"]
 
 EXPERT, RANK, QUOTA = 0, 1, 2
-"""rows of the copies that a solver fills in"""
+"""rows of the array of copies a solver fills"""
 
 Solver = Callable[[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]], int]
-"""(load [E], home [E], copies [3, ...]) -> how many copies it wrote"""
+"""(load [E], home [E], copies [3, ...]) -> number of copies written"""
 
 
 def step_plan(
@@ -36,7 +36,7 @@ def step_plan(
     home_of_expert: NDArray[np.int32] | None = None,
     standing: StandingCopies | None = None,
 ) -> StepPlan:
-    """The plan with the same copies in both stages; homes stay where they are unless given."""
+    """A plan with the same copies in both stages; homes stay unless given."""
     homes = problem.home_now
     if home_of_expert is not None:
         homes = Placement(home_of_expert=home_of_expert, cluster=problem.cluster)

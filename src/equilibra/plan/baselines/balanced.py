@@ -1,4 +1,4 @@
-"""Balanced: every rank computes the same number of tokens. An ideal that no machine runs, to measure the others by.
+"""Balanced: every rank computes the same number of tokens, an ideal to measure the others by.
 
 Method, per layer and micro-batch. All (token, expert) pairs lie on a line in the order of their experts' homes; the
 line is cut into R pieces that differ by at most one pair; each rank computes one piece. Slots and nodes do not
@@ -29,10 +29,8 @@ class Balanced:
     respects_nodes: ClassVar[bool] = False
 
     name: str = "balanced"
-    """in the registry and in plans"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Flash copies wherever a piece of the line ends up away from home."""
         num_ranks = problem.cluster.num_ranks
 
         def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:

@@ -40,25 +40,24 @@ class Eplb:
     timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "eplb-oracle"
-    """in the registry and in plans"""
     oracle: bool = True
     """use the loads of the coming step; otherwise problem.history_LE"""
     num_groups: int = 1
-    """groups of experts that should share a node, where the model's router works by groups"""
+    """expert groups that should share a node, if the router works by groups"""
 
     @classmethod
     def from_history(cls) -> Eplb:
-        """As it is used where loads are not known ahead."""
+        """EPLB with the previous step's loads, as where loads are not known ahead."""
         return cls(name="eplb-history", oracle=False)
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Replicas from the loads. Without history there is nothing to go by: nothing changes."""
+        """Replicas from the loads; without history, the static plan."""
         load_LE = batch_total(problem) if self.oracle else problem.history_LE
         if load_LE is None:
             return step_plan(problem, self.name, no_flash_copies(problem))
         load, cluster = problem.load, problem.cluster
         if load_LE.shape != (load.num_layers, load.num_experts):
-            raise InputError(f"a history of {load_LE.shape} is not one of {load.num_layers, load.num_experts}")
+            raise InputError(f"history_LE is {load_LE.shape}, but the step needs {load.num_layers, load.num_experts}")
         expert_LP = eplb_replicas(
             load_LE,
             num_replicas=load.num_experts + problem.spare_slots * cluster.num_ranks,

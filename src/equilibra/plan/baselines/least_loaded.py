@@ -5,8 +5,8 @@ load, heaviest first; if the home is above capacity (the mean), the expert's sha
 loaded rank of the whole group as far as there is room below capacity, then to the next. A chunk has at least 1024
 tokens; what cannot go in such chunks stays at home.
 
-LLEP knows neither nodes nor slots: weights go wherever tokens go, into memory that is made for them. So here: copies
-cross nodes, and a rank may receive any number of experts.
+LLEP knows neither nodes nor slots: weights follow tokens into memory allocated for them. So copies cross nodes here,
+and a rank may receive any number of experts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ __all__ = ["LeastLoaded"]
 
 @dataclass(frozen=True, kw_only=True)
 class LeastLoaded:
-    """Online exact copying without slots."""
+    """Online exact balancing without a slot limit."""
 
     respects_slots: ClassVar[bool] = False
     respects_nodes: ClassVar[bool] = False
@@ -37,20 +37,18 @@ class LeastLoaded:
     online_us: ClassVar[float] = 50.0
 
     name: str = "llep"
-    """in the registry and in plans"""
     trigger: float = 1.3
-    """imbalance up to which nothing is done"""
+    """imbalance up to which nothing is copied"""
     capacity: float = 1.0
-    """load of a rank above which it spills and up to which it receives, in means"""
+    """load above which a rank spills and up to which it receives, over the mean"""
     min_chunk: int = 1024
-    """tokens below which nothing is spilled"""
+    """fewest tokens of a chunk"""
 
     def __post_init__(self) -> None:
         if self.trigger < 1 or self.capacity < 1 or self.min_chunk < 1:
             raise InputError("trigger, capacity and min_chunk must be at least 1")
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Flash copies for every micro-batch."""
         num_ranks = problem.cluster.num_ranks
 
         def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:

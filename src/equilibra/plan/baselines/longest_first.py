@@ -1,7 +1,7 @@
-"""LPT (longest processing time): reorder homes by the batch total, copy nothing.
+"""Planners that copy nothing: static placement, and LPT (longest processing time), which reorders homes.
 
-The heaviest expert goes to the least loaded rank that has room, then the next. Every rank gets the same number of
-homes. It levels the sum over micro-batches, not their maxima: ranks that take turns being slow look balanced to it.
+LPT gives the heaviest expert of the batch to the least loaded rank with room, then the next; every rank gets the same
+number of homes. It levels the sum over micro-batches, not their maxima: ranks that are slow in turn look balanced.
 """
 
 from __future__ import annotations
@@ -17,25 +17,35 @@ from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
 from equilibra.plan.planner import StepProblem, Timing
 
-__all__ = ["LongestFirst", "batch_total", "longest_first_homes", "pack_evenly"]
+__all__ = ["LongestFirst", "Static", "batch_total", "longest_first_homes", "pack_evenly"]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Static:
+    """Plain expert parallelism: contiguous homes, or those of the previous placement."""
+
+    timing: ClassVar[Timing] = Timing.FIXED
+
+    name: str = "static"
+
+    def plan(self, problem: StepProblem) -> StepPlan:
+        return step_plan(problem, self.name, no_flash_copies(problem))
 
 
 @dataclass(frozen=True, kw_only=True)
 class LongestFirst:
-    """Reordering only."""
+    """Homes packed by the batch total, no copies."""
 
     timing: ClassVar[Timing] = Timing.FIXED
 
     name: str = "lpt"
-    """in the registry and in plans"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Homes by batch total."""
         return step_plan(problem, self.name, no_flash_copies(problem), home_of_expert=longest_first_homes(problem))
 
 
 def batch_total(problem: StepProblem) -> NDArray[np.int64]:
-    """[L, E] tokens of the coming step: what a planner with an oracle knows."""
+    """[L, E] tokens of the coming step, known to an oracle only."""
     total_LE: NDArray[np.int64] = problem.load.expert_load().sum(axis=0)
     return total_LE
 

@@ -43,12 +43,10 @@ class Lplb:
     online_us: ClassVar[float] = 100.0
 
     name: str = "lplb"
-    """in the registry and in plans"""
     reorder: bool = True
     """pack homes by the batch total first"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Homes and redundant experts for the step, the split for every micro-batch."""
         home = longest_first_homes(problem) if self.reorder else problem.home_now.home_of_expert
         origin_RS = origin_of_slot(problem.cluster, problem.spare_slots)
         rows = [

@@ -29,22 +29,20 @@ __all__ = ["UltraEP"]
 
 @dataclass(frozen=True, kw_only=True)
 class UltraEP:
-    """Online exact copying with quotas."""
+    """Online exact balancing by flash copies with quotas."""
 
     timing: ClassVar[Timing] = Timing.ONLINE
     online_us: ClassVar[float] = 70.0
 
     name: str = "ultraep"
-    """in the registry and in plans"""
     min_tokens_per_copy: int = 0
-    """floor of tokens that a copy must serve"""
+    """fewest tokens of a copy"""
 
     def __post_init__(self) -> None:
         if self.min_tokens_per_copy < 0:
-            raise InputError(f"min_tokens_per_copy must not be negative, not {self.min_tokens_per_copy}")
+            raise InputError(f"min_tokens_per_copy must be at least 0, not {self.min_tokens_per_copy}")
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Flash copies for every micro-batch."""
         cluster = problem.cluster
 
         def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:

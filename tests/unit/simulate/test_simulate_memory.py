@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.model import MoEModel
-from equilibra.cost.memory import MemoryNeed, dense_activation_bytes, expert_activation_bytes, memory_need
+from equilibra.simulate.work import MemoryNeed, dense_activation_bytes, expert_activation_bytes, memory_need
 
 # An expert has 3 * 10 * 20 = 600 weights: 1200 bytes, 2400 of gradient. A token keeps (16 * 10 + 2 * 10) * 2 = 360
 # bytes in a layer, a row (2 * 10 + 3 * 20) * 2 = 160.
