@@ -23,9 +23,8 @@ from equilibra.execute.copies.device import DeviceEngine, banks_of
 from equilibra.execute.copies.host import HostEngine
 from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
 from equilibra.execute.copies.pinned import PinnedPath
-from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import Sources, StandingStore
-from equilibra.execute.copies.transfer import Path, TransferEngine, copied_of
+from equilibra.execute.copies.transfer import Path, SpareSlots, TransferEngine, copied_of
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.kernels.parts import ExpertParts

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError, RankLostError, StaleError
 from equilibra.core.visit import CopyList
-from equilibra.execute.copies.signals import Signals
+from equilibra.execute.copies.segment import Signals
 from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup, Pending, Ready
 from equilibra.execute.record import mark

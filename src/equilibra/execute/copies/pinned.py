@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from equilibra.core.visit import CopyList
-from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
-from equilibra.execute.copies.signals import Signals, register_with_device, unregister
+from equilibra.execute.copies.segment import (
+    PAGE,
+    Signals,
+    map_of_node,
+    pages,
+    register_with_device,
+    unregister,
+    view_of,
+)
 from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup
 
