@@ -40,7 +40,7 @@ def balancer_on(path: Path) -> Balancer:
 def test_paths_between_gpus_are_refused_without_them(path):
     ids = np.array([[[0, 1]], [[2, 3]]], np.uint8)
     routing = RoutingTrace(ids=ids, offsets=np.array([0, 2], np.int64), num_experts=4)
-    with pytest.raises(InputError, match="is between GPUs; experts are on cpu: use collective or host"):
+    with pytest.raises(InputError, match="needs GPUs, and experts are on cpu: use collective or host"):
         balancer_on(path).begin(routing)
 
 
