@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from equilibra.core.checks import check_whole
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import CopyList, Stage, VisitKey
@@ -50,8 +50,7 @@ class CopySetting:
     def __post_init__(self) -> None:
         for name in ("spare_slots", "prefetch_depth"):
             check_whole(name, getattr(self, name), low=0, high=4096)
-        if not isinstance(self.host_share, float) or not 0 < self.host_share < 1:
-            raise InputError(f"host_share must be between 0 and 1, not {self.host_share!r}")
+        check_number("host_share", self.host_share, above=0, high=1, below=True)
         if set(self.path) != set(Stage) or not all(isinstance(path, Path) for path in self.path.values()):
             raise InputError(
                 f"path needs one of {', '.join(Path)} for each of the stages {', '.join(Stage)}, not {self.path}"
