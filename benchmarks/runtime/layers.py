@@ -36,8 +36,7 @@ from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import MicroBatch
-from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.router import Router
+from equilibra.execute.moe.layer import BalancedMoE, Router
 from equilibra.execute.runtime import CopySetting, Runtime
 
 __all__ = ["PlainMoE", "RankLayers"]

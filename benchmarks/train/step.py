@@ -18,7 +18,7 @@ from equilibra.core.plan import Stage
 from equilibra.events.schema import Kind
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.stream import logical_weights
-from equilibra.execute.steps.measured import measured_record
+from equilibra.execute.steps.step import measured_record
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.learner import Batch, routing_of, total_over
 from equilibra.rl.rollout import Rollout

@@ -17,8 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 from equilibra.core.cluster import Cluster
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.steps.balancer import Balancer
-from equilibra.execute.steps.gradients import clip_gradients, gradient_norm
-from equilibra.execute.steps.replicated import check_replicated
+from equilibra.execute.steps.gradients import check_replicated, clip_gradients, gradient_norm
 
 DOCS = Path(__file__).parents[2] / "docs" / "runtime.md"
 

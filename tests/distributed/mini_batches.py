@@ -16,9 +16,8 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import GroupPlan, Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies.copies import Copies
-from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import StandingStore
-from equilibra.execute.copies.transfer import Path
+from equilibra.execute.copies.transfer import Path, SpareSlots
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting

@@ -30,10 +30,9 @@ from torch.distributed.checkpoint.api import CheckpointException
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError, UnreadableError
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.state import checkpoint as module
-from equilibra.execute.state import checkpoint_files, checkpoint_folder
-from equilibra.execute.state.checkpoint import Checkpoints, latest_checkpoint
+from equilibra.execute.state import checkpoint_files
+from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps, latest_checkpoint
 from equilibra.execute.state.checkpoint_files import read_manifest
-from equilibra.execute.state.checkpoint_folder import checkpoint_steps
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 
 EXTRA = {"seed": 7, "name": "run", "rate": 1e-3, "list": [1, [2.5, None, True]], "rng": torch.arange(5).to(torch.uint8)}
@@ -686,4 +685,4 @@ def test_a_broken_state_is_not_saved_and_a_load_mends_it(world: World, tmp_path:
     assert world.digests() == saved
     assert world.runtime.broken is None
     world.train(1)
-    assert checkpoint_folder.latest_checkpoint(tmp_path) == 1
+    assert latest_checkpoint(tmp_path) == 1

@@ -21,7 +21,7 @@ from tests.distributed.rl_runs import (
 )
 from tests.references.hf_models import small_config
 
-from equilibra.execute.state.checkpoint_folder import checkpoint_steps
+from equilibra.execute.state.checkpoint import checkpoint_steps
 from equilibra.rl.recording import read_samples, write_samples
 
 ALGORITHMS = ["grpo", pytest.param("gspo", marks=pytest.mark.slow), "ppo", "tppo"]

@@ -35,8 +35,7 @@ from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients
-from equilibra.execute.steps.measured import executed_rows
-from equilibra.execute.steps.step import Step
+from equilibra.execute.steps.step import Step, executed_rows
 
 
 @dataclass

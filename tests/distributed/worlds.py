@@ -13,8 +13,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.execute.experts.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
-from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.moe.layer import BalancedMoE, ReferenceMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.plan import bounds
 from equilibra.plan.planner import StepProblem

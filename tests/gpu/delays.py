@@ -15,7 +15,7 @@ from tests.distributed.training import Gaps, train_case
 
 from equilibra.core.cluster import Cluster
 from equilibra.execute.copies import device, ipc, pinned, standing
-from equilibra.execute.copies.signals import Signals
+from equilibra.execute.copies.segment import Signals
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.experts import expert_math
 from equilibra.execute.experts.weights import ExpertWeights

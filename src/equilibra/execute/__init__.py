@@ -4,8 +4,7 @@ from equilibra.execute.copies.transfer import Path
 from equilibra.execute.experts.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.micro_batch import MicroBatch
-from equilibra.execute.moe.layer import BalancedMoE
-from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.moe.layer import BalancedMoE, ReferenceMoE
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.step import Step

@@ -1,10 +1,10 @@
-"""The processes that run a step: expert-parallel groups, their nodes, and what they say to each other.
+"""The processes that run a step: expert-parallel groups, their nodes, and their collectives.
 
-World rank w is rank w % R of expert-parallel group w // R. Traffic of different kinds has process groups of its own, so
-that a prefetch never waits behind a dispatch. Every call here is made by all members of a group or by none.
+World rank w is rank w % R of expert-parallel group w // R. Each kind of traffic has its own process groups, so a
+prefetch never queues behind a dispatch. Every call is collective over its group.
 
-A rank that is gone, failed or stuck makes the call fail on all others within `timeout_s`: as `RankLostError`. `with
-group:` tells the others why this rank fails, and stops the thread that watches over what GPUs wait for (`watch.py`).
+If a rank dies, fails or hangs, the call raises `RankLostError` on all others within `timeout_s`. `with group:` tells
+the others why this rank fails, and stops the watch thread (`watch.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore
 
 from equilibra.core import errors
+from equilibra.core.checks import check_number
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
 from equilibra.execute.watch import ADVICE, STORE_S, Watch, first_line, nccl_of, without_torch_watchdog
@@ -40,16 +41,16 @@ __all__ = [
 ]  # fmt: skip
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
-"""torch 2.13 has a new name for it"""
+"""renamed in torch 2.13"""
 OWN_ERRORS: dict[str, type[EquilibraError]] = {name: getattr(errors, name) for name in errors.__all__}
-"""by name: a failure that one rank tells the others stays of its kind"""
+"""by name, so that a failure reported by another rank keeps its class"""
 
 
 class Channel(StrEnum):
-    """Kinds of traffic, each with its own connections."""
+    """Kinds of traffic, each with its own process groups."""
 
     DISPATCH = "dispatch"
-    """tokens there and back, over the expert-parallel group"""
+    """tokens to experts and back, over the expert-parallel group"""
     STANDING = "standing"
     """standing copies, their gradients and moving homes, over the expert-parallel group"""
     COPIES = "copies"
@@ -57,24 +58,24 @@ class Channel(StrEnum):
     GRADIENTS = "gradients"
     """gradients of flash copies, inside a node"""
     CONTROL = "control"
-    """counts, hashes, votes and sequences' data, over all ranks, always from host memory (gloo)"""
+    """counts, hashes, votes and sequences' data, over all ranks, always in host memory (gloo)"""
     DENSE = "dense"
     """gradients of dense parameters, over all ranks"""
     REPLICAS = "replicas"
-    """gradients, between the ranks of the same number in all expert-parallel groups"""
+    """gradients, between ranks of the same number in all expert-parallel groups"""
 
 
 class Pending(Protocol):
-    """Something under way."""
+    """An operation in flight."""
 
     def wait(self) -> None:
-        """Until it is done; RankLostError where it cannot be."""
+        """Wait until it is done; RankLostError if it cannot finish."""
         ...
 
 
 @dataclass(frozen=True)
 class Ready:
-    """Nothing under way."""
+    """An operation that is already done."""
 
     def wait(self) -> None:
         """Return at once."""
@@ -82,19 +83,18 @@ class Ready:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """A collective under way."""
+    """A collective in flight."""
 
     what: str
     work: dist.Work | None
     keep: tuple[Tensor, ...]
-    """buffers that must live until it is done"""
+    """buffers that must outlive it"""
     channel: Channel
     watch: Watch
     blocks: bool
-    """whether the host waits until it is done; if not, the stream does that is current"""
+    """whether `wait` blocks the host; if not, the current stream"""
 
     def wait(self) -> None:
-        """Until it is done."""
         if self.work is None:
             return
         device = self.keep[0].device
@@ -110,18 +110,18 @@ class _Work:
 
 
 NOT_LOST = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
-"""what this rank's own device says; torch has them among RuntimeErrors"""
+"""RuntimeErrors of this rank's own device"""
 
 
 @contextmanager
 def lost_rank_is_an_error(what: str, watch: Watch | None = None) -> Iterator[None]:
-    """Turn what torch.distributed raises into our error."""
+    """Turn errors of torch.distributed into RankLostError."""
     try:
         yield
     except NOT_LOST:
         raise
     except (RuntimeError, dist.DistError) as error:
-        if "out of memory" in str(error):  # of this rank, as NCCL says it
+        if "out of memory" in str(error):  # NCCL, on this rank
             raise
         said = f"another rank is gone, has failed or is slower than the timeout ({first_line(error, 300)})"
         if watch is not None:
@@ -131,25 +131,24 @@ def lost_rank_is_an_error(what: str, watch: Watch | None = None) -> Iterator[Non
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertGroup:
-    """The place of this process. Without torch.distributed it is a group of one."""
+    """Place of this process, and its process groups. Without torch.distributed, a group of one."""
 
     cluster: Cluster
-    """ranks of the expert-parallel group"""
+    """shape of the expert-parallel group"""
     rank: int = 0
-    """in the expert-parallel group"""
+    """within the expert-parallel group"""
     index: int = 0
-    """which expert-parallel group"""
+    """number of the expert-parallel group"""
     num_groups: int = 1
     """expert-parallel groups (data parallelism)"""
     timeout_s: float = 300.0
-    """after which a silent rank is lost"""
+    """after which a silent rank counts as lost"""
     channels: dict[Channel, dist.ProcessGroup]
-    """connections by kind; none in a group of one"""
+    """empty in a group of one"""
     watch: Watch = field(default_factory=lambda: Watch(rank=0, world=1, timeout_s=inf))
-    """sees that a rank is lost"""
-
+    """detects lost ranks"""
     connected: set[Channel] = field(default_factory=set)
-    """whose communicators are made, which NCCL does at their first use"""
+    """channels whose NCCL communicators exist; NCCL makes them at first use"""
 
     def __enter__(self) -> Self:
         return self
@@ -157,7 +156,7 @@ class ExpertGroup:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        """Tell the others of an error, so that nobody waits for this rank; and stop watching."""
+        """Tell the others of an error, so that nobody waits for this rank, and stop the watch."""
         heard = self.watch.cause
         if error is not None:
             self.watch.fail(error)
@@ -166,12 +165,12 @@ class ExpertGroup:
             raise self.watch.lost("the step") from error  # what was computed since another rank was lost is worthless
 
     def finish(self, stream: torch.cuda.Stream, *, what: str) -> None:
-        """The host waits for a stream; RankLostError if it cannot go on."""
+        """Block the host until a stream is done; RankLostError if it cannot finish."""
         self.watch.finish(stream.record_event(), what)
 
     @property
     def num_ranks(self) -> int:
-        """R."""
+        """Ranks of the expert-parallel group."""
         return self.cluster.num_ranks
 
     @property
@@ -181,24 +180,21 @@ class ExpertGroup:
 
     @property
     def world_rank(self) -> int:
-        """Number of this process among all of them."""
         return self.index * self.num_ranks + self.rank
 
     @property
     def node(self) -> int:
-        """The node of this rank in the expert-parallel group."""
         return self.rank // self.cluster.ranks_per_node
 
     @property
     def first_of_node(self) -> int:
-        """The first rank of this node."""
         return self.node * self.cluster.ranks_per_node
 
     def all_to_all(
         self, channel: Channel, sent: Tensor, sent_sizes: Sequence[int], received: Tensor,
         received_sizes: Sequence[int], *, what: str,
     ) -> Pending:  # fmt: skip
-        """Start to send consecutive pieces of `sent` to the members in order, and to fill `received` from them."""
+        """Start sending consecutive pieces of `sent` to the members in order, and filling `received` from them."""
         if len(sent_sizes) == 1 or channel not in self.channels:
             received.copy_(sent)
             return Ready()
@@ -210,7 +206,7 @@ class ExpertGroup:
         return self._under_way(channel, what, work, (sent, received))
 
     def all_gather(self, channel: Channel, sent: Tensor, received: Tensor, *, what: str) -> Pending:
-        """Start to fill `received` with the members' `sent` in order, which are as large everywhere."""
+        """Start filling `received` with the members' `sent` in order; sizes are equal on all members."""
         if channel not in self.channels:
             received.copy_(sent)
             return Ready()
@@ -220,7 +216,7 @@ class ExpertGroup:
         return self._under_way(channel, what, work, (sent, received))
 
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
-        """Start to sum a tensor over the members, in place."""
+        """Start summing a tensor over the members in place."""
         if channel not in self.channels:
             return Ready()
         self._connect(channel, tensor.device, what)
@@ -229,7 +225,7 @@ class ExpertGroup:
         return self._under_way(channel, what, work, (tensor,))
 
     def _connect(self, channel: Channel, device: torch.device, what: str) -> None:
-        """Make a communicator in a thread: NCCL waits for all ranks then, without a limit."""
+        """Make a communicator in a thread, because NCCL waits for all ranks without a time limit."""
         self.watch.check(what)
         if channel in self.connected or device.type != "cuda" or nccl_of(self.channels[channel]) is None:
             return
@@ -254,7 +250,7 @@ class ExpertGroup:
         return _Work(what=what, work=work, keep=keep, channel=channel, watch=self.watch, blocks=blocks)
 
     def gather(self, values: NDArray[np.generic], *, what: str) -> list[NDArray[np.generic]]:
-        """Arrays of all ranks, of any lengths but one dtype and one shape behind the first axis."""
+        """Arrays of all ranks; lengths may differ, dtype and trailing shape may not."""
         if not self.channels:
             return [values]
         lengths = self._gather_bytes(np.array([len(values)], np.int64).tobytes(), 8, what)
@@ -279,7 +275,7 @@ class ExpertGroup:
         return [part.numpy().tobytes() for part in every]
 
     def agree(self, value: str, *, what: str) -> None:
-        """All ranks must say the same; an error on every one of them that names both values otherwise."""
+        """Raise MismatchError on every rank, naming both values, unless all ranks pass the same value."""
         raw = value.encode()[:256].ljust(256, b"\0")
         said = [part.tobytes().rstrip(b"\0").decode() for part in self.gather(np.frombuffer(raw, np.uint8), what=what)]
         other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
@@ -290,7 +286,7 @@ class ExpertGroup:
             )
 
     def all_succeed(self, attempt: Callable[[], None], *, what: str) -> None:
-        """Run something that may fail here; if it fails anywhere, every rank gets an error."""
+        """Run `attempt`; if it fails on any rank, raise on every rank."""
         failure: Exception | None = None
         try:
             attempt()
@@ -307,7 +303,6 @@ class ExpertGroup:
                 raise kind(f"{what} failed on rank {rank}: {heard}")
 
     def barrier(self, *, what: str) -> None:
-        """Until all ranks are here."""
         if self.channels:
             self.watch.check(what)
             with lost_rank_is_an_error(what, self.watch):
@@ -315,10 +310,9 @@ class ExpertGroup:
 
 
 def patient_group(group: ExpertGroup, *, timeout_s: float, what: str) -> ExpertGroup:
-    """Collective: the same ranks with connections of their own, over host memory, and another timeout.
+    """Collective: the same ranks with their own gloo connections and another timeout.
 
-    For waiting that is no sign of a lost rank: for disks, rollouts, engines. A rank whose process is gone is noticed at
-    once all the same.
+    For long waits that do not mean a lost rank (disks, rollouts, engines). A dead process is still noticed at once.
     """
     if not group.channels:
         return replace(group, timeout_s=timeout_s)
@@ -328,18 +322,17 @@ def patient_group(group: ExpertGroup, *, timeout_s: float, what: str) -> ExpertG
 
 
 def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
-    """The group of this process; all processes of torch.distributed must call it. Without them it is a group of one.
+    """Collective over all processes: the group of this one. Without torch.distributed, a group of one.
 
-    The world must be a whole number of expert-parallel groups.
+    The world size must be a multiple of the cluster's ranks.
     """
-    if not 0 < timeout_s < 10**6:
-        raise InputError(f"timeout_s must be more than 0 and below a million, not {timeout_s}")
+    check_number("timeout_s", timeout_s, above=0, high=1e6, below=True)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = cluster.num_ranks
     if world % size:
         raise InputError(
-            f"{world} processes cannot be expert-parallel groups of {size} ranks ({cluster.num_nodes} nodes x "
-            f"{cluster.ranks_per_node}): start a multiple of {size} processes, or describe the cluster otherwise"
+            f"cannot form expert-parallel groups of {size} ranks ({cluster.num_nodes} nodes x "
+            f"{cluster.ranks_per_node}) from {world} processes: start a multiple of {size}, or change the cluster"
         )
     if world == 1:
         return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
@@ -367,9 +360,9 @@ def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGr
 
 
 def new_group(ranks: list[int] | None, timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
-    """Connections of some ranks, of the default backend if none is named; all processes must call it.
+    """Collective over all processes: a process group of some ranks, with the default backend if None.
 
-    NCCL's own limit comes later than ours: torch would end the process when it is reached.
+    NCCL's own timeout is later than ours, because torch ends the process when it is reached.
     """
     world = dist.group.WORLD
     nccl = backend is None and world is not None and nccl_of(world) is not None
@@ -380,15 +373,15 @@ def new_group(ranks: list[int] | None, timeout_s: float, *, backend: str | None)
 
 
 def device_name(device: torch.device | None) -> str | None:
-    """The name that its driver gives a GPU; None where there is none."""
+    """The driver's name of a GPU; None without a GPU."""
     return torch.cuda.get_device_name(device) if device is not None and device.type == "cuda" else None
 
 
 def watch_over(channels: Mapping[Channel, dist.ProcessGroup], timeout_s: float) -> Watch:
-    """The watch of the ranks that these connect; they share the keys of one store."""
+    """A watch over the ranks that these channels connect; they share the keys of one store."""
     control = channels[Channel.CONTROL]
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
-    if hasattr(store, "clone"):  # one whose calls wait for others must not hold up the watch
+    if hasattr(store, "clone"):  # blocking calls of others must not hold up the watch
         store = store.clone()
         store.set_timeout(timedelta(seconds=STORE_S))
     return Watch(

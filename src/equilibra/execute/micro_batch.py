@@ -1,4 +1,4 @@
-"""One rank's part of a micro-batch, ready to run: its tokens' routing, and every visit's tables when they are needed.
+"""One rank's part of a micro-batch: its tokens' routing, and the tables of its visits, made on demand.
 
 Symbols: T tokens of this rank in the micro-batch, L layers, K experts per token, N rows.
 """
@@ -26,57 +26,51 @@ __all__ = ["MicroBatch", "Tables", "on_device", "to_device"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tables:
-    """A visit on one rank: sizes on the host, indices on the device."""
+    """A visit as one rank executes it: sizes on the host, indices on the device."""
 
     visit: Visit
-    """of all ranks"""
     sent_sizes: list[int]
     """rows to each rank"""
     received_sizes: list[int]
     """rows from each rank"""
     instance_sizes: list[int]
-    """rows of each of this rank's instances: homes, standing copies, flash copies"""
+    """rows of this rank's homes, then standing copies, then flash copies"""
     num_homes: int
-    """instances that are homes"""
     num_standing: int
-    """instances that are standing copies; they follow the homes"""
     sent_tokens: NDArray[np.int32]
-    """[N sent] on the host: the token of each row"""
+    """[N sent] token of each row, on the host"""
     row_of_pair: Tensor
     """[T, K]"""
     received_of_grouped: Tensor | None
-    """[N received]; None: they are in this order already"""
+    """[N received]; None: already grouped"""
     grouped_of_received: Tensor | None
     """[N received]"""
 
     @cached_property
     def token_of_row(self) -> Tensor:
-        """[N sent]; kernels on GPUs do without it."""
+        """[N sent]; GPU kernels do not need it."""
         return to_device(self.sent_tokens, self.row_of_pair.device)
 
     @property
     def num_bytes(self) -> int:
-        """Of the arrays, on host and device."""
+        """Memory on host and device."""
         arrays = (self.sent_tokens, self.row_of_pair, self.received_of_grouped, self.grouped_of_received)
         return sum(array.nbytes for array in arrays if array is not None)
 
     @property
     def num_rows(self) -> int:
-        """Pairs this rank computes."""
+        """(token, expert) pairs this rank computes."""
         return sum(self.instance_sizes)
 
 
 def to_device(values: NDArray[np.generic], device: torch.device) -> Tensor:
-    """An array on a device, without waiting for it."""
+    """Copy an array to a device without synchronising."""
     host = torch.from_numpy(values)
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
 def on_device(visit: Visit, sent: SendTable, received: ReceiveTable, rank: int, device: torch.device) -> Tables:
-    """Tables of one rank; index arrays go to the device without waiting for it.
-
-    A rank that is alone sends nothing: its rows are made in the order in which they are computed.
-    """
+    """Tables of one rank, copied without synchronising. A single rank makes rows in the order it computes them."""
     alone = visit.num_ranks == 1
     return Tables(
         visit=visit,
@@ -93,7 +87,7 @@ def on_device(visit: Visit, sent: SendTable, received: ReceiveTable, rank: int, 
 
 
 class Running(Protocol):
-    """What runs micro-batches: the Runtime."""
+    """What MicroBatch needs of the Runtime."""
 
     current: MicroBatch | None
     most_table_bytes: int
@@ -106,7 +100,7 @@ class Running(Protocol):
 
 
 class MicroBatch:
-    """Run the model's forward pass inside `with micro_batch:`, and its backward pass too."""
+    """Run the model's forward and backward pass inside `with micro_batch:`."""
 
     def __init__(
         self, runtime: Running, *, stage: Stage, number: int, sequences: NDArray[np.int64],
@@ -114,15 +108,15 @@ class MicroBatch:
     ) -> None:  # fmt: skip
         self.runtime, self.stage, self.number = runtime, stage, number
         self.sequences = sequences
-        """numbers of this rank's sequences, in the order of their tokens"""
+        """this rank's sequences, in the order of their tokens"""
         self.experts_TLK = experts_TLK
         """recorded experts, -1 for tokens without recorded routing"""
         self.planned = planned
-        """whether all ranks have the routing that was planned for: sizes are known, nothing is exchanged"""
+        """whether the routing is as planned on all ranks, so that sizes are known without an exchange"""
         self.rows: Tensor | None = None
-        """where this micro-batch's tokens are in the hidden states, if those hold padding too; else all of them"""
+        """positions of the tokens among padded hidden states; None: no padding"""
         self.table_bytes = 0
-        """of the tables that it holds now"""
+        """of the tables held now"""
         self._experts: dict[int, Tensor] = {}
         self._tables: dict[int, Tables] = {}
         self._armed = runtime.armed
@@ -130,11 +124,9 @@ class MicroBatch:
 
     @property
     def num_tokens(self) -> int:
-        """T."""
         return len(self.experts_TLK)
 
     def key(self, layer: int) -> VisitKey:
-        """The visit of a layer."""
         return VisitKey(self.stage, self.number, layer)
 
     def __enter__(self) -> Self:
@@ -144,11 +136,11 @@ class MicroBatch:
         return self
 
     def check_armed(self) -> None:
-        """An error if another plan has been armed since."""
+        """Raise StaleError if another plan has been armed since."""
         if self.runtime.armed is not self._armed:
             raise StaleError(
-                f"micro-batch {self.number} is of a step that is over: its copies are gone; take micro-batches of the "
-                "step that began last"
+                f"micro-batch {self.number} belongs to an earlier step, whose copies are gone; use micro-batches of "
+                "the step that began last"
             )
 
     def __exit__(
@@ -159,9 +151,9 @@ class MicroBatch:
             self._forget()
 
     def _forget(self) -> None:
-        """Loops hold all micro-batches of a step: one that does not run keeps nothing but its routing.
+        """Keep only the routing, because training loops hold all micro-batches of a step.
 
-        A pass whose backward comes later holds the tables it needs itself; recompute makes them again.
+        A pass whose backward comes later holds its own tables; activation recompute makes them again.
         """
         self._experts.clear()
         self._tables.clear()
@@ -170,14 +162,14 @@ class MicroBatch:
             weights.forget_homes()
 
     def experts(self, layer: int, device: torch.device) -> Tensor:
-        """[T, K] recorded experts of a layer, in their narrow type."""
+        """[T, K] recorded experts of a layer, in their narrow dtype."""
         if layer not in self._experts:
             self._experts[layer] = to_device(np.ascontiguousarray(self.experts_TLK[:, layer]), device)
             self._count(self._experts[layer].nbytes)
         return self._experts[layer]
 
     def tables(self, layer: int, make: Callable[[], Tables]) -> Tables:
-        """The layer's tables, made once: the same in forward, backward and recompute."""
+        """The layer's tables, made once for forward, backward and activation recompute."""
         if layer not in self._tables:
             self._tables[layer] = make()
             self._count(self._tables[layer].num_bytes)
@@ -188,18 +180,18 @@ class MicroBatch:
         self.runtime.most_table_bytes = max(self.runtime.most_table_bytes, self.table_bytes)
 
     def select(self, tokens_TD: Tensor) -> Tensor:
-        """The tokens of this micro-batch among hidden states."""
+        """Pick this micro-batch's tokens from (padded) hidden states."""
         chosen = tokens_TD if self.rows is None else tokens_TD.index_select(0, self.rows)
         if chosen.shape[0] != self.num_tokens:
             raise InputError(
                 f"micro-batch {self.number} has {self.num_tokens} tokens on this rank, the hidden states "
-                f"{chosen.shape[0]}: give the layer the tokens of micro_batch.sequences in their order, or set "
-                "micro_batch.rows to where they are among padding"
+                f"{chosen.shape[0]}: pass the tokens of micro_batch.sequences in order, or set micro_batch.rows to "
+                "their positions among padding"
             )
         return chosen
 
     def among_padding(self, out_TD: Tensor, hidden: Tensor) -> Tensor:
-        """The inverse of `select`: results at their tokens' places in the hidden states, zeros for padding."""
+        """The inverse of `select`, with zeros for padding."""
         if self.rows is None:
             return out_TD
         return torch.zeros_like(hidden, dtype=out_TD.dtype).index_copy(0, self.rows, out_TD)

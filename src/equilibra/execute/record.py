@@ -1,7 +1,6 @@
-"""What really happened, in the schema of `equilibra.events`: spans of this rank since the step began.
+"""Measured spans of this rank since the step began, in the schema of `equilibra.events`.
 
-Where a GPU computes, moments are marks in its streams, and are read when the step is over: when the host queues
-something says nothing about when it runs.
+On GPUs, times are CUDA events read after the step, because the host queues work long before it runs.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from equilibra.events.schema import EVENT, Direction, Kind, Resource
 __all__ = ["Moment", "Recorder", "Span", "direction_now", "mark"]
 
 Moment = float | torch.cuda.Event
-"""seconds of perf_counter, or a mark in a stream"""
+"""seconds of perf_counter, or a timing event in a stream"""
 Span = tuple[Moment, Moment]
 
 ONCE_A_STEP = {
@@ -29,38 +28,37 @@ ONCE_A_STEP = {
 
 
 def mark(stream: torch.cuda.Stream) -> torch.cuda.Event:
-    """A mark in a stream."""
+    """Record a timing event in a stream."""
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     event.record(stream)
     return event
 
 
 def direction_now() -> Direction:
-    """FORWARD_AGAIN while the backward pass computes activations anew."""
+    """FORWARD_AGAIN while the backward pass recomputes activations, else FORWARD."""
     inside_backward = torch._C._current_graph_task_id() != -1  # noqa: SLF001 - torch has no public name for it
     return Direction.FORWARD_AGAIN if inside_backward else Direction.FORWARD
 
 
 class Recorder:
-    """Collects spans; a step's worth of them is taken away at its end."""
+    """Collects the spans of a step."""
 
     def __init__(
         self, rank: int, *, on: bool = True,
         finish: Callable[[torch.cuda.Event, str], None] = lambda event, _what: event.synchronize(),
     ) -> None:  # fmt: skip
-        """finish: how the host waits for the device."""
+        """finish: blocks the host until an event."""
         self.rank, self.on, self._finish = rank, on, finish
         self._rows: list[tuple[tuple[int, ...], Moment, Moment]] = []
         self.began = perf_counter()
-        """when the step began"""
         self._began_on_gpu: torch.cuda.Event | None = None
         self._device: torch.device | None = None
-        """the GPU that computes, if one does"""
+        """the GPU that computes; None on the host"""
         self.dense_since: Moment | None = None
-        """when the last MoE layer was left: what follows until the next one is attention and other dense parts"""
+        """end of the last MoE layer: until the next one, attention and other dense parts run"""
 
     def begin_step(self, device: torch.device | None = None) -> None:
-        """Times are counted from here; ranks call it together. device: the GPU that computes, if one does."""
+        """Start the clock; ranks call it together. device: the GPU that computes, if any."""
         self._rows.clear()
         self._device, self._began_on_gpu = device, None
         if device is not None and self.on:
@@ -71,7 +69,7 @@ class Recorder:
         self.dense_since = None
 
     def now(self) -> Moment:
-        """For spans of what is computed."""
+        """A moment on the clock of what computes: the current stream, or the host."""
         if self.on and self._began_on_gpu is not None:
             return mark(torch.cuda.current_stream(self._device))
         return perf_counter()
@@ -87,7 +85,7 @@ class Recorder:
         tokens: int = 0,
         num_bytes: int = 0,
     ) -> Iterator[None]:
-        """Record what runs inside."""
+        """Record the body as a span."""
         start = self.now()
         try:
             yield
@@ -98,8 +96,8 @@ class Recorder:
         self, kind: Kind, resource: Resource, key: VisitKey, direction: Direction, start: Moment, end: Moment, *,
         tokens: int = 0, num_bytes: int = 0, peer: int = -1, expert: int = -1,
     ) -> None:  # fmt: skip
-        """Record a span that is over, or queued."""
-        if self.on and (key.micro_batch >= 0 or kind in ONCE_A_STEP):  # not what is routed live between steps
+        """Record a span that is finished or queued."""
+        if self.on and (key.micro_batch >= 0 or kind in ONCE_A_STEP):  # not live routing between steps
             about = (
                 kind, resource, key.stage.number, direction, key.layer, key.micro_batch, self.rank, peer, expert,
                 tokens, num_bytes,
@@ -110,14 +108,14 @@ class Recorder:
         self, kind: Kind, resource: Resource, key: VisitKey, span: Span, experts: NDArray[np.int32],
         peers: NDArray[np.int32], *, num_bytes: int,
     ) -> None:  # fmt: skip
-        """Record experts that have arrived, one event each; where a rank has none, nothing."""
+        """Record one event per expert that has arrived."""
         start, end = span
         direction = Direction.BACKWARD if kind in (Kind.FLASH_GRADIENT, Kind.STANDING_GRADIENT) else Direction.FORWARD
         for expert, peer in zip(experts.tolist(), peers.tolist(), strict=True):
             self.add(kind, resource, key, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
 
     def taken(self) -> NDArray[np.void]:
-        """The rows so far; none are kept."""
+        """Take the events recorded so far."""
         for _, *span in self._rows:
             for moment in span:
                 if not isinstance(moment, float):
@@ -127,7 +125,6 @@ class Recorder:
         return rows
 
     def _us(self, moment: Moment) -> float:
-        """Since the step began."""
         if isinstance(moment, float):
             return max(moment - self.began, 0.0) * 1e6
         assert self._began_on_gpu is not None

@@ -1,7 +1,6 @@
-"""Runtime: what the layers of one model share on this rank while a plan is executed.
+"""Runtime: what a model's MoE layers share on this rank: the armed plan, the running micro-batch, the weight version.
 
-It knows the plan that is armed, the micro-batch that runs, and the version of the weights. Layers ask it for tables and
-instances; the Balancer arms it.
+Layers ask it for tables and instances; the Balancer arms it.
 """
 
 from __future__ import annotations
@@ -32,16 +31,16 @@ __all__ = ["CopySetting", "Runtime"]
 
 MEMORY = ("spare_slots", "standing_copies", "transfers")
 Saved = tuple[Tensor, Tensor, Tensor]
-"""rows [N, D], the first product [N, 2F] and the gradient of the results [N, D]"""
+"""rows [N, D], first product [N, 2F] and gradient of the results [N, D]"""
 
 
 class Runtime:
-    """Shared by the MoE layers of a model on one rank."""
+    """State shared by a model's MoE layers on one rank."""
 
     def __init__(self, group: ExpertGroup, placement: Placement, setting: CopySetting | None = None) -> None:
         if placement.cluster != group.cluster or not placement.is_even():
             raise InputError(
-                f"homes must be as many on every rank of {group.cluster}, not a placement of "
+                f"every rank of {group.cluster} must have the same number of homes; the placement has "
                 f"{placement.num_homes().min()} to {placement.num_homes().max()} per rank on {placement.cluster}"
             )
         self.group, self.placement = group, placement
@@ -49,57 +48,55 @@ class Runtime:
         self.weights: list[ExpertWeights] = []
         """by layer"""
         self.current: MicroBatch | None = None
-        """the micro-batch that runs"""
+        """the running micro-batch"""
         self.version = 0
-        """of the weights: counts their changes"""
+        """counts changes of the weights"""
         self.recorder = Recorder(group.rank, finish=group.watch.finish)
         self.gradients_under_way = False
-        """whether copies may hold gradients that their homes do not have yet"""
+        """whether copies may hold gradients that have not returned"""
         self.masters: Mapping[nn.Parameter, nn.Parameter] = {}
-        """float32 masters that have the gradients of their parameters once those are summed (see `steps.masters`)"""
+        """float32 masters, which hold the gradients once those are summed (see `steps.masters`)"""
         self.broken: str | None = None
         """why the state in memory must not be used"""
         self.most_table_bytes = 0
-        """that a micro-batch has held at once, of routing and tables, since the plan was armed"""
+        """peak memory of a micro-batch's routing and tables since the plan was armed"""
         self._armed: GroupPlan | None = None
         self._copies: Copies | None = None
 
     # --- set up ---
 
     def register(self, weights: ExpertWeights) -> int:
-        """Add a layer; returns its number."""
+        """Add a layer and return its number."""
         if self.weights and weights.spec.part_shapes() != self.weights[0].spec.part_shapes():
-            raise InputError("all MoE layers of a model must have experts of the same shapes to share spare slots")
+            raise InputError("cannot add this MoE layer: experts of all layers need equal shapes to share spare slots")
         refuse_wrappers()
         self.weights.append(weights)
         return len(self.weights) - 1
 
     @property
     def spec(self) -> MoESpec:
-        """Of the layers."""
         return self.weights[0].spec
 
     @property
     def activation(self) -> Activation:
-        """Inside the experts."""
         return self.spec.activation
 
     @property
     def _narrow(self) -> torch.dtype:
-        """Of experts' numbers on their way from the device to tables."""
+        """Dtype of expert numbers on the way from the device to tables."""
         dtype: torch.dtype = getattr(torch, signed_ids(self.placement.num_experts).name)
         return dtype
 
     @property
     def gpu(self) -> torch.device | None:
-        """The GPU that computes the experts, if one does."""
+        """The GPU that computes the experts; None on the host."""
         device = self.weights[0].device if self.weights else None
         return device if device is not None and device.type == "cuda" else None
 
     # --- plans ---
 
     def arm(self, armed: GroupPlan) -> None:
-        """Execute this plan from now on. Homes must have moved already."""
+        """Execute this plan from now on; homes must have moved already."""
         if armed.plan.placement != self.placement:
             raise InputError("a plan was armed before its homes had moved")
         armed.plan.check(armed.load, spare_slots=self.setting.spare_slots)
@@ -115,29 +112,28 @@ class Runtime:
         self._offer_weights()
 
     def _description(self) -> str:
-        """What must be the same on every rank, or messages would not fit each other."""
+        """Everything about copies and experts that must be equal on every rank."""
         text = f"{self.setting} {self.spec} {self.weights[0].dtype} {len(self.weights)}"
         return f"settings {sha256(text.encode()).hexdigest()[:16]}: {text}"
 
     @property
     def armed(self) -> GroupPlan | None:
-        """The plan that is executed."""
         return self._armed
 
     def check_whole(self) -> None:
-        """An error if the state in memory is mixed."""
+        """Raise BrokenStateError if the state in memory is mixed."""
         if self.broken is not None:
             raise BrokenStateError(self.broken)
 
     def disarm(self) -> None:
-        """No plan: tokens are routed live to homes. Gradients that copies hold return first."""
+        """Return gradients of copies and drop the plan; tokens are then routed live to homes."""
         self.bring_gradients_home()
         if self._copies is not None:
             self._copies.forget()
         self._armed = None
 
     def weights_changed(self) -> None:
-        """Weights are new on every rank: what was copied is forgotten, and copies are fetched anew."""
+        """Collective, after weights changed: drop all copies and publish the new weights."""
         if self._copies is not None:
             self._copies.forget()
         self.version += 1
@@ -151,18 +147,18 @@ class Runtime:
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Runtime:
         raise InputError(
-            "a model with BalancedMoE layers cannot be copied: its layers share process groups and copies; build a "
-            "second one with a Runtime of its own and load the same checkpoint (a reference policy is made so too)"
+            "cannot deepcopy a model with BalancedMoE layers: they share process groups and copies; build a second "
+            "model with its own Runtime and load the same checkpoint (also for a reference policy)"
         )
 
     # --- visits ---
 
     def enter_layer(self, key: VisitKey, direction: Direction) -> None:
-        """A layer begins: what ran since the last one was attention and other dense parts."""
+        """Note the start of a layer; the time since the last one goes to attention and other dense parts."""
         self.check_whole()
         if self.current is None and direction is Direction.FORWARD_AGAIN:
             raise InputError(
-                "activations are computed anew outside of `with micro_batch:`: run the backward pass inside it"
+                "cannot recompute activations outside of `with micro_batch:`: run the backward pass inside it"
             )
         since = self.recorder.dense_since
         if since is not None:
@@ -170,15 +166,14 @@ class Runtime:
         self.recorder.dense_since = None
 
     def leave_layer(self) -> None:
-        """A layer ends."""
         self.recorder.dense_since = self.recorder.now()
 
     def key(self, layer: int) -> VisitKey:
-        """The visit of a layer that begins now."""
+        """The visit of a layer in the running micro-batch."""
         return VisitKey.once(layer) if self.current is None else self.current.key(layer)
 
     def tables(self, layer: int, experts_TK: Tensor) -> Tables:
-        """Where this layer's rows go: from the plan where there is one, else from counts that ranks exchange."""
+        """Where this layer's rows go: from the plan if it covers them, else from counts that ranks exchange."""
         micro_batch, armed = self.current, self._armed
         if micro_batch is None or armed is None:
             return self._counted_tables(only_homes(self.placement, self.key(layer)), experts_TK)
@@ -188,20 +183,19 @@ class Runtime:
         return self._counted_tables(visit, experts_TK)
 
     def _planned_tables(self, visit: Visit, micro_batch: MicroBatch, armed: GroupPlan) -> Tables:
-        """Both sides know all sizes: nothing is exchanged."""
         rank, layer = self.group.rank, visit.key.layer
         sent = visit.send_table(micro_batch.experts_TLK[:, layer], rank)
         received = visit.receive_table(rank, visit.counts(armed.load, rank))
         return on_device(visit, sent, received, rank, self.weights[layer].device)
 
     def _counted_tables(self, visit: Visit, experts_TK: Tensor) -> Tables:
-        """The tolerant way: every source tells every rank how many rows its instances get."""
+        """Every source tells every rank how many rows its instances get."""
         group, rank, layer = self.group, self.group.rank, visit.key.layer
         sent = visit.send_table(experts_TK.to(self._narrow).cpu().numpy(), rank)
         experts_of_rank = [visit.on_rank(r) for r in range(group.num_ranks)]
         mine = experts_of_rank[rank]
         told = torch.from_numpy(np.concatenate([sent.counts_RE[r, of] for r, of in enumerate(experts_of_rank)]))
-        told = told.to(experts_TK.device)  # NCCL knows no other memory
+        told = told.to(experts_TK.device)  # NCCL needs device memory
         heard = told.new_empty(mine.size * group.num_ranks)
         with self.recorder.span(Kind.COUNTS, Resource.NVLINK, visit.key, direction_now()):
             group.all_to_all(
@@ -209,16 +203,16 @@ class Runtime:
                 what=f"exchanging counts of MoE layer {layer}",
             ).wait()  # fmt: skip
         on_host = heard.cpu()
-        group.watch.check(f"exchanging counts of MoE layer {layer}")  # if a rank was lost they are worthless
+        group.watch.check(f"exchanging counts of MoE layer {layer}")  # invalid if a rank was lost
         counts_IR = on_host.view(group.num_ranks, mine.size).numpy().T.astype(np.int64)
         return on_device(visit, sent, visit.receive_table(rank, counts_IR), rank, self.weights[layer].device)
 
     # --- instances ---
 
     def instances(self, key: VisitKey, direction: Direction) -> list[ExpertParts]:
-        """Homes, standing copies and flash copies of a visit, waited for; what comes next is on its way.
+        """Wait for a visit's homes, standing and flash copies; prefetch those of the next visits.
 
-        Selective checkpointing counts operations, and a fetch is not one that comes again: it does not see them.
+        Hidden from selective checkpointing, which counts operations: a fetch is not repeated in recompute.
         """
         with _disable_current_modes():
             weights, copies = self.weights[key.layer], self._copies_of(key)
@@ -227,13 +221,13 @@ class Runtime:
             return homes + (copies.take(key, direction) if copies is not None else [])
 
     def _copies_of(self, key: VisitKey) -> Copies | None:
-        """Where copies are, if the visit is of a plan's micro-batch."""
+        """The copies, if the visit belongs to a planned micro-batch."""
         return self._copies if self._armed is not None and key.micro_batch >= 0 else None
 
     # --- backward ---
 
     def backward(self, tables: Tables, saved: Saved, dx_ND: Tensor, weighted: RowWeights) -> None:
-        """Gradients of one visit's rows and of all instances that computed them; those of flash copies travel home."""
+        """Compute gradients of a visit's rows and instances, and start returning those of flash copies."""
         key = tables.visit.key
         weights, copies, instances = (
             self.weights[key.layer],
@@ -261,7 +255,7 @@ class Runtime:
                 num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
             )  # fmt: skip
         except BaseException:
-            if num_first:  # whatever was in that memory must not pass for a gradient
+            if num_first:  # uninitialised memory must not pass for a gradient
                 weights.drop_gradients()
             raise
         self.recorder.add(
@@ -270,7 +264,7 @@ class Runtime:
         )  # fmt: skip
 
     def finish_gradients(self) -> None:
-        """Gradients of all copies home, and summed over data-parallel groups: what the optimizer must see."""
+        """Collective: return gradients of all copies and sum over data-parallel groups, before the optimizer."""
         self.check_whole()
         self.bring_gradients_home()
         if self.group.num_groups > 1:
@@ -281,7 +275,7 @@ class Runtime:
             )
 
     def bring_gradients_home(self) -> None:
-        """Collective: gradients that copies hold are added to those of their homes."""
+        """Collective: add gradients of copies to those of their homes."""
         if self._copies is not None and self._armed is not None:
             self._copies.finish_returns()
             self._copies.return_standing()
@@ -289,7 +283,7 @@ class Runtime:
         self.gradients_under_way = False
 
     def discard_gradients(self) -> None:
-        """Throw away the gradients of experts, also those that copies hold."""
+        """Drop the gradients of experts, including those of copies."""
         if self._copies is not None and self._armed is not None:
             self._copies.finish_returns()
             self._copies.standing.gradients_CP.zero_()
@@ -299,7 +293,6 @@ class Runtime:
         self.gradients_under_way = False
 
     def _sum_over_replicas(self) -> None:
-        """All groups take part, also those that had no micro-batch."""
         sums = []
         for weights in self.weights:
             for name in weights.names:
@@ -311,14 +304,14 @@ class Runtime:
             under_way.wait()
 
     def memory_bytes(self) -> dict[str, int]:
-        """What copies and tables take on this rank."""
+        """Memory of copies and tables on this rank, by kind."""
         copies = self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
         return {**copies, "tables": self.most_table_bytes}
 
     def release(self) -> None:
-        """Collective, before weights leave the device: no rank holds memory of copies or of another rank's weights.
+        """Collective, before weights leave the device: free copies and close other ranks' memory.
 
-        What the next plan needs is made anew.
+        The next plan allocates again.
         """
         self.disarm()
         self.close()
@@ -327,7 +320,7 @@ class Runtime:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Give back threads and shared memory."""
+        """Release threads and shared memory."""
         if self._copies is not None:
             self._copies.close()
             self._copies = self._armed = None

@@ -1,16 +1,16 @@
-"""Watch: a thread on every rank that keeps a lost rank from becoming a hang.
+"""Watch: a thread on every rank that turns a lost rank into an error instead of a hang.
 
-On GPUs the host runs ahead of the device. `wait()` of an NCCL collective makes a stream wait, not the host; a stream
-waits forever for a rank that is gone, and so does the host as soon as it synchronises. So:
+On GPUs the host runs ahead of the device. `wait()` of an NCCL collective blocks a stream, not the host; a stream waits
+forever for a dead rank, and so does the host once it synchronises. So:
 
-    expect   the group names everything that a device waits for: collectives, gradients on their way
-    look     every TICK_S the thread asks whether the oldest one is done or has taken longer than timeout_s, whether a
-             communicator has failed, and whether another rank has told the store why it failed
-    lose     then it tells the store (the first cause stays), raises the device signals of the node and aborts the
-             communicators: whatever waits on a device, or for one, goes on
-    check    and the next call of the group raises RankLostError with the cause
+    expect   the group registers everything a device waits for: collectives, returning gradients
+    look     every TICK_S the thread checks whether the oldest is done or older than timeout_s, whether a communicator
+             has failed, and whether another rank has told the store why it failed
+    lose     it then tells the store (the first cause stays), raises the node's device signals and aborts the
+             communicators, so that everything that waits on a device, or for one, goes on
+    check    the next call of the group raises RankLostError with the cause
 
-torch's own watchdog would end the process without a Python error. Groups that are made here tell it not to.
+torch's own watchdog would end the process without a Python error; groups made here disable it.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from equilibra.core.errors import RankLostError
 __all__ = ["ADVICE", "STORE_S", "Watch", "first_line", "nccl_of", "without_torch_watchdog"]
 
 TICK_S = 0.2
-"""how often the thread looks"""
+"""interval of the thread's checks"""
 ANSWER_S = 2.0
-"""in which ranks that are alive answer a roll call"""
+"""time in which living ranks answer a roll call"""
 STORE_S = 5.0
-"""after which the store is taken for gone"""
+"""timeout after which the store counts as gone"""
 CAUSE = "cause"
 ADVICE = "look for the first error of the other ranks, then restart from the last checkpoint"
 
@@ -52,21 +52,21 @@ class _Expected:
 
 @dataclass(kw_only=True, eq=False)
 class _Queue:
-    """What finishes in this order."""
+    """Operations that finish in this order."""
 
     waiting: deque[_Expected] = field(default_factory=deque)
     moved_on: float = 0.0
-    """when the first of them last finished"""
+    """when one last finished"""
 
 
 class Watch:
-    """Of one rank. Without a store it only knows what it sees itself."""
+    """The watch of one rank. Without a store it cannot hear of other ranks' failures."""
 
     def __init__(
         self, *, rank: int, world: int, timeout_s: float, store: Store | None = None,
         backends: Sequence[Any] = (), tick_s: float = TICK_S,
     ) -> None:  # fmt: skip
-        """backends: NCCL's, of the groups that are used."""
+        """backends: NCCL backends to abort when a rank is lost."""
         self.rank, self.world, self.timeout_s = rank, world, timeout_s
         self._store, self._backends, self._tick_s = store, list(backends), tick_s
         self._queues: dict[str, _Queue] = {}
@@ -75,15 +75,15 @@ class Watch:
         self._thread: Thread | None = None
         self._closed = Event()
         self.cause: str | None = None
-        """why the ranks cannot go on"""
+        """why the ranks cannot continue"""
         self._who: str | None = None
-        """who does not answer, once that was asked"""
+        """result of the roll call, once made"""
         self._device: torch.device | None = None
 
-    # --- what is under way ---
+    # --- operations in flight ---
 
     def expect(self, queue: str, what: str, done: Callable[[], bool], device: torch.device | None = None) -> None:
-        """A device waits for something; what is in one queue finishes in order."""
+        """Register something a device waits for; entries of one queue finish in order."""
         self.check(what)
         with self._lock:
             self._device = self._device or device
@@ -94,26 +94,26 @@ class Watch:
                 self._thread.start()
 
     def release_with(self, release: Callable[[], None]) -> None:
-        """Call this when a rank is lost, so that no stream waits for its signals."""
+        """Call `release` when a rank is lost, so that no stream waits for its signals."""
         with self._lock:
             self._releases.append(release)
 
     def forget(self, release: Callable[[], None]) -> None:
-        """Its memory is given back."""
+        """Undo `release_with`."""
         with self._lock, suppress(ValueError):
             self._releases.remove(release)
 
     def check(self, what: str) -> None:
-        """An error if a rank is lost."""
+        """Raise RankLostError if a rank is lost."""
         if self.cause is not None:
             raise self.lost(what)
 
     def finish(self, event: torch.cuda.Event, what: str) -> None:
-        """The host waits until the device has reached an event."""
+        """Block the host until the device reaches an event."""
         self.until(event.query, what)
 
     def until(self, done: Callable[[], bool], what: str) -> None:
-        """Wait for something that others take part in, no longer than the timeout."""
+        """Poll `done` until it is true; RankLostError after the timeout."""
         end = monotonic() + self.timeout_s
         while not done():
             self.check(what)
@@ -124,12 +124,12 @@ class Watch:
     # --- a rank is lost ---
 
     def lost(self, what: str, reason: str = "") -> RankLostError:
-        """The error of a call that cannot finish, with the first cause that any rank told."""
+        """The error of a call that cannot finish, with the first cause any rank reported."""
         self._lose(reason or f"cannot finish {what}")
         return RankLostError(f"{what} did not finish: {self.cause}{self._roll_call()}; {ADVICE}")
 
     def fail(self, error: BaseException) -> None:
-        """Tell the others why this rank cannot go on, and let nobody wait for it."""
+        """Tell the other ranks why this one fails, so that nobody waits for it."""
         self._lose(f"failed with {type(error).__name__}: {first_line(error)}")
 
     def _lose(self, reason: str) -> None:
@@ -139,7 +139,7 @@ class Watch:
         self._let_go()
 
     def _told(self, cause: str | None) -> str | None:
-        """The first cause that any rank told the store, which is this one if there was none."""
+        """The first cause in the store; `cause` becomes it if there is none."""
         if self._store is None:
             return cause
         try:
@@ -147,11 +147,11 @@ class Watch:
                 return self._store.get(CAUSE).decode() if self._store.check([CAUSE]) else None
             return self._store.compare_set(CAUSE, "", cause).decode() or cause
         except (RuntimeError, dist.DistError):
-            self._store = None  # with the process that kept it; what is under way still has its time limit
+            self._store = None  # its process is gone; operations in flight still time out
             return cause
 
     def _let_go(self) -> None:
-        """Nothing on this rank's device waits for others any more."""
+        """Release everything on this rank's device that waits for other ranks."""
         with self._lock:
             releases, backends, self._backends = list(self._releases), self._backends, []
         for release in releases:
@@ -171,7 +171,7 @@ class Watch:
                 self._store.set(f"here {self.rank}", "")
 
     def _roll_call(self) -> str:
-        """Which ranks do not answer, where the cause does not say it."""
+        """Which ranks do not answer, if the cause does not say it."""
         if self._who is None:
             self._who = ""
             with suppress(RuntimeError, dist.DistError):
@@ -198,7 +198,7 @@ class Watch:
         while not self._closed.wait(self._tick_s):
             if self.cause is None:
                 self._look()
-            else:  # what was queued before may have written its signals since
+            else:  # work queued before may have overwritten the signals since
                 for release in list(self._releases):
                     release()
 
@@ -220,7 +220,7 @@ class Watch:
             self._lose(reason)
 
     def _overdue(self, queue: _Queue) -> str | None:
-        """Forget what is done; why the first that is not must be given up."""
+        """Drop finished entries; the reason to give up the first unfinished one, if it is overdue."""
         while queue.waiting and queue.waiting[0].done():
             queue.waiting.popleft()
             queue.moved_on = monotonic()
@@ -229,20 +229,20 @@ class Watch:
         return None
 
     def close(self) -> None:
-        """Stop looking."""
+        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(STORE_S)
 
 
 def first_line(error: BaseException, most: int = 600) -> str:
-    """Of its text; its type where there is none."""
+    """First line of an error's text, or its type if it has none."""
     return str(error).strip().splitlines()[0][:most] if str(error).strip() else type(error).__name__
 
 
 def nccl_of(group: dist.ProcessGroup) -> Any:  # noqa: ANN401 - torch without NCCL has no type for it
-    """What carries tensors of GPUs in a group, if that is NCCL."""
-    with suppress(RuntimeError):  # it knows no GPUs
+    """The NCCL backend of a group; None if it has none."""
+    with suppress(RuntimeError):  # the group has no backend for GPUs
         backend = group._get_backend(torch.device("cuda", 0))  # noqa: SLF001
         return backend if backend.name() == dist.Backend.NCCL else None
     return None
@@ -254,13 +254,13 @@ def _abort(backend: Any) -> None:  # noqa: ANN401
 
 
 def _failed(backend: Any) -> str | None:  # noqa: ANN401
-    """Why a communicator cannot be used any more, as far as torch says it."""
+    """Why a communicator is unusable, as far as torch tells."""
     error = str(backend.get_error()).rpartition(".")[2]
     return None if error == "SUCCESS" else f"found a communicator broken ({error})"
 
 
 def _allow_queries_during_capture() -> None:
-    """While another thread captures a CUDA graph, this one may still ask for events."""
+    """Allow this thread to query events while another captures a CUDA graph."""
     relaxed = ctypes.c_int(2)
     with suppress(OSError, AttributeError):
         ctypes.CDLL("libcuda.so.1").cuThreadExchangeStreamCaptureMode(ctypes.byref(relaxed))
@@ -268,7 +268,7 @@ def _allow_queries_during_capture() -> None:
 
 @contextmanager
 def without_torch_watchdog() -> Iterator[None]:
-    """NCCL groups that are made meanwhile leave it to us what to do about errors."""
+    """NCCL groups made inside leave error handling to us."""
     wanted = {
         "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_RETHROW_CUDA_ERRORS": "0",
         "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "50",  # four times as long a group with an error takes no calls

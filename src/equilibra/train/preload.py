@@ -6,7 +6,7 @@ import torch._dynamo  # optimizers load it when they are made
 import torch.distributed.checkpoint
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # of the embedded model
 
-from equilibra.execute.warm import warm
+from equilibra.execute.steps.planning import warm
 from equilibra.train.processes import NODES
 
 __all__ = ["torch", "transformers"]

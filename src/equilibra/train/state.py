@@ -20,8 +20,7 @@ from torch import nn
 
 from equilibra.core.errors import InputError, UnreadableError
 from equilibra.core.placement import Placement
-from equilibra.execute.state.checkpoint import Checkpoints
-from equilibra.execute.state.checkpoint_folder import checkpoint_steps, remove_checkpoint
+from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps, remove_checkpoint
 from equilibra.rl.learner import Learner
 from equilibra.rl.recording import read_samples, write_samples
 from equilibra.rl.sample import Sample

@@ -26,9 +26,8 @@ from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.stream import logical_weights
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
-from equilibra.execute.steps.gradients import clip_gradients
+from equilibra.execute.steps.gradients import check_replicated, clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
-from equilibra.execute.steps.replicated import check_replicated
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.learner import Learner, total_over
 from equilibra.rl.loop import LoopSetting, Source, Trainer, train

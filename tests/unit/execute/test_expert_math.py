@@ -6,7 +6,7 @@ import torch
 from equilibra.execute.experts import expert_math
 from equilibra.execute.experts.spec import Activation, MoESpec
 from equilibra.execute.kernels.parts import ExpertParts, RowWeights
-from equilibra.execute.moe.reference import ReferenceMoE
+from equilibra.execute.moe.layer import ReferenceMoE
 
 pytestmark = pytest.mark.arithmetic
 

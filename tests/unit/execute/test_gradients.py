@@ -14,8 +14,7 @@ from equilibra.execute.experts.spec import MoESpec, RouterSpec
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.state.checkpoint import Checkpoints
-from equilibra.execute.state.checkpoint_folder import checkpoint_steps
+from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients, gradient_norm, gradient_of
 from equilibra.execute.steps.masters import float32_masters

@@ -18,8 +18,8 @@ import numpy as np
 import torch
 from benchmarks.gpu.copying import copy_beside, read_beside
 from equilibra.execute.kernels import grouped, rows
-from equilibra.execute.moe import laden as laden_module
-from equilibra.execute.moe.laden import Laden
+from equilibra.execute.moe import functions as laden_module
+from equilibra.execute.moe.functions import Laden
 from equilibra.execute.experts import expert_math
 from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.experts.spec import Activation

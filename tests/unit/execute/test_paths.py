@@ -40,7 +40,7 @@ def balancer_on(path: Path) -> Balancer:
 def test_paths_between_gpus_are_refused_without_them(path):
     ids = np.array([[[0, 1]], [[2, 3]]], np.uint8)
     routing = RoutingTrace(ids=ids, offsets=np.array([0, 2], np.int64), num_experts=4)
-    with pytest.raises(InputError, match="is between GPUs; experts are on cpu: use collective or host"):
+    with pytest.raises(InputError, match="needs GPUs, and experts are on cpu: use collective or host"):
         balancer_on(path).begin(routing)
 
 
@@ -107,7 +107,7 @@ def test_nothing_is_added_to_a_layer_while_its_copies_are():
 
 @pytest.mark.parametrize("share", [0.0, 1.0, 2, "a"])
 def test_a_share_of_the_host_link_must_be_a_part(share):
-    with pytest.raises(InputError, match="host_share must be between 0 and 1"):
+    with pytest.raises(InputError, match="host_share must be a number more than 0 and below 1"):
         CopySetting(host_share=share)
 
 

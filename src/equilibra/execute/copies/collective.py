@@ -16,7 +16,7 @@ __all__ = ["CollectiveEngine", "Staging"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Returned:
-    """Gradients on their way; added when they are waited for, in the order of (holding rank, expert)."""
+    """Gradients in flight; `wait` adds them by holding rank and expert."""
 
     moving: Pending
     copies: CopyList
@@ -32,31 +32,27 @@ class _Returned:
 
 
 class CollectiveEngine:
-    """Weights are read when they are fetched, so they are always of the current version."""
+    """Reads weights when they are fetched, so they are always of the current version."""
 
     def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
         self.group = group
         self.row = row
-        """an empty row of the right width, dtype and device"""
+        """an empty row that gives width, dtype and device"""
         self.gradients = torch.zeros(num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
         self._sent, self._received = Staging(row), Staging(row.to(gradient_dtype))
 
     @property
     def num_bytes(self) -> int:
-        """Gradients of the copies this rank holds, and what is on its way."""
         return self.gradients.nbytes + self._sent.num_bytes + self._received.num_bytes
 
     def serve(self, source: ExpertSource) -> None:
-        """Copies are made of these instances from now on."""
         self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:  # noqa: ARG002 - weights are read when they are fetched
-        """Nothing but room for the largest list."""
         self._sent.expect(copied.most_served)
         self._received.expect(copied.most_served)
 
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:  # noqa: ARG002
-        """Pack what others need and exchange."""
         if copies.num_in_node == 0:
             return Ready()
         staged = self._sent.take()
@@ -70,11 +66,9 @@ class CollectiveEngine:
         return self._sent.until(moving, staged)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
-        """The rank's buffer: one list is on its way at a time."""
         return self.gradients[: copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
-        """The same exchange the other way."""
         if copies.num_in_node == 0:
             return Ready()
         staged = self._received.take()
@@ -86,35 +80,33 @@ class CollectiveEngine:
         return _Returned(moving=moving, copies=copies, rows_kP=staged, source=self.source, staging=self._received)
 
     def finish_sums(self) -> None:
-        """They are added when they are waited for."""
+        """Nothing to do: `wait` adds them."""
 
     def finish_reads(self) -> None:
-        """Weights were read when they were asked for."""
+        """Nothing to do: `fetch` reads weights at once."""
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Nothing to release."""
 
 
 class Staging:
-    """As many buffers as lists of rows were ever on their way at once."""
+    """A pool of row buffers, as many as were ever in flight at once."""
 
     def __init__(self, like_P: Tensor) -> None:
         self._like_P = like_P
-        """a row of the right width, dtype and device"""
         self._most = 0
         self._free: list[Tensor] = []
         self.num_bytes = 0
-        """of all buffers"""
 
     def expect(self, most: int) -> None:
-        """Lists have so many rows at most; buffers that are too small are given up."""
+        """Make room for lists of up to `most` rows; smaller buffers are freed."""
         self._most = max(self._most, most)
         free, self._free = self._free, []
         for rows_nP in free:
             self.give_back(rows_nP)
 
     def take(self) -> Tensor:
-        """[most, P], nobody else's until they are given back."""
+        """[most, P] for exclusive use until it is given back."""
         if self._free:
             return self._free.pop()
         made = self._like_P.new_empty(self._most, self._like_P.numel())
@@ -122,14 +114,13 @@ class Staging:
         return made
 
     def give_back(self, rows_nP: Tensor) -> None:
-        """A buffer as it was taken."""
         if len(rows_nP) < self._most:
             self.num_bytes -= rows_nP.nbytes
         else:
             self._free.append(rows_nP)
 
     def until(self, moving: Pending, rows_nP: Tensor) -> Pending:
-        """What is under way, which gives a buffer back when it is there."""
+        """The same transfer; waiting for it also gives the buffer back."""
         return _Carried(moving=moving, staging=self, rows_nP=rows_nP)
 
 

@@ -1,9 +1,8 @@
-"""Copies on this rank: fetched ahead of the layers that need them, and their gradients seen home.
+"""Copies on this rank: prefetch them ahead of the layers that need them, and return their gradients.
 
-Order. Every rank runs the same program, so calls that involve others are made in the same order everywhere. What is
-fetched ahead follows from the order of visits alone: in the forward pass the layers that come next, in the backward
-pass those before; at the ends, the micro-batch that comes next. A wrong guess costs a fetch, never an answer. In
-the update nothing is fetched ahead across the end of a mini-batch: after the optimizer's step it would be stale.
+Every rank runs the same program, so collective calls come in the same order everywhere. Prefetching follows the order
+of visits: next layers in the forward pass, previous ones in the backward pass, then the next micro-batch. A wrong guess
+costs a fetch, never a result. The update never prefetches across the end of a mini-batch, where weights change.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from equilibra.core.checks import check_whole
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import CopyList, Stage, VisitKey
@@ -23,9 +22,8 @@ from equilibra.execute.copies.device import DeviceEngine, banks_of
 from equilibra.execute.copies.host import HostEngine
 from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
 from equilibra.execute.copies.pinned import PinnedPath
-from equilibra.execute.copies.slots import SpareSlots
 from equilibra.execute.copies.standing import Sources, StandingStore
-from equilibra.execute.copies.transfer import Path, TransferEngine, copied_of
+from equilibra.execute.copies.transfer import Path, SpareSlots, TransferEngine, copied_of
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.kernels.parts import ExpertParts
@@ -41,19 +39,18 @@ class CopySetting:
     """How copies are kept and moved."""
 
     spare_slots: int = 2
-    """flash copies a rank can hold for one layer"""
+    """flash copies a rank can hold per layer"""
     prefetch_depth: int = 1
-    """layers ahead that copies are fetched; memory is spare_slots x (prefetch_depth + 1) experts per rank"""
+    """layers to prefetch; memory is spare_slots x (prefetch_depth + 1) experts per rank"""
     path: dict[Stage, Path] = field(default_factory=lambda: dict.fromkeys(Stage, Path.COLLECTIVE))
     """path of flash copies in each stage"""
     host_share: float = 0.1
-    """part of a copy that the path `both` takes over the host link: its rate over the sum of both links' rates"""
+    """fraction of a copy that path `both` sends over the host link: its rate over the sum of both rates"""
 
     def __post_init__(self) -> None:
         for name in ("spare_slots", "prefetch_depth"):
             check_whole(name, getattr(self, name), low=0, high=4096)
-        if not isinstance(self.host_share, float) or not 0 < self.host_share < 1:
-            raise InputError(f"host_share must be between 0 and 1, not {self.host_share!r}")
+        check_number("host_share", self.host_share, above=0, high=1, below=True)
         if set(self.path) != set(Stage) or not all(isinstance(path, Path) for path in self.path.values()):
             raise InputError(
                 f"path needs one of {', '.join(Path)} for each of the stages {', '.join(Stage)}, not {self.path}"
@@ -62,7 +59,7 @@ class CopySetting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Return:
-    """Gradients of a visit's flash copies, on their way."""
+    """Gradients of a visit's flash copies in flight."""
 
     moving: Pending
     key: VisitKey
@@ -71,7 +68,7 @@ class _Return:
 
 
 class Copies:
-    """The copies that one plan has on this rank. Buffers and engines are made once and serve all plans."""
+    """The copies of the armed plan on this rank. Buffers and engines are made once and serve all plans."""
 
     def __init__(
         self, group: ExpertGroup, weights: Sequence[ExpertWeights], setting: CopySetting, recorder: Recorder
@@ -86,18 +83,18 @@ class Copies:
         self._lists: dict[VisitKey, CopyList] = {}
         self._returning: _Return | None = None
         self._summing: set[int] = set()
-        """layers whose gradients may still be added to"""
+        """layers whose gradients may still be changing"""
         self._path: dict[Stage, Path] = {}
-        """of the plan that is armed"""
+        """of the armed plan"""
         self._ipc_works: bool | None = None
 
     def fits(self) -> bool:
-        """Whether the buffers are still of the weights' type and place."""
+        """Whether the buffers still match the weights' dtype and device."""
         like = self.weights[0]
         return self._row.dtype == like.dtype and self._row.device == like.device
 
     def arm(self, armed: GroupPlan) -> None:
-        """Hold the copies of this plan."""
+        """Prepare for this plan's copies."""
         self.forget()
         self.armed, self._lists = armed, {}
         before = getattr(self, "standing", None)
@@ -111,7 +108,7 @@ class Copies:
             engine.serve(source)
 
     def _chosen(self, path: Path, stage: Stage) -> Path:
-        """What `auto` is in this plan; the same on every rank."""
+        """Resolve `auto` for this plan; equal on every rank."""
         if path is not Path.AUTO:
             return path
         if self._row.device.type != "cuda":
@@ -136,22 +133,22 @@ class Copies:
             return DeviceEngine(self.group, banks_2SP, row, both)
         if path is Path.HOST:
             return HostEngine(self.group, num_slots=slots, row=row, gradient_dtype=dtype)
-        raise InputError(f"the path {path} is between GPUs; experts are on {row.device}: use collective or host")
+        raise InputError(f"path {path} needs GPUs, and experts are on {row.device}: use collective or host")
 
     def finish_reads(self) -> None:
-        """Collective, before weights change."""
+        """Collective, before weights change: wait until no rank reads them."""
         for engine in self._engines.values():
             engine.finish_reads()
 
     def forget(self) -> None:
-        """The weights have changed, or another plan comes: no copy is good any more."""
+        """Drop all copies: the weights or the plan change."""
         self.finish_returns()
         self._slots.forget()
         if hasattr(self, "standing"):
             self.standing.forget()
 
     def offer(self, version: int) -> None:
-        """Weights of this version are there to be copied."""
+        """Publish this version of the weights for copying."""
         self.version = version
         ahead = self.setting.prefetch_depth + 1 if set(self._path.values()) <= {Path.COLLECTIVE} else len(self.weights)
         for layer in range(min(ahead, len(self.weights))):  # what is published may be made of standing copies
@@ -163,7 +160,7 @@ class Copies:
     # --- weights ---
 
     def take(self, key: VisitKey, direction: Direction) -> list[ExpertParts]:
-        """Standing and flash copies of a visit, waited for; those of the next visits are on their way."""
+        """Wait for a visit's standing and flash copies, and prefetch those of the next visits."""
         start = self.recorder.now()
         arrived = self.standing.wait(key.layer)
         if arrived is not None:
@@ -183,7 +180,6 @@ class Copies:
         return found
 
     def list_of(self, key: VisitKey) -> CopyList:
-        """The flash copies of a visit, looked up once."""
         if key not in self._lists:
             first, per_node = self.group.first_of_node, self.group.cluster.ranks_per_node
             self._lists[key] = self.armed.plan.visit(*key).copy_list(self.group.rank, range(first, first + per_node))
@@ -211,7 +207,7 @@ class Copies:
     # --- gradients ---
 
     def flash_gradients(self, key: VisitKey) -> list[ExpertParts]:
-        """Where gradients of a visit's flash copies are written."""
+        """Buffers for the gradients of a visit's flash copies."""
         self._end_return()
         if key.layer in self._summing:  # in other layers sums may still be under way
             self._finish_sums()
@@ -219,13 +215,13 @@ class Copies:
         return self.weights[key.layer].layout.experts(engine.gradient_slots(self.list_of(key)))
 
     def send_gradients(self, key: VisitKey) -> None:
-        """Send them on their way home."""
+        """Start returning those gradients to their homes."""
         copies = self.list_of(key)
         moving = self._engines[self._path[key.stage]].give_back(copies)
         self._returning = _Return(moving=moving, key=key, copies=copies, started=self.recorder.now())
 
     def finish_returns(self) -> None:
-        """Until gradients of flash copies that are on their way have been added."""
+        """Wait until gradients of flash copies in flight are added."""
         self._end_return()
         self._finish_sums()
 
@@ -246,7 +242,7 @@ class Copies:
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
     def return_standing(self) -> None:
-        """Gradients of standing copies home."""
+        """Return the gradients of standing copies."""
         start = self.recorder.now()
         self.standing.give_back()
         span = (start, self.recorder.now())
@@ -260,7 +256,7 @@ class Copies:
         return self._row.numel() * self.weights[0].gradient_dtype.itemsize
 
     def memory_bytes(self) -> dict[str, int]:
-        """What copies take on this rank."""
+        """Memory of copies on this rank, by kind."""
         standing = self.standing.num_bytes if hasattr(self, "standing") else 0
         return {
             "spare_slots": self._slots.num_bytes,
@@ -269,7 +265,6 @@ class Copies:
         }
 
     def close(self) -> None:
-        """Give back threads and shared memory."""
         for engine in self._engines.values():
             engine.close()
         self._engines = {}

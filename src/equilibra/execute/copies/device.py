@@ -1,19 +1,19 @@
-"""Paths on GPUs: copies travel on a stream of their own, and ranks signal each other without the host.
+"""Device paths: copies travel on a side stream, and GPUs signal each other without the host.
 
 Symbols: S spare slots per rank, R ranks of the node, P values of one expert in flat form, n number of a list.
 
-    fetch        the side stream waits for what the compute stream was given so far (it may still use the slots),
-                 then pulls; the compute stream waits for the side stream where copies are taken
+    fetch        the side stream waits for the compute stream's work so far (it may still use the slots), then pulls;
+                 the compute stream waits for the side stream where copies are taken
     gradients    [2, S, P] on the holding rank: list n is in bank n % 2
     give back    holder: signal given = n once they are computed
                  origin: its side stream waits for given = n of the holders, pulls into staging rows, signals taken = n
-    sums         on the side stream, when the compute stream was given all of the layer: its own gradients come first,
-                 then those of copies, by holding rank and expert. The compute stream waits for them a layer later
+    sums         on the side stream, after the layer's own gradients: those of copies by holding rank and expert. The
+                 compute stream waits for them a layer later
                  holder: before list n + 2 its compute stream waits until all have taken list n
 
-`DevicePath` says where weights and gradients are pulled from: `ipc` from the other GPU's memory, `host` from memory of
-the node. Gradients that lie in the same GPU's memory are not pulled but added from there, and taken when they were.
-Lists have the same number on all ranks of a node, because all make the same calls.
+    icePath` is where weights and gradients are pulled from: `ipc` another GPU's memory, `host` shared host memory.
+    ients in the same GPU's memory are added in place and then marked taken. List numbers agree on all ranks of a node,
+    use all make the same calls.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError, RankLostError, StaleError
 from equilibra.core.visit import CopyList
-from equilibra.execute.copies.signals import Signals
+from equilibra.execute.copies.segment import Signals
 from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup, Pending, Ready
 from equilibra.execute.record import mark
@@ -39,83 +39,75 @@ __all__ = ["DeviceEngine", "DevicePath", "banks_of"]
 
 
 class DevicePath(Protocol):
-    """Where a GPU pulls from; all of it is queued on the stream that is current."""
+    """Where a GPU pulls from. Every call queues its work on the current stream."""
 
     signals: Signals
-    """of the node: given and taken of every rank"""
+    """given and taken of every rank of the node"""
     in_place: bool
-    """whether gradients can be added from where they lie, on all ranks that hold copies"""
+    """whether gradients can be added directly from every holder's memory"""
 
     @property
-    def num_bytes(self) -> int:
-        """Memory of the path."""
-        ...
+    def num_bytes(self) -> int: ...
 
     def publish(self, copied: Copied, source: ExpertSource) -> None:
-        """Weights are new. All ranks call; when it returns they can be pulled."""
+        """Collective: make new weights available to pull."""
         ...
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        """Fill slots with the copies that this rank holds."""
+        """Fill slots with the copies this rank holds."""
         ...
 
     def push_gradients(self, bank: int, count: int) -> None:
-        """Make the first `count` gradients of a bank of this rank available to their origins."""
+        """Make the first `count` gradients of this rank's bank available to their origins."""
         ...
 
     def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
-        """Gradients of the copies that others made of this rank's instances, by holding rank and expert: pulled into
-        rows, or in place.
-        """
+        """Gradients of other ranks' copies of this rank's instances, by holder and expert: pulled or in place."""
         ...
 
-    def close(self) -> None:
-        """Give back what the path holds."""
-        ...
+    def close(self) -> None: ...
 
 
 def banks_of(num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> Tensor:
-    """[2, S, P] gradients of the copies that a rank holds."""
+    """[2, S, P] zeros for gradients of the copies that a rank holds."""
     return torch.zeros(2, num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
 
 
 class DeviceEngine:
-    """A TransferEngine over a path."""
+    """A TransferEngine on GPUs over a path."""
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor, path: DevicePath) -> None:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
             raise InputError(
-                "CUDA_DEVICE_MAX_CONNECTIONS=1 lets all streams of a GPU wait for each other, and ranks could wait for "
-                "each other forever: unset it, or use the collective path"
+                "CUDA_DEVICE_MAX_CONNECTIONS=1 serialises all streams of a GPU, so ranks could deadlock: unset it, or "
+                "use the collective path"
             )
         self.group, self.path, self.banks_2SP = group, path, banks_2SP
         self._row = row
         self._side = torch.cuda.Stream(row.device)  # type: ignore[no-untyped-call]
         self._version: int | None = None
         self._list = 0
-        """lists of gradients so far"""
+        """number of gradient lists so far"""
         self._summed: torch.cuda.Event | None = None
-        """when the last gradients that came home were added"""
+        """when the last returned gradients were added"""
         self._staging_kP = banks_2SP.new_empty(0, row.numel())
         self._me, self._num_ranks = group.rank - group.first_of_node, group.cluster.ranks_per_node
         group.watch.release_with(path.signals.release)
 
     @property
     def num_bytes(self) -> int:
-        """Gradients of copies held and served, and memory of the path."""
         return self.banks_2SP.nbytes + self._staging_kP.nbytes + self.path.num_bytes
 
     @property
     def _compute(self) -> torch.cuda.Stream:
-        """The stream that experts are computed on, which need not be of the device that is current."""
+        """The stream that computes experts; its device need not be the current one."""
         return torch.cuda.current_stream(self._row.device)
 
     def serve(self, source: ExpertSource) -> None:
-        """Copies are made of these instances from now on."""
         self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:
-        """Once after the weights changed: the host waits, as nothing could run meanwhile."""
+        """Block the host until published: nothing could run meanwhile."""
         what = "waiting for readers of the last version"
         for stream in (self._side, self._compute):
             self.group.finish(stream, what=what)
@@ -129,7 +121,6 @@ class DeviceEngine:
             self._staging_kP = self.banks_2SP.new_empty(most, self._row.numel())
 
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
-        """Pull on the side stream."""
         if copies.held_expert.size == 0:
             return Ready()
         if version != self._version:
@@ -141,14 +132,14 @@ class DeviceEngine:
             return _Arriving((start, mark(self._side)), self._row.device)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
-        """The bank of this list, when the origins of the list before the last have taken theirs."""
+        """The bank of this list, once origins have taken the list before the last from it."""
         if self._list >= 2 and copies.num_in_node:
             for rank in range(self._num_ranks):
                 self.path.signals.wait(self._num_ranks + rank, self._list - 1, self._compute)
         return self.banks_2SP[self._list % 2, : copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
-        """Signal that gradients are there; those of others are pulled when they are, or added in place."""
+        """Signal that gradients are ready, and queue the pull of those of other ranks."""
         if copies.num_in_node == 0:
             return Ready()
         bank = self._list % 2
@@ -164,7 +155,7 @@ class DeviceEngine:
         return coming
 
     def _receive(self, coming: _Coming) -> None:
-        """When their holders have given them."""
+        """Wait for the holders' signals, then pull or locate the gradients."""
         copies = coming.copies
         for rank in sorted(set((copies.served_target - copies.first_rank).tolist())):
             self.path.signals.wait(rank, coming.number, self._side)
@@ -172,12 +163,12 @@ class DeviceEngine:
         coming.rows = self.path.gradients(copies, coming.bank, self._staging_kP[: copies.served_expert.size])
 
     def _taken(self, coming: _Coming) -> None:
-        """Holders may write others there."""
+        """Signal that holders may overwrite the bank."""
         self.path.signals.give(self._num_ranks + self._me, coming.number, self._side)
         coming.end = mark(self._side)
 
     def _add(self, coming: _Coming) -> None:
-        """Beside what the compute stream is given from now on."""
+        """Add on the side stream, beside later work of the compute stream."""
         self.finish_sums()
         self._side.wait_stream(self._compute)
         experts = coming.copies.served_expert
@@ -194,19 +185,18 @@ class DeviceEngine:
         self.group.watch.expect("returns", what, self._summed.query, self._row.device)
 
     def finish_sums(self) -> None:
-        """Let the compute stream wait for gradients that were to be added."""
+        """Make the compute stream wait until returned gradients are added."""
         if self._summed is not None:
             self._compute.wait_event(self._summed)
             self._summed = None
 
     def finish_reads(self) -> None:
-        """Collective, before weights change: nobody pulls any more."""
         what = "waiting for copies under way before weights change"
         self.group.finish(self._side, what=what)
         self.group.barrier(what=what)
 
     def close(self) -> None:
-        """Let go of everything; whoever still waits goes on."""
+        """Release everything, and every stream that still waits."""
         self.path.signals.release()
         with suppress(RuntimeError, RankLostError):  # a device or rank that has failed must not keep us from closing
             self.group.finish(self._side, what="closing copies")
@@ -217,41 +207,38 @@ class DeviceEngine:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Weights on the side stream."""
+    """Weights being pulled on the side stream."""
 
     span: tuple[torch.cuda.Event, torch.cuda.Event]
-    """marks at their beginning and end"""
+    """start and end events"""
     device: torch.device
 
     def wait(self) -> None:
-        """Let the compute stream wait for them; the host does not."""
+        """Make the compute stream wait; the host goes on."""
         torch.cuda.current_stream(self.device).wait_event(self.span[1])
 
 
 @dataclass(kw_only=True, eq=False)
 class _Coming:
-    """Gradients on their way home."""
+    """Gradients returning to this rank."""
 
     copies: CopyList
-    """what they are of"""
     bank: int
-    """of their holders"""
+    """on their holders"""
     number: int
     """of the list"""
     add: Callable[[_Coming], None]
-    """to where they belong"""
     rows: list[Tensor] = field(default_factory=list)
-    """by holding rank and expert, once they are known"""
+    """by holding rank and expert"""
     start: torch.cuda.Event | None = None
-    """a mark when they begin to move"""
     end: torch.cuda.Event | None = None
-    """when their holders may write others: they were pulled, or added in place"""
+    """when holders may overwrite them: pulled, or added in place"""
 
     @property
     def span(self) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Both marks, which are there when it was waited for."""
+        """Start and end events, set once waited for."""
         return self.start, self.end
 
     def wait(self) -> None:
-        """Add them beside the layers that follow: `finish_sums` is the end of it."""
+        """Queue the addition; `finish_sums` waits for it."""
         self.add(self)

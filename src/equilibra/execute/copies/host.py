@@ -1,13 +1,12 @@
-"""The host path: flash copies through one memory segment per node that every rank of the node reads and writes.
+"""The host path without GPUs: flash copies through one shared memory segment per node.
 
 Symbols: n published instances, S spare slots per rank, R ranks of the node, P values of one expert in flat form.
 
     segment:  version [n] int64 | weights [n, P] | gradients [2, R, S, P]
 
-After the weights changed, every rank writes those of its instances that the plan copies, once, and their version behind
-them. A fetch is then one read that nobody else takes part in, in a thread of its own. Gradients are written where the
-origin reads them; a sum of nothing over the node says that all have written. There are two banks of gradients: a rank
-writes list k + 2 over list k only after all ranks have finished k (they do before they send k + 1).
+After weights change, every rank writes the instances that the plan copies, then their version. A fetch is a one-sided
+read in a thread. Gradients are written where the origin reads them; an all-reduce over the node says that all have
+written. With two banks, a rank overwrites list k by k + 2 only after all ranks have finished k (before sending k + 1).
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ __all__ = ["HostEngine"]
 
 
 class HostEngine:
-    """One segment per node."""
+    """A TransferEngine over one segment per node."""
 
     def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
         self.group, self.row = group, row
@@ -40,19 +39,16 @@ class HostEngine:
         self._segment: _Segment | None = None
         self._copied: Copied | None = None
         self._list = 0
-        """lists of gradients returned so far"""
+        """number of gradient lists returned so far"""
 
     @property
     def num_bytes(self) -> int:
-        """The segment."""
         return 0 if self._segment is None else self._segment.num_bytes
 
     def serve(self, source: ExpertSource) -> None:
-        """Copies are made of these instances from now on."""
         self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:
-        """Write this rank's instances, in a segment that is large enough."""
         if self._segment is None or self._segment.num_entries < copied.most_of_a_node:
             shape = _Shape(
                 num_entries=copied.most_of_a_node, num_ranks=self.group.cluster.ranks_per_node,
@@ -70,11 +66,10 @@ class HostEngine:
         self.group.barrier(what="publishing weights on the host path")
 
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
-        """Read in a thread; nobody else takes part."""
         if copies.held_expert.size == 0:
             return Ready()
         if self._segment is None or self._copied is None:
-            raise StaleError("the host path was asked for copies before any weights were published")
+            raise StaleError("cannot fetch copies over the host path: no weights are published yet")
         entries = [
             self._copied.entry_of(copies.layer, expert, origin)
             for expert, origin in zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
@@ -82,14 +77,13 @@ class HostEngine:
         return _Read(self._reader.submit(self._segment.read, entries, version, slots_nP), self.group.timeout_s)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
-        """Where the origins will read them."""
         if self._segment is None:
             return self.row.new_zeros(0, self.row.numel(), dtype=self.gradient_dtype)
         mine = self._segment.gradients_2RSP[self._list % 2, self.group.rank - self.group.first_of_node]
         return mine[: copies.held_expert.size]
 
     def give_back(self, copies: CopyList) -> Pending:
-        """Say that this rank has written; when all have, add what others wrote."""
+        """Announce that this rank has written; `wait` adds what others wrote."""
         if copies.num_in_node == 0 or self._segment is None:
             return Ready()
         bank, self._list = self._segment.gradients_2RSP[self._list % 2], self._list + 1
@@ -107,20 +101,20 @@ class HostEngine:
             self.source.add_gradient(copies.layer, expert, bank_RSP[target - copies.first_rank, slot])
 
     def finish_sums(self) -> None:
-        """They are added when they are waited for."""
+        """Nothing to do: `wait` adds them."""
 
     def finish_reads(self) -> None:
-        """Reads are of the segment: weights may change meanwhile."""
+        """Nothing to do: fetches read the segment, not the weights."""
 
     def close(self) -> None:
-        """Stop the reader; the memory goes with the last rank that has it open."""
+        """Stop the reader; the memory is freed with the last rank that maps it."""
         self._reader.shutdown(wait=True)
         self._segment = None
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """What a segment holds."""
+    """Layout of a segment."""
 
     num_entries: int
     num_ranks: int
@@ -144,8 +138,6 @@ class _Shape:
 
 
 class _Segment:
-    """Views of the shared memory."""
-
     def __init__(self, shape: _Shape, memory: mmap.mmap) -> None:
         self.num_entries, self.num_bytes = shape.num_entries, shape.num_bytes
         self.versions = np.frombuffer(memory, np.int64, count=shape.num_entries)
@@ -154,18 +146,16 @@ class _Segment:
         self.gradients_2RSP = view_of(memory, shape.gradients_at, gradients, shape.gradient_dtype)
 
     def read(self, entries: list[int], version: int, slots_nP: Tensor) -> None:
-        """Copy published weights into slots; an error if they are of another version."""
+        """Copy published weights into slots; StaleError if they have another version."""
         for slot, entry in enumerate(entries):
             slots_nP[slot].copy_(self.weights_nP[entry])
             found = int(self.versions[entry])
             if found != version:
-                raise StaleError(f"the host path holds weights of version {found}, version {version} was asked for")
+                raise StaleError(f"the host path holds weights of version {found}, not {version}")
 
 
 @dataclass(frozen=True)
 class _Read:
-    """A read in the thread."""
-
     future: Future[None]
     timeout_s: float
 
@@ -173,13 +163,11 @@ class _Read:
         try:
             self.future.result(self.timeout_s)
         except TimeoutError as error:
-            raise RankLostError(f"reading shared memory took more than {self.timeout_s} s") from error
+            raise RankLostError(f"reading shared memory took longer than the timeout of {self.timeout_s} s") from error
 
 
 @dataclass(frozen=True)
 class _Returned:
-    """Gradients that all ranks have written."""
-
     said: Pending
     add: partial[None]
 

@@ -1,13 +1,11 @@
-"""The ipc path: a GPU pulls from the memory of another one, by CUDA IPC.
+"""The ipc path: a GPU pulls from another GPU's memory through CUDA IPC.
 
-Every rank lets the others of its node open the tensors that its homes and standing copies lie in, once; a copy is then
-pulled from where it is, by copy engines (NVLink between GPUs; on one GPU that several processes share, inside it, and
-gradients are added from where they are).
-Handles are exchanged again only if tensors have moved, which every publication asks all ranks about. Where an instance
-lies is told with the publication.
+Ranks of a node open each other's tensors of homes and standing copies once; copy engines then pull copies from there
+(over NVLink, or inside a GPU that several processes share, where gradients are added in place). Every publication tells
+where instances are, and exchanges handles again only if tensors have moved.
 
-A handle is opened on this rank's own device: CUDA maps the memory of the other GPU there, whether or not this process
-sees that GPU. So copies run in streams of the GPU that receives, and a process has a context on its own GPU only.
+A handle is opened on this rank's own device: CUDA maps the other GPU's memory there, even if this process cannot see
+that GPU. So copies run in streams of the receiving GPU, and a process has a context on its own GPU only.
 """
 
 from __future__ import annotations
@@ -36,14 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def handle_of(tensor: Tensor) -> dict[str, Any]:
-    """What another process needs to open a tensor: numbers and text."""
+    """JSON-compatible handle for another process to open a tensor."""
     shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
     encoded = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared]
     return {"storage": encoded, "offset": tensor.storage_offset(), "shape": list(tensor.shape)}
 
 
 def opened(handle: dict[str, Any], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor of another process, mapped by this rank's own device. The sender's number of its device is not used."""
+    """Another process's tensor, mapped on this rank's own device; the sender's device number is ignored."""
     _, *rest = handle["storage"]
     raw = [base64.b64decode(x) if isinstance(x, str) else x for x in rest]
     storage = torch.UntypedStorage._new_shared_cuda(device.index, *raw)  # noqa: SLF001
@@ -55,7 +53,7 @@ def opened(handle: dict[str, Any], dtype: torch.dtype, device: torch.device) -> 
 def exchanged(
     group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype, device: torch.device
 ) -> dict[int, list[Tensor]]:
-    """Collective: the tensors of every rank of the node, by rank, as this rank's device sees them."""
+    """Collective: the tensors of every rank of the node by rank, mapped on this rank's device."""
     text: list[bytes] = []
 
     def share() -> None:
@@ -78,7 +76,7 @@ def exchanged(
 
 
 def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
-    """Collective: whether GPUs of the node can open each other's memory; containers and drivers may forbid it."""
+    """Collective: whether the node's GPUs can open each other's memory; containers and drivers may forbid it."""
     works: list[bool] = []
 
     def tried() -> None:
@@ -96,7 +94,7 @@ def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
 
 
 def gpus_of_node(group: ExpertGroup, device: torch.device) -> list[str]:
-    """Collective: the name of every rank's GPU. Numbers would not tell: a process may see one only."""
+    """Collective: UUID of every rank's GPU; device numbers are ambiguous where a process sees one GPU only."""
     name = str(torch.cuda.get_device_properties(device).uuid)
     said = group.gather(np.frombuffer(name.encode(), np.uint8), what="asking for names of GPUs")
     first = group.index * group.num_ranks + group.first_of_node
@@ -104,14 +102,14 @@ def gpus_of_node(group: ExpertGroup, device: torch.device) -> list[str]:
 
 
 def share_a_gpu(group: ExpertGroup, device: torch.device) -> bool:
-    """Collective: whether all ranks of the node are on one GPU."""
+    """Collective: whether all ranks of the node use one GPU."""
     return len(set(gpus_of_node(group, device))) == 1
 
 
 def check_peers(group: ExpertGroup, device: torch.device) -> None:
-    """Collective: an error if a GPU of the node is known not to reach another one's memory.
+    """Collective: ExecuteError if a GPU of the node is known to lack peer access to another.
 
-    A process that sees its own GPU only cannot ask; opening the memory tells then.
+    A process that sees only its own GPU cannot ask; there, opening the memory fails instead.
     """
     names = gpus_of_node(group, device)
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
@@ -129,7 +127,7 @@ def check_peers(group: ExpertGroup, device: torch.device) -> None:
 
 
 class IpcPath:
-    """See DevicePath."""
+    """A DevicePath through CUDA IPC."""
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor) -> None:
         self.group, self.banks_2SP, self.row = group, banks_2SP, row
@@ -138,18 +136,17 @@ class IpcPath:
         self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype, row.device)
         self.in_place = share_a_gpu(group, row.device)
         self._tensors: dict[int, list[Tensor]] = {}
-        """by rank of the node: layer by layer the parts of its homes, and its standing copies at last"""
+        """by rank of the node: parts of its homes layer by layer, then its standing copies"""
         self._shared: tuple[int, ...] = ()
         self._location: NDArray[np.int64] = np.zeros(0, np.int64)
         self._copied: Copied | None = None
 
     @property
     def num_bytes(self) -> int:
-        """Signals; all else is memory of others, which is mapped here and counted there."""
+        """Signals only: mapped memory is counted on the rank that owns it."""
         return self._signals.raw.nbytes
 
     def publish(self, copied: Copied, source: ExpertSource) -> None:
-        """Tell where this rank's instances lie."""
         assert isinstance(source, Sources)
         mine = [part.detach() for weights in source.weights for part in weights.parts()] + [source.standing.rows_CP]
         now = tuple(tensor.data_ptr() for tensor in mine)
@@ -168,11 +165,10 @@ class IpcPath:
         self._copied, self._layout = copied, source.weights[0].layout
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        """Part by part from where the instance lies."""
         self.pull_until(copies, slots_nP, last=self.row.numel())
 
     def pull_until(self, copies: CopyList, slots_nP: Tensor, *, last: int) -> None:
-        """The values of every copy before `last`, which ends a row of a part."""
+        """Pull the values of every copy before `last`, which ends a row of a part."""
         assert self._copied is not None
         names = list(self._layout.shapes)
         for slot, (expert, origin) in enumerate(
@@ -189,10 +185,9 @@ class IpcPath:
                 slots_nP[slot, begin : begin + values.numel()].copy_(values, non_blocking=True)
 
     def push_gradients(self, bank: int, count: int) -> None:
-        """They are where others read them."""
+        """Nothing to do: origins read the banks directly."""
 
     def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
-        """In the banks of the holding ranks, or from there."""
         places = zip(copies.served_target.tolist(), copies.served_slot.tolist(), strict=True)
         held = [self._banks[target][0][bank, slot] for target, slot in places]
         if self.in_place:
@@ -202,16 +197,12 @@ class IpcPath:
         return list(rows_kP)
 
     def close(self) -> None:
-        """Let go of others' memory."""
         self._tensors, self._banks = {}, {}
         self._signals.close()
 
 
 class BothPath(IpcPath):
-    """Both links at once: the first part of every copy from the other GPU, the rest over the host link.
-
-    Gradients come from the other GPU.
-    """
+    """IPC for gradients and the first part of every copy, the host link for the rest, at the same time."""
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor, host_share: float) -> None:
         super().__init__(group, banks_2SP, row)
@@ -221,16 +212,13 @@ class BothPath(IpcPath):
 
     @property
     def num_bytes(self) -> int:
-        """Both."""
         return super().num_bytes + self._host.num_bytes
 
     def publish(self, copied: Copied, source: ExpertSource) -> None:
-        """On both."""
         super().publish(copied, source)
         self._host.publish(copied, source)
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        """Both links at once; the stream goes on when both are done."""
         here = torch.cuda.current_stream(self.row.device)
         self._host_stream.wait_stream(here)
         with torch.cuda.stream(self._host_stream):
@@ -239,7 +227,6 @@ class BothPath(IpcPath):
         here.wait_stream(self._host_stream)
 
     def close(self) -> None:
-        """Both."""
         self._host.close()
         super().close()
 

@@ -1,11 +1,11 @@
-"""The host path on GPUs: memory of the node that every rank has registered with its GPU.
+"""The host path on GPUs: shared memory of the node that every rank registers with its GPU.
 
 Symbols: n published instances, R ranks of the node, S spare slots, P values of one expert in flat form.
 
     segment:  signals [2R] int64 | weights [n, P] | gradients [2, R, S, P]
 
-Every rank writes those of its instances that the plan copies, once after the weights changed; GPUs pull them over the
-host link, which nothing else uses meanwhile. Gradients go through it in the update.
+After weights change, every rank writes the instances that the plan copies; GPUs pull them over the host link, which is
+otherwise idle. Gradients return the same way.
 """
 
 from __future__ import annotations
@@ -17,8 +17,15 @@ import torch
 from torch import Tensor
 
 from equilibra.core.visit import CopyList
-from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
-from equilibra.execute.copies.signals import Signals, register_with_device, unregister
+from equilibra.execute.copies.segment import (
+    PAGE,
+    Signals,
+    map_of_node,
+    pages,
+    register_with_device,
+    unregister,
+    view_of,
+)
 from equilibra.execute.copies.transfer import Copied, ExpertSource
 from equilibra.execute.group import ExpertGroup
 
@@ -27,13 +34,12 @@ __all__ = ["PinnedPath", "signals_of_node"]
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """A piece of registered memory of the node."""
+    """Registered shared memory."""
 
     values: Tensor
     raw: Tensor
-    """its bytes"""
+    """uint8"""
     device: torch.device
-    """that it is registered with"""
 
     @classmethod
     def of(cls, group: ExpertGroup, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> _Part:
@@ -48,13 +54,13 @@ class _Part:
 
 
 def signals_of_node(group: ExpertGroup, device: torch.device) -> tuple[Signals, _Part]:
-    """Given and taken of every rank of the node, 0 at first."""
+    """Given and taken signals of every rank of the node, initially 0."""
     part = _Part.of(group, (2 * group.cluster.ranks_per_node,), torch.int64, device)
     return Signals(part.values.numpy(), device), part
 
 
 class PinnedPath:
-    """See DevicePath."""
+    """A DevicePath through registered host memory."""
 
     in_place = False
 
@@ -68,11 +74,9 @@ class PinnedPath:
 
     @property
     def num_bytes(self) -> int:
-        """Shared memory, counted on every rank."""
         return sum(part.raw.nbytes for part in (self._signals, self._gradients, self._weights) if part is not None)
 
     def publish(self, copied: Copied, source: ExpertSource) -> None:
-        """Write this rank's instances, in memory that is large enough."""
         needed = copied.most_of_a_node
         if self._weights is None or len(self._weights.values) < needed:
             if self._weights is not None:
@@ -84,11 +88,10 @@ class PinnedPath:
         self._copied = copied
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        """From the segment."""
         self.pull_from(copies, slots_nP, first=0)
 
     def pull_from(self, copies: CopyList, slots_nP: Tensor, *, first: int) -> None:
-        """The values of every copy from `first` on."""
+        """Pull the values of every copy from `first` on."""
         assert self._weights is not None
         assert self._copied is not None
         for slot, (expert, origin) in enumerate(
@@ -98,18 +101,16 @@ class PinnedPath:
             slots_nP[slot, first:].copy_(self._weights.values[entry, first:], non_blocking=True)
 
     def push_gradients(self, bank: int, count: int) -> None:
-        """Into the segment."""
         mine = self._gradients.values[bank, self.group.rank - self.group.first_of_node]
         mine[:count].copy_(self.banks_2SP[bank, :count], non_blocking=True)
 
     def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
-        """From the segment."""
         for row, target, slot in zip(rows_kP, copies.served_target.tolist(), copies.served_slot.tolist(), strict=True):
             row.copy_(self._gradients.values[bank, target - copies.first_rank, slot], non_blocking=True)
         return list(rows_kP)
 
     def close(self) -> None:
-        """Memory goes with the last rank that has it open."""
+        """The memory is freed with the last rank that maps it."""
         for part in (self._signals, self._gradients, self._weights):
             if part is not None:
                 part.close()

@@ -1,9 +1,8 @@
-"""Standing copies on this rank: weights fetched once per version, gradients summed over micro-batches, returned once.
+"""Standing copies on this rank: weights fetched once per version, gradients accumulated over a step and returned once.
 
 Symbols: L layers, C standing copies on this rank, P values of one expert in flat form.
 
-All ranks of the expert-parallel group make the same calls; a layer without standing copies anywhere is left out, which
-every rank knows from the plan.
+All ranks of the expert-parallel group make the same calls; layers without standing copies on any rank are skipped.
 """
 
 from __future__ import annotations
@@ -34,11 +33,11 @@ class StandingStore:
         self, group: ExpertGroup, weights: Sequence[ExpertWeights], plan: StepPlan | None,
         before: StandingStore | None = None, now: Callable[[], Moment] = perf_counter,
     ) -> None:  # fmt: skip
-        """With the memory of the store before it, where that is enough."""
+        """Reuse the memory of the store `before`, if it is large enough."""
         self.group, self.weights, self._now = group, weights, now
         self._lists = _layer_lists(plan, group.rank) if plan is not None else {}
         self._rows: dict[int, slice] = {}
-        """of each layer's copies on this rank"""
+        """by layer, rows of the copies on this rank"""
         held = 0
         for layer, entry in self._lists.items():
             self._rows[layer] = slice(held, held + entry.held_expert.size)
@@ -53,22 +52,21 @@ class StandingStore:
         self._arriving: dict[int, Pending] = {}
         self._arrived: set[int] = set()
         self.asked: dict[int, Moment] = {}
-        """when each layer's copies were asked for"""
+        """by layer, when its copies were requested"""
 
     @property
     def num_bytes(self) -> int:
-        """Memory of copies and their gradients."""
         return self.rows_CP.nbytes + self.gradients_CP.nbytes
 
     def forget(self) -> None:
-        """The weights have changed: every copy must be fetched anew."""
+        """Drop all copies: the weights have changed."""
         for moving in self._arriving.values():
             moving.wait()
         self._arriving.clear()
         self._arrived.clear()
 
     def start(self, layer: int) -> None:
-        """Fetch a layer's copies, unless they are here or on their way."""
+        """Start fetching a layer's copies, unless they are here or in flight."""
         entry = self._lists.get(layer)
         if entry is None or layer in self._arriving or layer in self._arrived:
             return
@@ -83,7 +81,7 @@ class StandingStore:
         )  # fmt: skip
 
     def wait(self, layer: int) -> CopyList | None:
-        """Until a layer's copies are here; what this rank holds of them, if they came just now."""
+        """Wait for a layer's copies; returns the list held here if they arrived just now."""
         self.start(layer)
         moving = self._arriving.pop(layer, None)
         if moving is None:
@@ -93,19 +91,18 @@ class StandingStore:
         return self._lists[layer]
 
     def lists(self) -> Iterable[CopyList]:
-        """Layer by layer, the copies that there are anywhere."""
+        """Copies of every layer that has any on some rank."""
         return self._lists.values()
 
     def row_of(self, layer: int, expert: int) -> int:
-        """Where a copy is."""
         return int(self._rows[layer].start + np.flatnonzero(self._lists[layer].held_expert == expert)[0])
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether this rank has a standing copy of an expert."""
+        """Whether this rank holds a standing copy of an expert."""
         return layer in self._lists and bool((self._lists[layer].held_expert == expert).any())
 
     def parts(self, layer: int) -> tuple[list[ExpertParts], list[ExpertParts]]:
-        """Copies of a layer on this rank and their gradients, by expert."""
+        """Views of a layer's copies on this rank and of their gradients, by expert."""
         if layer not in self._lists:
             return [], []
         entry, rows, layout = self._lists[layer], self._rows[layer], self.weights[layer].layout
@@ -114,7 +111,7 @@ class StandingStore:
         return [copies[i] for i in order], [gradients[i] for i in order]
 
     def give_back(self) -> None:
-        """Return all gradients: added to the homes' by the number of the holding rank and of the expert."""
+        """Return all gradients; homes add them by holding rank and expert."""
         for layer, entry in self._lists.items():
             if not self.weights[layer].learns:
                 continue
@@ -129,7 +126,7 @@ class StandingStore:
 
 
 def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
-    """The layers that have standing copies anywhere, in order."""
+    """Copy lists of the layers with standing copies on any rank, in order."""
     standing, home, ranks = plan.standing, plan.placement.home_of_expert, range(plan.cluster.num_ranks)
     lists: dict[int, CopyList] = {}
     for layer in np.unique(standing.layer).tolist():
@@ -141,22 +138,21 @@ def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sources:
-    """Homes and standing copies of this rank, as flash copies are made of them."""
+    """An ExpertSource of this rank's homes and standing copies."""
 
     weights: Sequence[ExpertWeights]
     """by layer"""
     standing: StandingStore
-    """of the plan that is armed"""
+    """of the armed plan"""
 
     def location(self, layer: int, expert: int) -> int:
-        """The slot of an expert at home, or -1 - the row of a standing copy, which has arrived then."""
+        """Slot of a home, or -1 - row of a standing copy, after it has arrived."""
         if self.standing.holds(layer, expert):
             self.standing.wait(layer)
             return -1 - self.standing.row_of(layer, expert)
         return self.weights[layer].slot_of(expert)
 
     def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
-        """Copy an instance's weights into a row."""
         if self.standing.holds(layer, expert):
             self.standing.wait(layer)
             row_P.copy_(self.standing.rows_CP[self.standing.row_of(layer, expert)])
@@ -165,7 +161,6 @@ class Sources:
             self.weights[layer].write_flat(expert, row_P)
 
     def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
-        """Add gradients to an instance's, one after another."""
         if self.standing.holds(layer, expert):
             add_in_order(self.standing.gradients_CP[self.standing.row_of(layer, expert)], rows_P)
         else:

@@ -1,67 +1,146 @@
-"""TransferEngine: how flash copies reach spare slots, and how their gradients return. One protocol, several paths.
+"""Spare slots for flash copies, and the protocol of the engines that fill them and return gradients.
 
 Symbols: n copies that this rank holds, P values of one expert in flat form, R ranks of the node.
 
-Everything here is per node: all ranks of a node make the same calls in the same order, also those that neither send nor
-receive; calls are left out only where the whole node has nothing to move, which every rank knows from the plan.
+All ranks of a node make the same calls in the same order, even those that neither send nor receive; a call is skipped
+only where the whole node has nothing to move, which every rank knows from the plan.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
+from time import perf_counter
 from typing import Protocol
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equilibra.core.errors import BudgetError
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.core.visit import CopyList
+from equilibra.core.visit import CopyList, VisitKey
 from equilibra.execute.group import ExpertGroup, Pending
+from equilibra.execute.record import Moment, Span
 
-__all__ = ["Copied", "ExpertSource", "Path", "TransferEngine", "copied_of"]
+__all__ = ["Copied", "ExpertSource", "Path", "SpareSlots", "Taken", "TransferEngine", "copied_of"]
+
+
+@dataclass(kw_only=True)
+class _Bank:
+    rows_SP: Tensor
+    key: VisitKey | None = None
+    arriving: Pending | None = None
+    started: Moment | None = None
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Taken:
+    """Flash copies that have arrived."""
+
+    rows_nP: Tensor
+    """[n, P]"""
+    span: Span | None
+    """from request to arrival; None if they were taken before"""
+
+
+class SpareSlots:
+    """One buffer per rank for the flash copies of all layers: `depth + 1` banks, least recently used first.
+
+    One bank serves the layer that computes, the others receive prefetches. A bank keeps its copies until it is reused,
+    so a layer visited twice in a row fetches once. The choice depends only on the order of calls, which is the same on
+    all ranks of a node.
+    """
+
+    def __init__(self, *, num_slots: int, depth: int, row: Tensor, now: Callable[[], Moment] = perf_counter) -> None:
+        self.num_slots, self._now = num_slots, now
+        self._banks = [
+            _Bank(rows_SP=torch.zeros(num_slots, row.numel(), dtype=row.dtype, device=row.device))
+            for _ in range(depth + 1)
+        ]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(bank.rows_SP.nbytes for bank in self._banks)
+
+    def start(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> None:
+        """Fetch copies into the least recently used bank, unless a bank holds them."""
+        if copies.num_in_node == 0 or any(bank.key == key for bank in self._banks):
+            return
+        count = copies.held_expert.size
+        if count > self.num_slots:
+            raise BudgetError(
+                f"the plan puts {count} flash copies on a rank with {self.num_slots} spare slots: raise spare_slots"
+            )
+        bank = self._banks.pop(0)
+        if bank.arriving is not None:
+            bank.arriving.wait()  # a prefetch nobody needed
+        bank.key, bank.started = key, self._now()
+        bank.arriving = engine.fetch(copies, version, bank.rows_SP[:count])
+        self._banks.append(bank)
+
+    def take(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
+        """Wait for the copies of a visit."""
+        if copies.num_in_node == 0:
+            return Taken(rows_nP=self._banks[0].rows_SP[:0], span=None)
+        self.start(key, copies, engine, version)
+        at = next(i for i, bank in enumerate(self._banks) if bank.key == key)
+        bank = self._banks.pop(at)
+        self._banks.append(bank)  # now the last to be overwritten
+        started, bank.started = bank.started, None
+        arriving, bank.arriving = bank.arriving, None
+        if arriving is not None:
+            arriving.wait()
+        span = None if started is None else getattr(arriving, "span", (started, self._now()))
+        return Taken(rows_nP=bank.rows_SP[: copies.held_expert.size], span=span)
+
+    def forget(self) -> None:
+        """Drop all copies: the weights have changed."""
+        for bank in self._banks:
+            if bank.arriving is not None:
+                bank.arriving.wait()
+            bank.key, bank.arriving, bank.started = None, None, None
 
 
 class Path(StrEnum):
-    """Ways for flash copies."""
+    """How flash copies travel inside a node."""
 
     COLLECTIVE = "collective"
-    """all-to-all inside the node: works anywhere"""
+    """all-to-all; works everywhere"""
     HOST = "host"
-    """memory of the node that every rank reads and writes: nobody waits for the home rank"""
+    """shared host memory; nobody waits for the home rank"""
     IPC = "ipc"
-    """from the memory of the other GPU of the node, pulled by copy engines"""
+    """copy engines pull from the other GPU's memory"""
     BOTH = "both"
-    """both links at once: most of a copy from the other GPU, the rest from the node's memory"""
+    """ipc for most of a copy, host for the rest, at the same time"""
     AUTO = "auto"
-    """by plan and stage: ipc, or both where one link would be late; host where GPUs cannot open each other's memory;
-    collective without GPUs"""
+    """by plan and stage: ipc, or both where ipc alone would be late; host or collective where GPUs cannot open each
+    other's memory; collective without GPUs"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Copied:
-    """The instances that flash copies are made of, in this rank's node."""
+    """The instances in this rank's node that flash copies are made of, by layer and expert."""
 
     layer: NDArray[np.int32]
-    """[n] by layer and expert"""
+    """[n]"""
     expert: NDArray[np.int32]
     """[n]"""
     origin: NDArray[np.int32]
-    """[n] the rank that has the instance"""
+    """[n] rank that holds the instance"""
     most_of_a_node: int
-    """n of the node that has most: buffers have the same size everywhere"""
+    """largest n of any node; buffers have the same size everywhere"""
     most_served: int
-    """copies that are made of one rank's instances for one layer and micro-batch, where they are most"""
+    """most copies made of one rank's instances for one layer and micro-batch"""
 
     def entry_of(self, layer: int, expert: int, origin: int) -> int:
-        """The number of an instance."""
         return int(np.flatnonzero((self.layer == layer) & (self.expert == expert) & (self.origin == origin))[0])
 
 
 def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Copied:
-    """What some stages of a plan copy."""
+    """The instances that these stages of a plan copy."""
     per_node, found, most_served = group.cluster.ranks_per_node, [np.zeros((4, 0), np.int64)], 0
     for stage in stages:
         part = plan.stages[stage]
@@ -76,56 +155,53 @@ def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Co
 
 
 class ExpertSource(Protocol):
-    """The instances on this rank that copies are made of: homes and standing copies."""
+    """The homes and standing copies on this rank, which flash copies are made of."""
 
     def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
         """Copy an instance's weights into a row."""
         ...
 
     def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
-        """Add gradients to an instance's, one after another."""
+        """Add gradients to an instance's, in order."""
         ...
 
 
 class TransferEngine(Protocol):
-    """One path. Versions count changes of the weights; an engine never hands out a version other than the asked one."""
+    """One path. An engine only ever hands out the version of the weights that is asked for."""
 
     @property
     def num_bytes(self) -> int:
-        """Memory the engine holds beside the slots: gradients, and what ranks of a node share (counted on each)."""
+        """Memory beside the slots: gradients, and memory that ranks of a node share (counted on each)."""
         ...
 
     def serve(self, source: ExpertSource) -> None:
-        """Copies are made of these instances from now on."""
+        """Make copies of these instances from now on."""
         ...
 
     def publish(self, version: int, copied: Copied) -> None:
-        """Make the weights of this version available for the copies of a plan. All ranks of all nodes call."""
+        """Collective over all nodes: make this version of the weights available for a plan's copies."""
         ...
 
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
-        """Start to fill this rank's slots with the copies it holds."""
+        """Start filling this rank's slots with the copies it holds."""
         ...
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
-        """[n, P] where this rank writes the gradients of the copies it holds, over old ones; one list at a time."""
+        """[n, P] buffer for the gradients of the copies held here; one list at a time."""
         ...
 
     def give_back(self, copies: CopyList) -> Pending:
-        """Start to return what was written there.
-
-        When it was waited for, it has been added to the origins' gradients, by holding rank and expert.
-        """
+        """Start returning those gradients; waiting adds them to the origins', by holding rank and expert."""
         ...
 
     def finish_sums(self) -> None:
-        """Gradients that came home have been added, for whoever computes next."""
+        """Make later computation see all gradients added so far."""
         ...
 
     def finish_reads(self) -> None:
-        """Before weights change: nobody reads them for copies any more. All ranks of all nodes call."""
+        """Collective over all nodes, before weights change: wait until no rank reads them for copies."""
         ...
 
     def close(self) -> None:
-        """Give back what the engine holds."""
+        """Release memory and threads."""
         ...

@@ -1,16 +1,16 @@
-"""One expert: two matrices with a gated activation between them, forward and backward, for rows grouped by expert.
+"""Experts (two matrices with a gated activation between), forward and backward, for rows grouped by instance.
 
 Symbols: N rows, D width, F inner width, I instances of experts on this rank.
 
-The backward pass is written out because copies must not be kept for it: their slots serve other layers in between, and
-autograd would hold on to the weights. What is kept per row is the input and the product of the first matrix. Results
-are not kept: where they are weighted later, gradients of those weights are computed here too, from the inner width:
+The backward pass is written out because autograd would keep the weights of copies, whose slots serve other layers in
+between. It keeps the input and the first product of each row. Results are not kept: gradients of their weights are
+computed here from the inner width:
 
     dw = dout . y = dout . (W2 a + b2) = (dout W2) . a + dout . b2
 
-Every product is over one instance's rows, so an instance's result does not depend on what else the rank computes.
+Every product covers one instance's rows, so its result does not depend on what else the rank computes.
 
-This file is the definition. On a GPU, in types of 16 bits, `kernels.grouped` computes it for all instances at once.
+This file is the reference. On GPUs, in 16-bit dtypes, `kernels.grouped` computes all instances at once.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = ["activate", "activation_gradient", "backward", "forward"]
 
 
 def activate(kind: Activation, h_N2F: Tensor) -> Tensor:
-    """[N, F] from the product of the first matrix."""
+    """[N, F] activation of the first product."""
     gate, up = h_N2F.chunk(2, dim=-1)
     if kind is Activation.SWIGLU:
         return functional.silu(gate) * up
@@ -39,7 +39,7 @@ def activate(kind: Activation, h_N2F: Tensor) -> Tensor:
 
 
 def activation_gradient(kind: Activation, h_N2F: Tensor, da_NF: Tensor) -> tuple[Tensor, Tensor]:
-    """The activation again, and the gradient of its input; `da_NF` may be overwritten."""
+    """The activation, and the gradient of its input; `da_NF` may be overwritten."""
     if kind is Activation.SWIGLU:  # what autograd would compute, without its graph and its copies of halves
         gate, up = h_N2F.chunk(2, dim=-1)
         dh = torch.empty_like(h_N2F)
@@ -58,10 +58,7 @@ def activation_gradient(kind: Activation, h_N2F: Tensor, da_NF: Tensor) -> tuple
 def forward(
     kind: Activation, rows_ND: Tensor, sizes: Sequence[int], instances: Sequence[ExpertParts], *, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Results [N, D] and what the backward pass needs [N, 2F]; rows are grouped by instance, `sizes` each.
-
-    Unless it is kept for a backward pass, the second may be empty.
-    """
+    """Results [N, D], and the first product [N, 2F] for the backward pass (may be empty unless `keep`)."""
     if grouped.serves(rows_ND, instances):
         return grouped.forward(kind, rows_ND, grouped.Groups.of(tuple(sizes), rows_ND.device), instances, keep=keep)
     inner = instances[0].gate_up.shape[0]
@@ -80,7 +77,7 @@ Item = TypeVar("Item")
 
 
 def _spans(sizes: Sequence[int], items: Sequence[Item]) -> list[tuple[slice, Item]]:
-    """Where the rows of every instance are, without those that have none."""
+    """Row range of every instance that has rows."""
     ends = list(accumulate(sizes, initial=0))
     return [(slice(ends[i], ends[i + 1]), item) for i, item in enumerate(items) if sizes[i]]
 
@@ -98,11 +95,11 @@ def backward(
     num_last: int = 0,
     after_last: Callable[[], None] = lambda: None,
 ) -> None:
-    """Write the gradient of rows into `dx_ND`, and add those of parameters to `gradients` where they are wanted.
+    """Write the rows' gradient into `dx_ND`, and add parameter gradients to `gradients` where not None.
 
-    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the results [N, D]; if they are weighted, that
-    of the weighted results. Gradients of the parameters of the first `num_first` and the last `num_last` instances are
-    written over whatever was there; `after_last` is called when those of the last are there.
+    saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the (weighted) results [N, D]. Gradients of
+    the first `num_first` and last `num_last` instances are overwritten, not added to; `after_last` is called once those
+    of the last are ready.
     """
     if grouped.serves(saved[0], instances):
         groups = grouped.Groups.of(tuple(sizes), saved[0].device)
@@ -136,7 +133,7 @@ def backward(
 
 
 def _gradient_of_weights(dy_ND: Tensor, parts: ExpertParts, a_NF: Tensor, da_NF: Tensor, dtype: torch.dtype) -> Tensor:
-    """[N] dy . y, without y."""
+    """[N] dy . y, computed without y."""
     products_N: Tensor = torch.linalg.vecdot(da_NF.to(dtype), a_NF.to(dtype))
     return products_N if parts.down_bias is None else products_N + dy_ND.to(dtype) @ parts.down_bias.to(dtype)
 
@@ -160,7 +157,7 @@ def _add_products(
 
 
 def _add_product(into: Tensor, left_NA: Tensor, right_NB: Tensor) -> None:
-    """Add left.T @ right; where gradients are kept in more digits than rows, the product is rounded once."""
+    """Add left.T @ right; the product is rounded once if gradients are wider than rows."""
     if into.dtype == left_NA.dtype:
         into.addmm_(left_NA.t(), right_NB)
     else:

@@ -1,4 +1,4 @@
-"""What an MoE layer computes: shapes, router and experts, independent of where anything runs."""
+"""What an MoE layer computes: shapes, router and experts, independent of placement."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ class Score(StrEnum):
     """How router logits become scores."""
 
     SOFTMAX = "softmax"
-    """over all experts: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2; normalised over the chosen ones also gpt-oss"""
+    """over all experts: Mixtral, Qwen3-MoE, OLMoE, DeepSeek-V2; with `normalise` also gpt-oss"""
     SIGMOID = "sigmoid"
-    """each expert by itself: DeepSeek-V3"""
+    """per expert: DeepSeek-V3"""
 
 
 class GroupScore(StrEnum):
-    """How a group of experts is ranked where routing is limited to some groups."""
+    """How group-limited routing ranks groups of experts."""
 
     MAX = "max"
     """by its best expert: DeepSeek-V2"""
@@ -32,10 +32,9 @@ class GroupScore(StrEnum):
 
 @dataclass(frozen=True, kw_only=True)
 class RouterSpec:
-    """From a token to its experts and their weights."""
+    """How tokens are routed to experts."""
 
     score: Score = Score.SOFTMAX
-    """from logits to scores"""
     normalise: bool = True
     """divide the weights of the chosen experts by their sum"""
     scale: float = 1.0
@@ -43,22 +42,21 @@ class RouterSpec:
     bias: bool = False
     """whether the linear map to logits has a bias"""
     selection_bias: bool = False
-    """whether a bias that is not learned by gradients is added to the scores to choose experts, not to weigh them"""
+    """whether a bias without gradient is added to the scores for choosing experts, not for weighting them"""
     num_groups: int = 1
     """groups of consecutive experts"""
     top_groups: int = 1
-    """groups that a token may choose experts from"""
+    """groups a token may choose experts from"""
     group_score: GroupScore = GroupScore.TOP2
-    """how groups are ranked"""
 
     def __post_init__(self) -> None:
         if not 1 <= self.top_groups <= self.num_groups:
-            raise InputError(f"a token cannot choose from {self.top_groups} of {self.num_groups} groups of experts")
+            raise InputError(f"top_groups must be from 1 to num_groups ({self.num_groups}), not {self.top_groups}")
 
 
 @dataclass(frozen=True, kw_only=True)
 class MoESpec:
-    """One MoE layer."""
+    """Shapes and functions of one MoE layer."""
 
     hidden: int
     """width of a token"""
@@ -67,11 +65,9 @@ class MoESpec:
     num_experts: int
     """routed experts"""
     top_k: int
-    """experts of a token"""
+    """experts per token"""
     router: RouterSpec = field(default_factory=RouterSpec)
-    """how tokens choose"""
     activation: Activation = Activation.SWIGLU
-    """inside experts"""
     expert_bias: bool = False
     """whether both matrices of an expert have biases"""
     shared_ffn: int = 0
@@ -88,7 +84,7 @@ class MoESpec:
             raise InputError(f"a token cannot choose {self.top_k} of {choice} experts; lower top_k to {choice}")
 
     def part_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes of one expert's parameters by name, in the order they are sent and kept."""
+        """Shapes of one expert's parameters by name, in the order of the flat form."""
         shapes: dict[str, tuple[int, ...]] = {"gate_up": (2 * self.expert_ffn, self.hidden)}
         if self.expert_bias:
             shapes["gate_up_bias"] = (2 * self.expert_ffn,)

@@ -1,10 +1,9 @@
-"""Weights of the experts at home on this rank, and the flat form in which experts travel.
+"""Weights of this rank's home experts, and the flat form in which experts travel.
 
 Symbols: H homes on this rank, P values of one expert in flat form, D width, F inner width.
 
-Parameters are stacked [H, ...], one per matrix or bias. Their order is that of the experts' logical numbers, so it
-follows from the placement alone. An expert travels as one row of P values: its parts one after another, each
-starting at a multiple of 16 bytes, so that a row can be computed with where it lies.
+Parameters are stacked [H, ...], one per matrix or bias, in the order of logical expert numbers. An expert travels as
+one row of P values: its parts in order, each aligned to 16 bytes, so that kernels can read the row in place.
 """
 
 from __future__ import annotations
@@ -30,13 +29,13 @@ from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts
 __all__ = ["ExpertWeights", "FlatLayout", "refuse_wrappers"]
 
 ALIGNMENT = 8
-"""values: 16 bytes of the narrowest type"""
+"""values: 16 bytes of the narrowest dtype"""
 SAMPLE = 64
-"""values of each part that are compared to notice changes"""
+"""values of each part compared to detect changes"""
 
 
 class FlatLayout:
-    """Where the parts of one expert are in its flat form."""
+    """Offsets of an expert's parts in its flat form."""
 
     def __init__(self, spec: MoESpec) -> None:
         self.shapes = spec.part_shapes()
@@ -46,21 +45,20 @@ class FlatLayout:
             self.first[name] = size
             size += -(-prod(shape) // ALIGNMENT) * ALIGNMENT
         self.size = size
-        """P"""
 
     def part(self, name: str, rows_nP: Tensor) -> Tensor:
-        """[n, ...] a view of one part of every row."""
+        """[n, ...] view of one part of every row."""
         shape = self.shapes[name]
         return rows_nP[:, self.first[name] : self.first[name] + prod(shape)].view(len(rows_nP), *shape)
 
     def experts(self, rows_nP: Tensor) -> list[ExpertParts]:
-        """Every row as an expert: views, nothing is copied."""
+        """Every row as an expert, without copying."""
         parts = {name: self.part(name, rows_nP).unbind(0) for name in self.shapes}
         return [ExpertParts.named({name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
 
 
 class ExpertWeights(nn.Module):
-    """The parameters of one layer's experts at home here."""
+    """The parameters of one layer's home experts on this rank."""
 
     def __init__(
         self, spec: MoESpec, experts: NDArray[np.integer] | Sequence[int], *, device: torch.device | None = None,
@@ -80,11 +78,11 @@ class ExpertWeights(nn.Module):
         self.register_load_state_dict_pre_hook(_check_experts)  # type: ignore[no-untyped-call]
 
     def get_extra_state(self) -> Tensor:
-        """Which experts these are: a state_dict of other homes must not be loaded."""
+        """The expert numbers, so that a state_dict of other homes is not loaded."""
         return torch.from_numpy(self.experts.copy())
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing to set: `_check_experts` has compared it."""
+        """Nothing to do: `_check_experts` has compared it."""
 
     @property
     def names(self) -> list[str]:
@@ -97,36 +95,34 @@ class ExpertWeights(nn.Module):
 
     @property
     def learns(self) -> bool:
-        """Whether any part wants gradients; the same on every rank."""
+        """Whether any part is trained; equal on every rank."""
         return any(part.requires_grad for part in self.parts())
 
     @property
     def dtype(self) -> torch.dtype:
-        """Of the weights."""
         return self.parts()[0].dtype
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of gradients that are summed: float32, or that of the weights where it has more digits."""
+        """Dtype of accumulated gradients: float32, or the weights' if it is wider."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
     def device(self) -> torch.device:
-        """Where the weights are."""
         return self.parts()[0].device
 
     def slot_of(self, expert: int) -> int:
-        """Where an expert is in the stack."""
+        """Row of an expert in the stack."""
         slot = int(np.searchsorted(self.experts, expert))
         if slot >= self.experts.size or self.experts[slot] != expert:
-            raise InputError(f"expert {expert} is not at home here: {self.experts.tolist()} are")
+            raise InputError(f"expert {expert} is not at home on this rank, which has {self.experts.tolist()}")
         return slot
 
     def homes(self, *, keep: bool = False) -> list[ExpertParts]:
-        """Every expert at home: views.
+        """Views of every home expert.
 
-        keep: take those that were kept before for the tensors that there are, or keep these, until `forget_homes`.
-        Views hold the storage of weights: what is kept for longer would outlive weights that are offloaded.
+        keep: cache them until `forget_homes`. Views hold the weights' storage, so a longer cache would outlive weights
+        that are offloaded.
         """
         parts = self.parts()
         now = tuple((part.data_ptr(), part.dtype) for part in parts)
@@ -138,7 +134,7 @@ class ExpertWeights(nn.Module):
         return of_expert
 
     def forget_homes(self) -> None:
-        """Keep no view of the weights."""
+        """Drop cached views of the weights."""
         self._homes = None
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:
@@ -150,7 +146,7 @@ class ExpertWeights(nn.Module):
 
     @torch.no_grad()
     def add_gradient(self, expert: int, *rows_P: Tensor) -> None:
-        """Add gradients in flat form to that of an expert at home, one after another."""
+        """Add flat gradients to that of a home expert, in order."""
         slot = self.slot_of(expert)
         for name in self.names:
             gradient = self.gradient_of(name)
@@ -158,7 +154,7 @@ class ExpertWeights(nn.Module):
                 add_in_order(gradient[slot], [self.layout.part(name, row[None])[0] for row in rows_P])
 
     def gradient_of(self, name: str, *, empty: bool = False) -> Tensor | None:
-        """The stacked gradient of a part, None if it does not learn; if there is none yet, zeros or not even that."""
+        """Stacked gradient of a part, None if it is not trained; created as zeros (or `empty`) if missing."""
         parameter = self.get_parameter(name)
         if not parameter.requires_grad:
             return None
@@ -170,31 +166,26 @@ class ExpertWeights(nn.Module):
 
     @property
     def has_gradients(self) -> bool:
-        """Whether any part has a gradient already."""
         return any(part.grad is not None for part in self.parts())
 
     def drop_gradients(self) -> None:
-        """As if there were none yet."""
         for part in self.parts():
             part.grad = None
 
     def home_gradients(self, *, empty: bool = False) -> list[ExpertGradients]:
-        """Views of the gradients of the experts at home: sums go straight into them.
-
-        Where there are none yet they are zeros, or `empty` for whoever writes all of them.
-        """
+        """Views of the home experts' gradients, created as zeros (or `empty`) if missing."""
         every = {name: self.gradient_of(name, empty=empty) for name in self.names}
         rows = {name: gradient.unbind(0) for name, gradient in every.items() if gradient is not None}
         return [ExpertGradients(**{name: rows[name][i] for name in rows}) for i in range(self.experts.size)]
 
-    # A copy of stale weights must be impossible: torch counts in-place changes of a tensor, and we compare. It does not
-    # count those of fused optimizers and of `.data`: on the host a sample of the weights is compared too.
+    # Stale copies must be impossible, so we compare torch's count of in-place changes. It misses fused optimizers and
+    # `.data`; on the host, a sample of the weights is compared too.
     def note_version(self) -> None:
-        """Remember the weights as they are now: copies made from here on are of this version."""
+        """Remember the current weights as the version to copy."""
         self._stamp = tuple(self._versions())
 
     def check_version(self, layer: int) -> None:
-        """An error if the weights have changed since."""
+        """Raise StaleError if the weights have changed since `note_version`."""
         if self._stamp is not None and self._stamp != tuple(self._versions()):
             raise StaleError(
                 f"the experts of MoE layer {layer} have changed since their copies were made: call "
@@ -211,12 +202,12 @@ class ExpertWeights(nn.Module):
 
 
 def _check_experts(weights: ExpertWeights, state: dict[str, Any], prefix: str, *_more: object) -> None:
-    """Before a state_dict is loaded: it must be of the experts that are at home here."""
+    """Hook before load_state_dict: the experts must be those at home here."""
     found = state.get(f"{prefix}_extra_state")
     if found is not None and found.tolist() != weights.experts.tolist():
         raise InputError(
-            f"the state_dict holds experts {found.tolist()}, experts {weights.experts.tolist()} are at home here: "
-            "homes have moved since; use equilibra's checkpoints, which know experts by their numbers"
+            f"the state_dict holds experts {found.tolist()}, this rank is home of {weights.experts.tolist()}: homes "
+            "have moved since; use equilibra's checkpoints, which store experts by number"
         )
 
 
@@ -225,11 +216,10 @@ WRAPPERS = (DataParallel, DistributedDataParallel, FullyShardedDataParallel)
 
 @cache
 def refuse_wrappers() -> None:
-    """From now on building a wrapper that takes every parameter for a replicated one is an error around experts.
+    """Make it an error to wrap experts in DataParallel, DistributedDataParallel or FSDP1.
 
-    DistributedDataParallel sends rank 0's parameters to all ranks when it is built, and averages gradients by position;
-    FullyShardedDataParallel (FSDP1) cuts flat buffers over ranks as if they held the same. No collective fails, so the
-    error must come before.
+    They treat every parameter as replicated: DDP broadcasts rank 0's parameters, FSDP1 shards them as if equal. No
+    collective would fail, so building the wrapper must.
     """
     register_module_module_registration_hook(_refuse)
 

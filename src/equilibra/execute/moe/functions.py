@@ -2,19 +2,19 @@
 
 Symbols: T tokens, K experts per token, N rows, D width, H homes.
 
-Every rank runs all three, forward and backward, whatever it has to compute: the token tensor is threaded through them,
-so no rank leaves a collective out. They keep the same number of tensors on every rank (activation checkpointing stops
-a recomputation at the last of them). Sums over a token's experts are taken in the order of its choices, so the result
-does not depend on where experts are.
+Every rank runs all three, forward and backward, even without rows: the token tensor is threaded through them, so no
+rank skips a collective. They save the same number of tensors on every rank, because activation checkpointing stops a
+recompute at the last of them. A token's results are summed in the order of its choices, so the sum does not depend on
+where experts are.
 
-Results are weighted at their tokens, by combine, and not kept. Gradients of weights are computed where experts are,
-which can do without results: backward, weights go there with the gradients of rows and come back as gradients.
+Combine weights results at their tokens and does not keep them. Gradients of weights are computed at the experts, which
+do not need the results: in the backward pass weights travel there with the rows' gradients and return as gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,18 +24,74 @@ from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel
-from equilibra.execute.kernels import grouped, on_gpu, spread, weighted_sum
+from equilibra.execute.kernels import grouped, on_gpu, plain_sum, spread, weighted_sum
 from equilibra.execute.kernels.parts import RowWeights
 from equilibra.execute.micro_batch import Tables
-from equilibra.execute.moe.laden import Laden
 from equilibra.execute.record import direction_now
 from equilibra.execute.runtime import Runtime
 
-__all__ = ["LayerPass", "combine", "dispatch", "experts", "run_visit"]
+__all__ = ["Laden", "LayerPass", "combine", "dispatch", "experts", "run_visit"]
+
+ALIGNED = 16
+"""bytes; alignment of rows and of their numbers"""
+
+
+class Laden(NamedTuple):
+    """Rows with one number each, which travels at the end of its row so that one exchange carries both.
+
+    In the backward pass the number is a row's weight on the way out and its gradient on the way back. Beside 16-bit
+    rows its bits are no number of their dtype, so NaN checks on the wire buffer give false positives.
+    """
+
+    rows_ND: Tensor
+    """may be a view of `every`"""
+    numbers_N: Tensor
+    """float32, or float64 if rows are; may be a view of `every`"""
+    every: Tensor | None = None
+    """the wire buffer; None on a single rank"""
+
+    @classmethod
+    def empty(cls, num_rows: int, width: int, like: Tensor, *, travels: bool) -> Laden:
+        """Uninitialised rows and numbers, with a wire buffer if they travel."""
+        if not travels:
+            return cls(like.new_empty(num_rows, width), like.new_empty(num_rows, dtype=_kind(like)))
+        step = ALIGNED // like.itemsize
+        return cls._of(like.new_empty(num_rows, (-(-width // step) + 1) * step), width)
+
+    @classmethod
+    def _of(cls, every: Tensor, width: int) -> Laden:
+        room = every[:, every.shape[1] - ALIGNED // every.itemsize :]
+        return cls(every[:, :width], room.view(_kind(every))[:, 0], every)
+
+    def sent(self, exchange: Callable[[Tensor], Tensor]) -> Laden:
+        """What an exchange of the wire buffer returns."""
+        return self if self.every is None else self._of(exchange(self.every), self.rows_ND.shape[1])
+
+    def fill(
+        self, tokens_TD: Tensor, token_of_row: Callable[[], Tensor], row_of_pair_TK: Tensor, pairs_TK: Tensor
+    ) -> None:
+        """Write every token once per choice, with the number of the pair."""
+        if on_gpu(tokens_TD):
+            spread(tokens_TD, row_of_pair_TK, self.rows_ND, pairs_TK.contiguous(), self.numbers_N)
+            return
+        torch.index_select(tokens_TD, 0, token_of_row(), out=self.rows_ND)
+        self.numbers_N[row_of_pair_TK.flatten().long()] = pairs_TK.flatten().to(self.numbers_N.dtype)
+
+    def sum_of_choices(self, row_of_pair_TK: Tensor, pairs_TK: Tensor) -> Tensor:
+        """[T, D] each token's rows summed in the order of its choices; numbers are written to `pairs_TK`."""
+        if on_gpu(self.rows_ND):
+            return plain_sum(self.rows_ND, row_of_pair_TK, self.numbers_N, pairs_TK)
+        pairs_TK.copy_(self.numbers_N.index_select(0, row_of_pair_TK.flatten()).view_as(pairs_TK))
+        whole = self.rows_ND if self.every is None else self.every  # strided rows are summed slowly
+        return embedding_bag(row_of_pair_TK, whole, mode="sum")[:, : self.rows_ND.shape[1]]
+
+
+def _kind(like: Tensor) -> torch.dtype:
+    return torch.float64 if like.dtype is torch.float64 else torch.float32
 
 
 class LayerPass:
-    """A visit under way on this rank: its tables, the micro-batch that runs, the version of the weights."""
+    """A visit in progress on this rank: its tables, its micro-batch, the version of the weights."""
 
     def __init__(self, runtime: Runtime, tables: Tables) -> None:
         self.runtime, self.tables, self.micro_batch = runtime, tables, runtime.current
@@ -43,17 +99,17 @@ class LayerPass:
         self.direction = direction_now()
         self.version = runtime.version
         self.numbers_N: Tensor | None = None
-        """of rows, in the backward pass: weights from combine to experts, their gradients from there to dispatch"""
+        """per row, in the backward pass: weights from combine to experts, then their gradients on to dispatch"""
 
     def take_numbers(self) -> Tensor:
-        """What the step before left."""
+        """The numbers that the previous backward step left."""
         numbers_N, self.numbers_N = self.numbers_N, None
         if numbers_N is None:
-            raise ExecuteError("dispatch, experts and combine of a visit must be gone through together, also backward")
+            raise ExecuteError("dispatch, experts and combine of a visit must all run, forward and backward")
         return numbers_N
 
     def begin_backward(self) -> None:
-        """The backward pass must run under the micro-batch and the weights of the forward pass."""
+        """Raise unless the micro-batch and the weights are those of the forward pass."""
         if self.micro_batch is not None and self.runtime.current is not self.micro_batch:
             raise ExecuteError(
                 f"the backward pass of micro-batch {self.micro_batch.number} ran outside of its `with micro_batch:`; "
@@ -65,13 +121,13 @@ class LayerPass:
             raise StaleError("weights changed between the forward and the backward pass of a micro-batch")
 
     def exchange(self, kind: Kind, direction: Direction, rows_ND: Tensor, *, out: bool) -> Tensor:
-        """Rows to their instances, or back."""
+        """All-to-all of rows to their instances (`out`) or back."""
         tables, runtime = self.tables, self.runtime
         sent, received = (
             (tables.sent_sizes, tables.received_sizes) if out else (tables.received_sizes, tables.sent_sizes)
         )
         if len(sent) == 1:
-            return rows_ND  # alone: nothing travels
+            return rows_ND  # a single rank sends nothing
         result = rows_ND.new_empty(sum(received), rows_ND.shape[1])
         me = runtime.group.rank
         num_bytes = max(sum(sent) - sent[me], sum(received) - received[me]) * rows_ND.shape[1] * rows_ND.itemsize
@@ -88,7 +144,7 @@ class LayerPass:
 
 
 def _rows_of(tokens_TD: Tensor, tables: Tables) -> Tensor:
-    """[N, D] every token once for each of its choices, in the order in which rows are sent."""
+    """[N, D] every token once per choice, in the order rows are sent."""
     if on_gpu(tokens_TD):
         rows_ND = tokens_TD.new_empty(tables.row_of_pair.numel(), tokens_TD.shape[1])
         spread(tokens_TD, tables.row_of_pair, rows_ND)
@@ -97,12 +153,11 @@ def _rows_of(tokens_TD: Tensor, tables: Tables) -> Tensor:
 
 
 def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
-    """Rows in another order, if there is one."""
     return rows_ND if index is None else rows_ND.index_select(0, index)
 
 
 def _weighted_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, weighted and summed in the order of its choices, each row read once."""
+    """[T, D] each token's rows, weighted and summed in the order of its choices."""
     if on_gpu(rows_ND):
         return weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
     if rows_ND.dtype == weights_TK.dtype:
@@ -115,11 +170,10 @@ def _weighted_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK
 
 
 class Dispatch(torch.autograd.Function):
-    """Tokens [T, D] to rows [N, D] grouped by this rank's instances. Weights [T, K] get their gradients here."""
+    """Tokens [T, D] to rows [N, D] grouped by instance. Gradients of the weights [T, K] arrive here."""
 
     @staticmethod
     def forward(ctx: Any, tokens_TD: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:  # noqa: ANN401
-        """Copy, send, group."""
         ctx.visit, ctx.kind_of_weights = visit, weights_TK.dtype
         tables = visit.tables
         grouped.expect(tokens_TD, tables.instance_sizes)
@@ -128,7 +182,6 @@ class Dispatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, Tensor, None]:  # noqa: ANN401
-        """Ungroup, send back, sum; gradients of weights come with the rows."""
         (drows_ND,) = gradients
         visit: LayerPass = ctx.visit
         tables, dweights_N = visit.tables, visit.take_numbers()
@@ -144,11 +197,11 @@ class Dispatch(torch.autograd.Function):
 
 
 class Experts(torch.autograd.Function):
-    """Rows through the instances of this rank. Gradients of weights go where they are summed, not through autograd."""
+    """Rows through this rank's instances. Parameter gradients bypass autograd and are summed in place."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, visit: LayerPass, *parameters: Tensor) -> Tensor:  # noqa: ANN401, ARG004
-        """Homes, standing copies and flash copies. The parameters are named so that autograd comes back here."""
+        """`parameters` are arguments only so that autograd calls `backward`."""
         ctx.visit = visit
         runtime, key = visit.runtime, visit.key
         instances = runtime.instances(key, visit.direction)
@@ -161,7 +214,7 @@ class Experts(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:  # noqa: ANN401
-        """Gradients of flash copies travel as soon as they are there: on a host before the others are computed."""
+        """Gradients of flash copies leave as soon as they are ready."""
         (dy_ND,) = gradients
         visit: LayerPass = ctx.visit
         rows_ND, h = ctx.saved_tensors
@@ -173,11 +226,10 @@ class Experts(torch.autograd.Function):
 
 
 class Combine(torch.autograd.Function):
-    """Results [N, D] back to their tokens [T, D], weighted there."""
+    """Results [N, D] back to their tokens [T, D], where they are weighted and summed."""
 
     @staticmethod
     def forward(ctx: Any, results_ND: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:  # noqa: ANN401
-        """Ungroup, send back, weigh and sum in the order of choices."""
         ctx.visit = visit
         tables = visit.tables
         ungrouped = _in_order(results_ND, tables.grouped_of_received)
@@ -189,7 +241,7 @@ class Combine(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor, None, None]:  # noqa: ANN401
-        """Every row gets its token's gradient and the weight of the pair; the expert does what is left."""
+        """Send every row its token's gradient and weight; the expert applies the weight."""
         (dout_TD,) = gradients
         visit: LayerPass = ctx.visit
         visit.begin_backward()
@@ -204,9 +256,9 @@ class Combine(torch.autograd.Function):
 
 
 def dispatch(tokens_TD: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:
-    """Rows [N, D] of this rank's instances, grouped by instance, from all ranks' tokens.
+    """Rows [N, D] for this rank's instances, grouped by instance, from all ranks' tokens.
 
-    The weights are those that `combine` will weigh results with; their gradients come back with the rows.
+    Pass the weights that `combine` will use; their gradients return through dispatch.
     """
     rows_ND: Tensor = Dispatch.apply(tokens_TD, weights_TK, visit)  # type: ignore[no-untyped-call]
     return rows_ND
@@ -225,7 +277,7 @@ def combine(results_ND: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:
 
 
 def run_visit(runtime: Runtime, layer: int, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] a layer's results for tokens that chose these experts with these weights, wherever the experts are."""
+    """[T, D] a layer's results for tokens routed to these experts with these weights."""
     visit = LayerPass(runtime, runtime.tables(layer, experts_TK))
     rows_ND = dispatch(tokens_TD, weights_TK, visit)
     return combine(experts(rows_ND, visit, runtime.weights[layer].parts()), weights_TK, visit)

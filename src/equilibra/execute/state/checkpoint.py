@@ -4,18 +4,21 @@
     checkpoints.save(step, {"seed": 7})                             # or asynchronous=True, and .wait() later
     loaded = checkpoints.load()                                     # the last one, on any ranks with any homes
 
-Weights, masters and moments are told expert by expert, with logical numbers (see `checkpoint_state`), in the format of
+Weights, masters and moments are stored per expert under logical numbers (see `checkpoint_state`), in the format of
 torch.distributed.checkpoint (see `checkpoint_files`).
 
-Promises. A checkpoint is there completely or not at all, whatever kills the run. A failure on one rank is an error on
-every rank. Loading verifies every byte before it changes anything in memory. Nothing that is read can run code.
+Promises. A checkpoint is complete or absent, whatever kills the run. A failure on one rank is an error on every rank.
+Loading verifies every byte before it changes anything in memory. Reading never runs code from the file.
 """
 
 from __future__ import annotations
 
+import re
+import secrets
 import shutil
 from collections.abc import Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,58 +27,170 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from equilibra.core.atomic import flush_to_disk
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.execute.group import patient_group
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.state.checkpoint_files import Manifest, finish, read_manifest, read_tensors, verify, write_shard
-from equilibra.execute.state.checkpoint_folder import begin_part, commit, folder_of_step, latest_checkpoint
+from equilibra.execute.state.checkpoint_files import (
+    MANIFEST,
+    Manifest,
+    disk_errors,
+    finish,
+    read_manifest,
+    read_tensors,
+    verify,
+    write_shard,
+)
 from equilibra.execute.state.checkpoint_load import Loading
 from equilibra.execute.state.checkpoint_state import Snapshot, Trained
 
-__all__ = ["Checkpoints", "Loaded", "Saving", "latest_checkpoint"]
+__all__ = ["Checkpoints", "Loaded", "Saving", "checkpoint_steps", "latest_checkpoint", "remove_checkpoint"]
+
+# --- the folder of a run's checkpoints ---
+# Only world rank 0 changes it. A kill at any moment leaves every complete checkpoint complete (see the names in
+# `checkpoint_files`). A checkpoint newer than the one this run resumed from is set aside, never deleted.
+
+COMPLETE = re.compile(r"step-(\d{8,})(\.replaced)?")
+MAX_STEP = 10**12
+
+
+def checkpoint_steps(folder: Path) -> list[int]:
+    """Steps with a complete checkpoint, in order."""
+    if not folder.is_dir():
+        return []
+    with disk_errors("read", folder):
+        matches = [COMPLETE.fullmatch(path.name) for path in folder.iterdir() if (path / MANIFEST).is_file()]
+    return sorted({int(match[1]) for match in matches if match})
+
+
+def latest_checkpoint(folder: Path) -> int | None:
+    """The last step with a complete checkpoint."""
+    return max(checkpoint_steps(folder), default=None)
+
+
+def folder_of_step(folder: Path, step: int | None) -> Path:
+    """Folder of a step's checkpoint; None: of the last one."""
+    steps = checkpoint_steps(folder)
+    if not steps:
+        raise InputError(f"there is no checkpoint in {folder}{'' if folder.is_dir() else ': there is no such folder'}")
+    if step is not None and step not in steps:
+        raise InputError(f"there is no checkpoint of step {step} in {folder}: there are {', '.join(map(str, steps))}")
+    chosen = _named(folder, steps[-1] if step is None else step)
+    return chosen if (chosen / MANIFEST).is_file() else _replaced(chosen)
+
+
+def begin_part(folder: Path, step: int, *, last: int | None) -> str:
+    """Remove interrupted saves, and make a folder to write into; returns its name.
+
+    last: the step this run loaded or saved here last; None: neither, so later steps belong to another run.
+    """
+    check_whole("step", step, low=0, high=MAX_STEP - 1)
+    with disk_errors("write", folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in folder.glob("step-*.replaced"):
+            new = path.with_suffix("")
+            _remove(path) if (new / MANIFEST).is_file() else path.rename(new)
+        for path in folder.glob("step-*.part"):
+            shutil.rmtree(path, ignore_errors=True)
+        later = [other for other in checkpoint_steps(folder) if other >= step]
+        if later and last is None:
+            raise InputError(
+                f"cannot save step {step} in {folder}, which has step {later[-1]}: it is of another run; load it to go "
+                "on from there, or use another folder"
+            )
+        part = folder / f"{_named(folder, step).name}.{secrets.token_hex(4)}.part"
+        part.mkdir()
+        return part.name
+
+
+def commit(folder: Path, part: Path, step: int, *, keep: int, last: int | None) -> None:
+    """Make a finished part the checkpoint of its step, and only then remove others.
+
+    Checkpoints of steps after `last` are from an earlier attempt, and are set aside.
+    """
+    final = _named(folder, step)
+    with disk_errors("write", final):
+        for other in checkpoint_steps(folder):
+            if last is not None and other > last:
+                _set_aside(folder_of_step(folder, other), _named(folder, other))
+        if final.exists():
+            final.rename(_replaced(final))
+        part.rename(final)
+        flush_to_disk(folder)
+    steps = checkpoint_steps(folder)
+    kept = [other for other in steps if other <= step][-keep:]
+    with suppress(OSError):  # the checkpoint is there; what could not be removed is tried again by the next save
+        _remove(_replaced(final))
+        for other in set(steps) - set(kept):
+            _remove(_named(folder, other))
+
+
+def remove_checkpoint(folder: Path, step: int) -> None:
+    """Remove a step's checkpoint atomically."""
+    with disk_errors("write", folder):
+        _remove(folder_of_step(folder, step))
+
+
+def _set_aside(path: Path, named: Path) -> None:
+    """Rename to something nothing here reads or removes."""
+    number = 1
+    while (aside := named.with_name(f"{named.name}.aside{f'-{number}' if number > 1 else ''}")).exists():
+        number += 1
+    path.rename(aside)
+
+
+def _named(folder: Path, step: int) -> Path:
+    return folder / f"step-{step:08d}"
+
+
+def _replaced(path: Path) -> Path:
+    return path.with_name(f"{path.name}.replaced")
+
+
+def _remove(path: Path) -> None:
+    """Rename first, so that a half-removed checkpoint is never taken for a complete one."""
+    if path.exists():
+        going = path.with_name(f"{path.name}.{secrets.token_hex(4)}.part")
+        path.rename(going)
+        shutil.rmtree(going)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Loaded:
-    """What came with the state."""
+    """The step and the caller's values of a loaded checkpoint."""
 
     step: int
-    """as it was saved"""
     extra: dict[str, Any]
-    """what the caller saved on world rank 0"""
+    """values saved by world rank 0"""
 
 
 @dataclass(frozen=True)
 class Saving:
-    """A checkpoint on its way to the disk."""
+    """A checkpoint being written."""
 
     future: Future[None] | None = None
-    """None: it is there"""
+    """None: already written"""
 
     @property
     def done(self) -> bool:
-        """Whether it is there, or has failed."""
+        """Whether it is written, or has failed."""
         return self.future is None or self.future.done()
 
     def wait(self) -> None:
-        """Until it is there; raises what went wrong."""
+        """Wait until it is written; raises what went wrong."""
         if self.future is not None:
             self.future.result()
 
 
 class Checkpoints:
-    """The checkpoints of one run. All ranks make it and call its methods together; they share the file system."""
+    """Saves and loads the checkpoints of one run. All ranks call it together and share a file system."""
 
     def __init__(
         self, folder: str | Path, runtime: Runtime, module: nn.Module, optimizer: torch.optim.Optimizer | None = None,
         *, masters: Mapping[nn.Parameter, Tensor] | None = None, keep: int = 2, timeout_s: float = 1800.0,
     ) -> None:  # fmt: skip
-        """Remember what is saved.
-
-        masters: for each parameter its copy in more digits, where the optimizer works on such copies.
-        timeout_s: how long ranks wait for each other's disks.
-        """
+        """masters: float32 master of each parameter, if there are any; timeout_s: how long ranks wait for disks."""
         check_whole("keep", keep, low=1, high=None)  # the last checkpoint always stays
         self.folder, self.keep = Path(folder), keep
         self.trained = Trained(runtime=runtime, module=module, optimizer=optimizer, masters=masters or {})
@@ -84,16 +199,16 @@ class Checkpoints:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="equilibra-checkpoint")
         self._pending = Saving()
         self._last: int | None = None
-        """the step that this run loaded or saved last in the folder"""
+        """the step this run loaded or saved last in the folder"""
 
     def save(self, step: int, extra: Mapping[str, Any] | None = None, *, asynchronous: bool = False) -> Saving:
         """Collective: write a checkpoint, then remove all but the last `keep`.
 
-        Later ones than the one that was loaded are set aside as step-*.aside, not removed.
+        Checkpoints newer than the loaded one are set aside as step-*.aside. Non-finite weights or optimizer state raise
+        NonFiniteError before anything is written or removed.
 
-        extra: the caller's values, of world rank 0: numbers, strings, tensors, and lists and dicts of them.
-        Weights or optimizer state that are not finite are an error, and nothing is written or removed.
-        asynchronous: return when the state is copied; training may go on. A failure shows in `wait` or the next call.
+        extra: values of world rank 0: numbers, strings, tensors, and lists and dicts of them.
+        asynchronous: return once the state is copied to host memory; `wait` or the next call raises a failure.
         """
         self.wait()
         if self.runtime.broken is not None:
@@ -115,7 +230,7 @@ class Checkpoints:
         return self._pending
 
     def _write(self, step: int, snapshot: Snapshot) -> None:
-        """Collective, on the connections of checkpoints alone: it may run beside training."""
+        """Collective, on connections of its own: it may run beside training."""
         ranks, rank = self._ranks, self._ranks.world_rank
         name = [""]
 
@@ -142,7 +257,7 @@ class Checkpoints:
         self._last = step
 
     def load(self, step: int | None = None) -> Loaded:
-        """Collective: fill model and optimizer from the checkpoint of a step; None: from the last one."""
+        """Collective: load model and optimizer from a step's checkpoint; None: from the last one."""
         self.wait()
         ranks, runtime = self._ranks, self.runtime
         found: list[tuple[Path, Manifest]] = []
@@ -176,12 +291,12 @@ class Checkpoints:
         return Loaded(step=manifest.step, extra=loading[0].extra)
 
     def wait(self) -> None:
-        """Until an asynchronous save is done; raises what went wrong with it."""
+        """Wait for an asynchronous save; raises what went wrong."""
         pending, self._pending = self._pending, Saving()
         pending.wait()
 
     def close(self) -> None:
-        """Wait, and stop the thread."""
+        """Wait for a pending save, and stop the thread."""
         try:
             self.wait()
         finally:

@@ -1,6 +1,6 @@
-"""What a checkpoint holds, in logical order, and how it becomes the state of a model again.
+"""What a checkpoint holds, by logical expert number.
 
-Symbols: H homes on this rank, E experts.
+Symbols: H homes on this rank.
 
     experts.3.17.gate_up                        expert 17 of MoE layer 3; written by its home in the first group
     dense.embed.weight                          everything else of the module; written by world rank 0
@@ -8,15 +8,15 @@ Symbols: H homes on this rank, E experts.
     optimizer.experts.3.gate_up.step            single numbers that an optimizer keeps of a stacked parameter
     extra.0                                     tensors of the caller
 
-No key depends on the placement or on the number of ranks. Which names an optimizer keeps of which parameter, its
-settings and the caller's values are plain values of the manifest.
+Keys do not depend on the placement or the number of ranks. The optimizer's settings, the names it keeps per parameter
+and the caller's values are plain values of the manifest.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,30 +28,48 @@ from torch.distributed.tensor import DTensor
 
 from equilibra.core.errors import InputError, NonFiniteError
 from equilibra.execute.experts.weights import ExpertWeights
-from equilibra.execute.finite import names_of_nonfinite
 from equilibra.execute.runtime import Runtime
 
-__all__ = ["MASTER", "Named", "Snapshot", "Trained", "decoded", "encoded"]
+__all__ = ["MASTER", "Named", "Snapshot", "Trained", "decoded", "nonfinite"]
+
+
+@torch.no_grad()
+def nonfinite(tensors: Sequence[Tensor]) -> list[bool]:
+    """Whether each tensor (or this rank's shard of it) holds NaN or infinity; reads the device once."""
+    looked_at, finite = [], []
+    for number, tensor in enumerate(tensors):
+        local = tensor.to_local() if hasattr(tensor, "to_local") else tensor
+        if local.is_floating_point() and local.numel():
+            wide = local if local.dtype.itemsize > 1 else local.float()
+            looked_at.append(number)
+            finite.append(torch.isfinite(torch.linalg.vector_norm(wide, ord=float("inf"))))
+    found = [False] * len(tensors)
+    if finite:
+        flags = torch.stack([one.to(finite[0].device) for one in finite]).tolist()
+        for number, flag in zip(looked_at, flags, strict=True):
+            found[number] = not flag
+    return found
+
 
 MASTER = "master"
-"""the name of a parameter's master among what the optimizer keeps of it"""
+"""key of a parameter's master in its optimizer state"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Named:
-    """A parameter or buffer of the module, with the keys of what belongs to it."""
+    """A parameter or buffer, with the checkpoint keys of it and its optimizer state."""
 
     name: str
     """`experts.3.gate_up` or `dense.embed.weight`"""
     tensor: Tensor
     """[H, ...] for experts"""
     homes: NDArray[np.int32] | None = None
-    """[H] experts at home here; None: not of experts"""
+    """[H] experts at home here; None: a dense tensor"""
     of_expert: str = ""
-    """`experts.3.{}.gate_up`"""
+    """key of one expert: `experts.3.{}.gate_up`"""
 
     def keys(self, kept: str = "", *, stacked: bool, experts: NDArray[np.int32] | None = None) -> list[str]:
-        """Of this tensor, or of what the optimizer keeps as `kept`: for each home (or `experts`), or one for all."""
+        """Keys of this tensor, or of its optimizer state `kept`: one per home (or per `experts`), or one for all."""
         before, behind = ("optimizer.", f".{kept}") if kept else ("", "")
         if not stacked or self.homes is None:
             return [f"{before}{self.name}{behind}"]
@@ -59,12 +77,12 @@ class Named:
         return [f"{before}{self.of_expert.format(expert)}{behind}" for expert in chosen.tolist()]
 
     def is_stacked(self, tensor: Tensor, what: str) -> bool:
-        """Whether a tensor that belongs to this one has a row per home."""
+        """Whether a state tensor of this one has a row per home."""
         if self.homes is None or tensor.ndim == 0:
             return False
         if tensor.shape[0] != self.homes.size:
             raise InputError(
-                f"cannot save {what} of {self.name}: its shape is {list(tensor.shape)}, and what is kept of experts "
+                f"cannot save {what} of {self.name}: its shape is {list(tensor.shape)}; optimizer state of experts "
                 f"must have a row for each of {self.homes.size} homes, or be a single number"
             )
         return True
@@ -72,16 +90,15 @@ class Named:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Trained:
-    """What checkpoints are made of."""
+    """The module, its experts, and their optimizer."""
 
     runtime: Runtime
-    """has the experts at home here"""
     module: nn.Module
-    """has them too, and everything dense"""
+    """holds the runtime's experts and everything dense"""
     optimizer: torch.optim.Optimizer | None
     """of the module's parameters, or of their masters"""
     masters: Mapping[nn.Parameter, Tensor]
-    """copies in more digits that the optimizer works on"""
+    """float32 copies that the optimizer works on"""
 
     def __post_init__(self) -> None:
         known = {id(weights) for weights in self.runtime.weights}
@@ -123,35 +140,36 @@ class Trained:
         return found
 
     def check_finite(self) -> None:
-        """An error if a parameter, its master or what the optimizer keeps of it is NaN or infinite."""
+        """Raise NonFiniteError if a parameter, its master or its optimizer state holds NaN or infinity."""
         tensors: dict[str, Tensor] = {}
         for named in self.named():
             if isinstance(named.tensor, nn.Parameter):  # buffers may hold infinities, as masks do
                 tensors[named.name] = named.tensor
                 kept = {} if self.optimizer is None else self.kept(named)
                 tensors |= {f"{key} of {named.name}": t for key, t in kept.items() if isinstance(t, Tensor)}
-        found = names_of_nonfinite(tensors)
+        flags = nonfinite(list(tensors.values()))
+        found = [name for name, flag in zip(tensors, flags, strict=True) if flag]
         if found:
             raise NonFiniteError(
-                f"{len(found)} tensors hold NaN or infinities, the first {', '.join(found[:5])}: such a checkpoint "
-                "would be of no use and is not written; the ones before it are kept, load the last of them"
+                f"cannot save a checkpoint: {len(found)} tensors hold NaN or infinities, the first "
+                f"{', '.join(found[:5])}; earlier checkpoints are kept, load the last of them"
             )
 
     # --- what the optimizer keeps ---
 
     def optimized(self, named: Named) -> Tensor:
-        """What the optimizer works on for a parameter: its master, or itself."""
+        """The tensor the optimizer updates: the parameter's master, or itself."""
         return self.masters.get(named.tensor, named.tensor)  # type: ignore[call-overload, no-any-return]
 
     def kept(self, named: Named) -> dict[str, Any]:
-        """What the optimizer keeps of a parameter, by name."""
+        """Optimizer state of a parameter by name, including its master."""
         assert self.optimizer is not None
         master = self.optimized(named)
         state = dict(self.optimizer.state.get(master, {}))
         return state if master is named.tensor else {MASTER: master, **state}
 
     def groups(self) -> list[dict[str, Any]]:
-        """The settings of the optimizer, with names for parameters."""
+        """The optimizer's parameter groups, with names in place of parameters."""
         if self.optimizer is None:
             return []
         name_of = {id(self.optimized(named)): named.name for named in self.named()}
@@ -162,7 +180,7 @@ class Trained:
 
 
 class Snapshot:
-    """What this rank writes: views of tensors by key, and plain values. Nothing is copied."""
+    """What this rank writes: views of tensors by key (no copies), and plain values for the manifest."""
 
     def __init__(self, trained: Trained, extra: Mapping[str, Any]) -> None:
         self.trained = trained
@@ -174,20 +192,19 @@ class Snapshot:
             "optimizer": None if trained.optimizer is None else self._optimizer_values(),
             "extra": encoded(dict(extra), "extra", self._keep),
         }
-        """for the manifest"""
 
     def description(self) -> str:
-        """Must be the same on all ranks."""
+        """A hash of what must be equal on all ranks."""
         hashed = hashlib.sha256(json.dumps(self.values["optimizer"], sort_keys=True).encode())
         hashed.update(self.trained.runtime.placement.home_of_expert.tobytes())
         return hashed.hexdigest()[:32]
 
     def copy(self) -> None:
-        """Go on with copies in host memory, so that training may change the state."""
+        """Replace views by copies in host memory, so that training may change the state."""
         self.tensors = {key: tensor.to("cpu", copy=True) for key, tensor in self.tensors.items()}
 
     def _add(self, named: Named, tensor: Tensor, kept: str = "") -> bool:
-        """A tensor of the model or the optimizer, if it is this rank's to write; returns whether it is stacked."""
+        """Add a tensor if this rank writes it; returns whether it has a row per home."""
         group, stacked = self.trained.runtime.group, named.is_stacked(tensor, kept)
         if group.index == 0 if stacked else group.world_rank == 0:
             rows = tensor.detach().unbind(0) if stacked else [tensor.detach()]
@@ -195,14 +212,12 @@ class Snapshot:
         return stacked
 
     def _keep(self, tensor: Tensor) -> str:
-        """A tensor among plain values."""
         key, self._extras = f"extra.{self._extras}", self._extras + 1
         if self.trained.runtime.group.world_rank == 0:
             self.tensors[key] = tensor.detach()
         return key
 
     def _optimizer_values(self) -> dict[str, Any]:
-        """Which names are kept of which parameter, plain values, and settings."""
         found: dict[str, Any] = {}
         for named in self.trained.named():
             kept = self.trained.kept(named)
@@ -219,7 +234,7 @@ TENSOR = "$tensor"
 
 
 def encoded(value: object, what: str, keep: Callable[[Tensor], str]) -> Any:  # noqa: ANN401
-    """A value for JSON; `keep` takes a tensor and says under which key."""
+    """A value for JSON; `keep` stores a tensor and returns its key."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, Tensor):
@@ -231,13 +246,13 @@ def encoded(value: object, what: str, keep: Callable[[Tensor], str]) -> Any:  # 
             raise InputError(f"cannot save {what}: its keys must be names, not {[*value][:5]}")
         return {name: encoded(item, f"{what}.{name}", keep) for name, item in value.items()}
     raise InputError(
-        f"cannot save {what}, which is of type {type(value).__name__}: use None, numbers, strings, tensors, or lists "
-        "and dicts of them"
+        f"cannot save {what} of type {type(value).__name__}: use None, numbers, strings, tensors, or lists and dicts "
+        "of them"
     )
 
 
 def decoded(value: Any, tensors: Mapping[str, Tensor]) -> Any:  # noqa: ANN401
-    """The value again."""
+    """The inverse of `encoded`."""
     if isinstance(value, list):
         return [decoded(item, tensors) for item in value]
     if isinstance(value, dict):

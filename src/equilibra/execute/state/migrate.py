@@ -1,15 +1,15 @@
 """Move homes between steps: weights, masters and optimizer moments of the experts whose home changes.
 
-Symbols: H homes on this rank, B bytes of one expert in one tensor, R ranks, S experts that leave (and arrive).
+Symbols: H homes on this rank, B bytes of one expert in one tensor, w columns at a time, R ranks, S experts that leave
+(as many arrive: every rank has H homes before and after).
 
-Everything of an expert is rows of stacked tensors [H, ...]: the layer's parameters, and what is carried with them
-(masters, moments). A tensor is moved as bytes [H, B], a few columns at a time: rows that leave are packed and
-exchanged, rows that stay but change their slot wait aside, then all are written where the new placement has them.
-Tensors keep their storage, so optimizers and views of them stay good.
+An expert is one row of several stacked tensors [H, ...]: parameters, masters, moments. A tensor moves as bytes [H, B],
+a few columns at a time: leaving rows are packed and exchanged, rows that only change slot wait in staging, then all
+are written to their new slots. Tensors keep their storage, so optimizers and views stay valid.
 
-Promises. The staging memory is bounded and taken once, before anything moves; if any rank cannot take it, no rank moves
-anything. There and back is the identity to the bit. Where a move is cut off (a rank is lost), the runtime is marked
-broken: nothing computes with, or saves, a mixed state.
+Promises. Staging memory is bounded and allocated before anything moves; if any rank cannot allocate it, no rank moves
+anything. There and back is the identity to the bit. An interrupted move marks the runtime broken, so nothing computes
+with or saves a mixed state.
 """
 
 from __future__ import annotations
@@ -25,44 +25,122 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
+from equilibra.core.errors import BrokenStateError, BudgetError, EquilibraError, InputError
 from equilibra.core.placement import Migration
 from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
-from equilibra.execute.group import ExpertGroup
+from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.state.migrate_layer import LayerMove, layer_move, move_columns, width_of
 
-__all__ = ["Carried", "Migrated", "migrate", "optimizer_tensors"]
+__all__ = ["Carried", "LayerMove", "Migrated", "layer_move", "migrate", "optimizer_tensors"]
+
+ALIGNMENT = 16
+"""bytes; columns start at multiples of it"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class LayerMove:
+    """The moves of one layer as one rank sees them. Slots are in the order of expert numbers, before and after."""
+
+    layer: int
+    leaving_slots: list[int]
+    """[S] by target rank and expert"""
+    sent_sizes: list[int]
+    """[R] experts to each rank"""
+    arriving_experts: list[int]
+    """[S] by the rank they come from and their number"""
+    arriving_from: list[int]
+    """[S]"""
+    arriving_slots: list[int]
+    """[S]"""
+    received_sizes: list[int]
+    """[R] experts from each rank"""
+    shifted: list[tuple[int, int]]
+    """old and new slot of experts that stay on this rank but change slot"""
+    staging_rows: int
+    """rows that staging must hold on the rank that needs most; equal on all ranks"""
+
+
+def layer_move(migration: Migration, layer: int, rank: int) -> LayerMove:
+    """The moves of a layer as a rank sees them."""
+    before, after = migration.before.home_of_expert[layer], migration.after.home_of_expert[layer]
+    num_ranks = migration.before.cluster.num_ranks
+    old, new = np.flatnonzero(before == rank), np.flatnonzero(after == rank)
+    leaving, arriving = old[after[old] != rank], new[before[new] != rank]
+    leaving = leaving[np.argsort(after[leaving], kind="stable")]
+    arriving = arriving[np.argsort(before[arriving], kind="stable")]
+    stay = old[after[old] == rank]
+    shifted = np.stack([np.searchsorted(old, stay), np.searchsorted(new, stay)], axis=1)
+    most_leaving = int(np.bincount(before[before != after], minlength=num_ranks).max())
+    return LayerMove(
+        layer=layer,
+        leaving_slots=np.searchsorted(old, leaving).tolist(),
+        sent_sizes=np.bincount(after[leaving], minlength=num_ranks).tolist(),
+        arriving_experts=arriving.tolist(),
+        arriving_from=before[arriving].tolist(),
+        arriving_slots=np.searchsorted(new, arriving).tolist(),
+        received_sizes=np.bincount(before[arriving], minlength=num_ranks).tolist(),
+        shifted=[(int(a), int(b)) for a, b in shifted if a != b],
+        staging_rows=len(old) + most_leaving,  # S packed, S received, at most H - S aside
+    )
+
+
+def width_of(move: LayerMove, num_columns: int, max_bytes: int) -> int:
+    """Columns that fit into staging at once."""
+    width = max_bytes // move.staging_rows // ALIGNMENT * ALIGNMENT
+    if width < ALIGNMENT:
+        raise BudgetError(
+            f"cannot move homes of MoE layer {move.layer} with {max_bytes} bytes of staging: {move.staging_rows} rows "
+            f"need at least {move.staging_rows * ALIGNMENT} bytes; raise max_bytes"
+        )
+    return min(width, -(-num_columns // ALIGNMENT) * ALIGNMENT)
+
+
+@torch.no_grad()
+def move_columns(group: ExpertGroup, move: LayerMove, columns_Hw: Tensor, staging: Tensor) -> None:
+    """Move the rows of a few columns to their new ranks and slots."""
+    width, num_leaving, num_shifted = columns_Hw.shape[1], len(move.leaving_slots), len(move.shifted)
+    used = staging[: (2 * num_leaving + num_shifted) * width].view(-1, width)
+    sent, received, aside = torch.split(used, [num_leaving, num_leaving, num_shifted])
+    for row, slot in enumerate(move.leaving_slots):
+        sent[row].copy_(columns_Hw[slot])
+    moving = group.all_to_all(
+        Channel.STANDING, sent.reshape(-1), [n * width for n in move.sent_sizes], received.view(-1),
+        [n * width for n in move.received_sizes], what=f"moving homes of MoE layer {move.layer}",
+    )  # fmt: skip
+    for row, (slot, _) in enumerate(move.shifted):
+        aside[row].copy_(columns_Hw[slot])
+    moving.wait()
+    for row, (_, slot) in enumerate(move.shifted):
+        columns_Hw[slot].copy_(aside[row])
+    for row, slot in enumerate(move.arriving_slots):
+        columns_Hw[slot].copy_(received[row])
+
 
 Carried = Callable[[nn.Parameter], Mapping[str, Tensor]]
-"""for a stacked parameter [H, ...]: the tensors [H, ...] that travel with it, by name; the same on all ranks"""
+"""for a stacked parameter [H, ...], the tensors [H, ...] that move with it, by name; equal on all ranks"""
 
 DEFAULT_STAGING_BYTES = 256 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
 class Migrated:
-    """What moved."""
+    """Statistics of a migration."""
 
     num_moves: int
-    """experts that changed their home, over all ranks of the group"""
+    """experts that changed home, over all ranks of the group"""
     num_bytes: int
     """sent by this rank"""
     num_exchanges: int
-    """all-to-alls it took"""
+    """all-to-all calls"""
     staging_bytes: int
-    """memory it took on this rank for the time of the move"""
+    """temporary memory on this rank"""
 
 
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor] | None = None
 ) -> Carried:
-    """Everything `optimizer` keeps of a parameter but single numbers.
-
-    masters: where the optimizer works on copies of the parameters in more digits, the copy of each parameter. It
-    travels too, and state is looked up under it.
-    """
+    """Carry all tensors `optimizer` keeps of a parameter except scalars, and the parameter's master if it has one."""
     copies = masters or {}
 
     def tensors(parameter: nn.Parameter) -> dict[str, Tensor]:
@@ -77,9 +155,9 @@ def optimizer_tensors(
 def migrate(
     runtime: Runtime, migration: Migration, carried: Carried | None = None, *, max_bytes: int = DEFAULT_STAGING_BYTES
 ) -> Migrated:
-    """Bring every expert to its home of `migration.after`. All ranks of all groups call it, between optimizer steps.
+    """Collective over all groups, between optimizer steps: move every expert to its home in `migration.after`.
 
-    max_bytes: memory for staging on each rank.
+    max_bytes: staging memory per rank.
     """
     if runtime.broken is not None:
         raise BrokenStateError(runtime.broken)

@@ -1,4 +1,4 @@
-"""Balancer: what a training loop holds. Routing of a step in, micro-batches to run out.
+"""Balancer: the object a training loop holds. Routing of a step goes in, micro-batches to run come out.
 
     balancer = Balancer(runtime, BalancerSetting(tokens_per_rank=8192), optimizer=optimizer)
     step = balancer.begin(routing)                      # collective: counts, plan, moved homes, copies
@@ -8,9 +8,8 @@
             loss_of(micro_batch).backward()
     balancer.finish_gradients(model)                    # then clip, optimizer.step()
 
-Every rank plans from the same counts and so makes the same plan; ranks compare its hash before they use it. A failure
-anywhere is an error everywhere within the group's timeout. `planner="static"` is the switch: contiguous homes, no
-copies.
+Every rank makes the same plan from the same counts; ranks compare its hash before they use it. A failure on one rank is
+an error on all within the group's timeout. `planner="static"` switches balancing off: contiguous homes, no copies.
 """
 
 from __future__ import annotations
@@ -36,29 +35,29 @@ from equilibra.execute.group import device_name
 from equilibra.execute.record import Moment
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
-from equilibra.execute.steps.attached import Attached
 from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
 from equilibra.execute.steps.gradients import (
     check_experts_are_whole,
+    check_replicated,
     dense_parameters,
     is_sharded,
     sharded_and_summed,
     sum_dense_gradients,
 )
+from equilibra.execute.steps.masters import Attached
 from equilibra.execute.steps.planning import BalancerSetting, PlannedStep, plan_of_counts
-from equilibra.execute.steps.replicated import check_replicated
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.trace.routing import RoutingTrace
 
 __all__ = ["Balancer", "BalancerSetting"]
 
 COMPARE_EVERY = 100
-"""sums of dense gradients between two comparisons of dense weights over ranks, each of which reads them once"""
+"""sums of dense gradients between two comparisons of dense weights over ranks"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Ahead:
-    """A step whose counts are gathered and whose plan is made in the background."""
+    """A prepared step: counts gathered, plan being made in the background."""
 
     experts_TLK: NDArray[np.signedinteger]
     lengths: NDArray[np.int64]
@@ -67,17 +66,16 @@ class _Ahead:
 
 
 class Balancer:
-    """Plans, moves and arms; one per model and rank."""
+    """Plans steps, moves homes and arms the runtime; one per model and rank."""
 
     def __init__(
         self, runtime: Runtime, setting: BalancerSetting, *,
         optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] | None = None,
         masters: Mapping[nn.Parameter, nn.Parameter] | None = None,
     ) -> None:  # fmt: skip
-        """Attach to the optimizers that hold the experts; without one homes do not move.
+        """Attach to the optimizers that hold the experts; without one, homes do not move.
 
-        masters: for each parameter of low precision its float32 copy, which one of the optimizers holds (see
-        `masters`).
+        masters: float32 copy of each low-precision parameter, held by one of the optimizers (see `masters`).
         """
         self.runtime, self.setting, self.masters = runtime, setting, dict(masters or {})
         self.optimizers = _as_list(optimizer)
@@ -86,7 +84,7 @@ class Balancer:
         self._ahead: _Ahead | None = None
         self._optimizer_began: Moment = 0.0
         self._sums = 0
-        """of dense gradients since weights were last changed by hand"""
+        """sums of dense gradients since weights were last changed by hand"""
         self._closed = False
         num_nodes = runtime.group.cluster.num_nodes
         self._rates = setting.on(device_name(runtime.gpu)).rates_of(_model_of(runtime), num_nodes=num_nodes)
@@ -102,8 +100,8 @@ class Balancer:
     def prepare(self, routing: RoutingTrace | None, mini_batches: NDArray[np.integer] | None = None) -> None:
         """Collective: gather the next step's counts, and plan it in the background while this one runs.
 
-        routing: the recording of this rank's own sequences; None if it has none. mini_batches: for each of them the
-        optimizer step it is for, from 0 on; None: all 0. Every number up to the largest has a sequence on some rank.
+        routing: recorded routing of this rank's sequences; None: no sequences. mini_batches: optimizer step of each
+        sequence, from 0 without gaps over all ranks; None: all 0.
         """
         if self._ahead is not None or self._closed:
             reason = "this balancer is closed" if self._closed else "a step is prepared already: begin() it first"
@@ -126,10 +124,9 @@ class Balancer:
         self._ahead = _Ahead(experts_TLK=experts, lengths=lengths, counts=counts, plan=plan)
 
     def begin(self, routing: RoutingTrace | None = None, mini_batches: NDArray[np.integer] | None = None) -> Step:
-        """Collective: plan (or take the prepared plan), move homes, arm; returns the step to run.
+        """Collective: plan (or take the prepared plan), move homes, arm the runtime; returns the step to run.
 
-        Arguments are those of `prepare`. Without routing the prepared step begins, or a step whose sequences are all on
-        other ranks.
+        Takes the arguments of `prepare`. Without routing it begins the prepared step, or one without sequences here.
         """
         self.runtime.check_whole()
         check_experts_are_whole(self.runtime)
@@ -167,7 +164,7 @@ class Balancer:
             raise ExecuteError(message) from None
 
     def move_homes(self, placement: Placement) -> None:
-        """Collective, between steps: move homes with their optimizer state, for example to where a run had them."""
+        """Collective, between steps: move homes with their optimizer state, for example to resume a run's placement."""
         self.runtime.disarm()
         migration = Migration(before=self.runtime.placement, after=placement)
         if migration.num_moves:
@@ -197,13 +194,12 @@ class Balancer:
     def finish_gradients(
         self, module: nn.Module | None = None, *, scaler: torch.amp.GradScaler | None = None
     ) -> None:  # fmt: skip
-        """Collective, once before clipping and the optimizer: gradients of copies home, sums over data-parallel groups.
+        """Collective, once before clipping and the optimizer: return gradients of copies and sum over ranks.
 
-        With a module, gradients of its dense parameters are summed over all ranks too, but for those that FSDP2 shards
-        and has summed. A rank's loss is its share of the whole loss: sums, not means. Gradients of parameters with
-        masters are from then on those of the masters. With a scaler they are divided by its scale, and ranks agree on
-        whether there are infinities. Backward passes of several steps may come before it; once it was called every
-        optimizer must step, or its gradients be thrown away (`zero_grad`, `discard_gradients`).
+        With a module, dense gradients are summed over all ranks too, except those that FSDP2 shards and has summed.
+        They are sums, not means: a rank's loss is its share of the whole loss. Gradients move to masters if there are
+        any. With a scaler they are unscaled, and ranks agree on infinities. Several backward passes may come before;
+        after it, every optimizer must step or drop its gradients (`zero_grad`, `discard_gradients`).
         """
         if self._attached.summed:
             raise ExecuteError(
@@ -224,27 +220,27 @@ class Balancer:
             self._attached.unscale(scaler)
 
     def _compare_replicas(self, module: nn.Module) -> None:
-        """Collective: before the first sum, and now and then, dense weights must be the same on all ranks."""
+        """Collective: check every COMPARE_EVERY sums that dense weights are equal on all ranks."""
         if self._sums % COMPARE_EVERY == 0:
             check_replicated(module, self.runtime)
         self._sums += 1
 
     def discard_gradients(self, module: nn.Module) -> None:
-        """Throw all gradients away, also those that copies hold: `zero_grad` does not know of them."""
+        """Drop all gradients, including those of copies, which `zero_grad` does not reach."""
         self.runtime.discard_gradients()
         module.zero_grad(set_to_none=True)
         self._attached.discard()
 
     def weights_changed(self) -> None:
-        """Collective, after anything but an attached optimizer changed weights: copies are fetched anew."""
+        """Collective, after anything but an attached optimizer changed weights: drop and refetch copies."""
         self.runtime.weights_changed()
         self._attached.forget()
         self._sums = 0
 
     def release(self) -> None:
-        """Collective, between steps: give back the memory of copies, and let go of other ranks' weights.
+        """Collective, between steps, before weights are offloaded: free copies and close other ranks' memory.
 
-        Call it before weights leave the device (offload): memory that another rank has open is not freed.
+        CUDA does not free memory that another rank has open.
         """
         self.runtime.release()
 
@@ -272,13 +268,13 @@ class Balancer:
     def __exit__(
         self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
     ) -> None:
-        """Close; on an error the other ranks are told of it first, so that nobody waits for this one."""
+        """Close; on an error, first tell the other ranks so that nobody waits for this one."""
         if error is not None:
             self.runtime.group.watch.fail(error)
         self.close()
 
     def close(self) -> None:
-        """Stop background work and let go of the optimizer."""
+        """Stop background work and detach from the optimizers."""
         self._closed = True
         for hook in self._hooks:
             hook.remove()
@@ -293,7 +289,6 @@ def _as_list(optimizer: torch.optim.Optimizer | Sequence[torch.optim.Optimizer] 
 
 
 def _model_of(runtime: Runtime) -> MoEModel:
-    """The layers' shapes, for prices."""
     spec, like = runtime.spec, runtime.weights[0]
     return MoEModel(
         name="runtime", num_layers=len(runtime.weights), hidden=spec.hidden, expert_ffn=spec.expert_ffn,

@@ -1,6 +1,6 @@
-"""How a step is planned: from the counts of all ranks' sequences to a plan, and the group that runs each micro-batch.
+"""Plan a step from the counts of all ranks' sequences: the plan, and the group that runs each micro-batch.
 
-Nothing here talks to other ranks: every rank plans the same from the same counts, in the background.
+No communication here: every rank makes the same plan from the same counts, in the background.
 """
 
 from __future__ import annotations
@@ -13,37 +13,78 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_whole
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, PlanError
 from equilibra.core.limits import MOST_SLOTS
-from equilibra.core.load import Schedule, StepLoad
+from equilibra.core.load import Schedule, StepLoad, step_load
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates
 from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.steps.counts import StepCounts
+from equilibra.execute.kernels.shares import launches_of
+from equilibra.execute.steps.counts import StepCounts, recorded_experts
 from equilibra.plan.pack import turn_in_mini_batch
 from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.setting import PlannerSetting
+from equilibra.plan.step import Equilibra
+from equilibra.trace.count import sequence_loads
+from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "own_schedule", "plan_of_counts"]
+__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "own_schedule", "plan_of_counts", "warm"]
+
+SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
+
+
+def warm(num_nodes: int) -> None:
+    """Compile the code of a step once, in the process that ranks are forked from, by planning a made-up step.
+
+    More than two nodes use the code of two. Leaves no thread behind, so the process may fork.
+    """
+    random = np.random.default_rng(0)
+    popular = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (SEQUENCES * TOKENS * LAYERS, 1)), axis=1)
+    ids = np.where(popular[:, :TOP_K] > 3, popular[:, :TOP_K] - 3, popular[:, :TOP_K])
+    ids[:, 1] = (ids[:, 0] + 1) % EXPERTS
+    trace = RoutingTrace(
+        ids=ids.reshape(-1, LAYERS, TOP_K), offsets=np.arange(SEQUENCES + 1, dtype=np.int64) * TOKENS,
+        num_experts=EXPERTS,
+    )  # fmt: skip
+    nodes = min(num_nodes, 2)
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=4 // nodes)
+    loads = sequence_loads(trace)
+    mini_batches = np.arange(SEQUENCES) % 2
+    owner = np.repeat(np.arange(4), SEQUENCES // 4)
+    own = own_schedule(loads.length_of_sequence, owner, mini_batches, num_ranks=4, tokens_per_rank=4 * TOKENS)
+    problem = StepProblem(
+        cluster=cluster, sequences=loads, schedule=own.schedule, tokens_per_rank=4 * TOKENS,
+        mini_batch_of_sequence=mini_batches, spare_slots=2, standing_slots=2, rates=Rates.free(),
+        previous=contiguous(cluster, num_layers=LAYERS, num_experts=EXPERTS),
+    )  # fmt: skip
+    plan = Equilibra(threads=1).plan(problem)
+    assert plan.schedule is not None
+    load = step_load(loads, plan.schedule, cluster)
+    visit = plan.visit(Stage.UPDATE, 0, 0)
+    visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
+    visit.receive_table(0, visit.counts(load, 0))
+    launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
+
 
 STATIC = "static"
 
 
 @dataclass(frozen=True, kw_only=True)
 class BalancerSetting(PlannerSetting):
-    """How steps are planned. The same on every rank."""
+    """How steps are planned; equal on every rank."""
 
     tokens_per_rank: int
     """token budget of a rank's part of a micro-batch"""
     spare_slots: int = MOST_SLOTS
-    """flash copies that a plan may give a rank; never more than the runtime has slots (`CopySetting.spare_slots`)"""
+    """flash copies a plan may give a rank; capped by `CopySetting.spare_slots`"""
     move_sequences: bool = True
-    """whether sequences may run on other ranks than those that have them (their data is then sent there)"""
+    """whether sequences may run on ranks other than their owners, which sends their data there"""
     migration_bytes: int = 256 << 20
-    """memory that moving homes may take on a rank"""
+    """staging memory per rank for moving homes"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -52,28 +93,28 @@ class BalancerSetting(PlannerSetting):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStep:
-    """A plan, and what the runtime must know beside it."""
+    """A plan, and what the runtime needs with it."""
 
     plan: StepPlan
-    """with a schedule"""
+    """always with a schedule"""
     group_of_micro_batch: NDArray[np.int64]
-    """[M] the expert-parallel group that runs each"""
+    """[M] expert-parallel group that runs each"""
     static_imbalance: float
-    """of the same sequences where the rollout left them, with contiguous homes and without copies"""
+    """slowest over mean rank with contiguous homes, no copies and every sequence on its owner"""
     load: StepLoad
-    """what it was made for, under its schedule"""
+    """loads under the plan's schedule"""
     late: frozenset[Stage]
-    """stages whose flash copies would come late over one link"""
+    """stages whose flash copies would arrive late over one link"""
     began: float
-    """when planning began (perf_counter)"""
+    """start of planning, seconds of perf_counter"""
     ended: float
-    """when it ended"""
+    """end of planning"""
 
 
 def plan_of_counts(
     counts: StepCounts, previous: Placement, group: ExpertGroup, setting: BalancerSetting, rates: Rates
 ) -> PlannedStep:
-    """The plan of a step; the same on every rank."""
+    """The plan of a step; equal on every rank."""
     began = perf_counter()
     own = own_schedule(
         counts.sequences.length_of_sequence, counts.rank_of_sequence, counts.mini_batch_of_sequence,
@@ -107,7 +148,6 @@ def plan_of_counts(
 
 
 def _check_mini_batches(planner: str, schedule: Schedule, mini_batch_of_sequence: NDArray[np.int64]) -> None:
-    """What an optimizer step learns from is no planner's business."""
     if not np.array_equal(schedule.mini_batch_of_sequence, mini_batch_of_sequence):
         raise PlanError(
             f"planner {planner} moved sequences to other mini-batches: it must pack each mini-batch by itself "
@@ -116,7 +156,7 @@ def _check_mini_batches(planner: str, schedule: Schedule, mini_batch_of_sequence
 
 
 def _groups(schedule: Schedule, own: OwnSchedule, num_groups: int) -> NDArray[np.int64]:
-    """[M] those of the own schedule if it was kept; else the groups take turns in every mini-batch."""
+    """[M] groups of the own schedule if the planner kept it; else groups take turns within each mini-batch."""
     if schedule is own.schedule or _same(schedule, own.schedule):
         return own.group_of_micro_batch
     return turn_in_mini_batch(schedule) % num_groups
@@ -130,10 +170,10 @@ def _same(one: Schedule, other: Schedule) -> bool:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class OwnSchedule:
-    """A schedule, and the expert-parallel group that runs each of its micro-batches."""
+    """A schedule that leaves every sequence on its owner, and the group that runs each micro-batch."""
 
     schedule: Schedule
-    """ranks are those of the expert-parallel group"""
+    """ranks within the expert-parallel group"""
     group_of_micro_batch: NDArray[np.int64]
     """[M]"""
 
@@ -142,14 +182,14 @@ def own_schedule(
     lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.integer], *,
     num_ranks: int, tokens_per_rank: int,
 ) -> OwnSchedule:  # fmt: skip
-    """Each world rank's sequences of a mini-batch in order, cell after cell.
+    """Pack each world rank's sequences of a mini-batch in order, up to the token budget.
 
-    Of a mini-batch, a group has as many micro-batches as its fullest rank, so perhaps none.
+    A group has as many micro-batches in a mini-batch as its fullest rank needs, possibly none.
     """
     if lengths.max() > tokens_per_rank:
         raise BudgetError(
-            f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, a rank's part of a micro-batch "
-            f"{tokens_per_rank}: allow at least {lengths.max()}"
+            f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, tokens_per_rank is {tokens_per_rank}: "
+            f"allow at least {lengths.max()}"
         )
     turn_of_sequence = np.zeros(lengths.size, np.int64)
     turn_of: Counter[tuple[int, int]] = Counter()

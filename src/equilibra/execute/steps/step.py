@@ -1,6 +1,6 @@
 """One step under way: its plan, the micro-batches this rank runs, and what happened in them.
 
-Symbols: S sequences, M micro-batches, L layers, E experts, K experts per token.
+Symbols: S sequences, T tokens, M micro-batches, L layers, E experts, K experts per token, R ranks, P passes.
 """
 
 from __future__ import annotations
@@ -15,63 +15,133 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import Schedule, SequenceLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.plan import GroupPlan, Stage, StepPlan
 from equilibra.core.visit import signed_ids
-from equilibra.events.imbalance import imbalance
-from equilibra.events.run import PlannerRecord
+from equilibra.events.imbalance import imbalance, spread
+from equilibra.events.run import PASSES, PlannerRecord, columns_of_plan
+from equilibra.events.schema import Direction, Events, Kind
 from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.steps.counts import StepCounts
-from equilibra.execute.steps.exchange import Route, send_sequences
-from equilibra.execute.steps.measured import measured_record
+from equilibra.execute.steps.counts import Route, StepCounts, send_sequences
 from equilibra.execute.steps.planning import PlannedStep
 
-__all__ = ["Step", "begin_step"]
+__all__ = ["Step", "begin_step", "executed_rows", "measured_record"]
+
+# --- the record of a measured step ---
+
+
+def executed_rows(rows: NDArray[np.void], shape: tuple[int, int, int], stage: Stage) -> NDArray[np.int64]:
+    """[L, M, R] (token, expert) pairs that each rank computed in a stage's forward pass, from its events."""
+    chosen = rows[
+        (rows["kind"] == Kind.EXPERTS) & (rows["stage"] == stage.number) & (rows["direction"] == Direction.FORWARD)
+        & (rows["micro_batch"] >= 0)
+    ]  # fmt: skip
+    counted = np.zeros(shape, np.int64)
+    np.add.at(counted, (chosen["layer"], chosen["micro_batch"], chosen["rank"]), chosen["tokens"])
+    return counted
+
+
+def measured_record(
+    plan: StepPlan,
+    load: StepLoad,
+    rows: NDArray[np.void],
+    *,
+    memory: dict[str, float],
+    seconds: float,
+    num_tokens: int,
+) -> PlannerRecord:
+    """The record `equilibra report` shows, from all ranks' events. Token counts are measured, not planned."""
+    shape = (plan.num_layers, plan.num_micro_batches, plan.cluster.num_ranks)
+    ran_LMR = executed_rows(rows, shape, Stage.UPDATE)
+    window = plan.num_micro_batches // 2
+    shown = rows[(rows["micro_batch"] == window) | (rows["micro_batch"] < 0)]
+    return PlannerRecord(
+        metrics={
+            "step_time_s": seconds,
+            "throughput_tokens_per_s": num_tokens / seconds if seconds > 0 else 0.0,
+            **_metrics(plan, ran_LMR, rows),
+        },
+        memory=memory,
+        rank_tokens_LMR=ran_LMR.astype(np.int32),
+        **columns_of_plan(plan, load),
+        layer_us_PLM=_layer_us(rows, shape),
+        events=Events.of(shown),
+    )
+
+
+def _metrics(plan: StepPlan, ran_LMR: NDArray[np.int64], rows: NDArray[np.void]) -> dict[str, float]:
+    problems = plan.num_layers * plan.num_micro_batches
+    ratio = spread(imbalance(ran_LMR))
+    bound = float(plan.bound_LM.sum())
+    flash, standing = plan.stages[Stage.UPDATE].num_copies / problems, plan.standing.num_copies / plan.num_layers
+    waited = rows[np.isin(rows["kind"], (Kind.WAIT, Kind.PLAN, Kind.MIGRATION, Kind.COUNTS))]
+    by_rank = np.bincount(waited["rank"], weights=waited["end_us"] - waited["start_us"], minlength=1)
+    return {
+        "imbalance_mean": ratio.mean,
+        "imbalance_p99": ratio.p99,
+        "slowest_rank_over_bound": float(ran_LMR.max(axis=2).sum()) / bound if bound else 1.0,
+        "copies_per_layer": flash + standing,
+        "flash_copies_per_layer": flash,
+        "standing_copies_per_layer": standing,
+        "migration_bytes": float(rows["bytes"][rows["kind"] == Kind.MIGRATION].sum()),
+        "exposed_overhead_s": float(by_rank.max()) * 1e-6,
+        "micro_batches": float(plan.num_micro_batches),
+    }
+
+
+def _layer_us(rows: NDArray[np.void], shape: tuple[int, int, int]) -> NDArray[np.float32]:
+    """[P, L, M] duration of each pass through each layer, from the first start to the last end over ranks."""
+    layers, micro_batches, _ = shape
+    of_layer = rows[(rows["layer"] >= 0) & (rows["micro_batch"] >= 0) & (rows["kind"] != Kind.ATTENTION)]
+    backward = of_layer["direction"] != Direction.FORWARD
+    number = np.where(of_layer["stage"] == Stage.LOGPROB.number, 0, np.where(backward, 2, 1))
+    first = np.full((len(PASSES), layers, micro_batches), np.inf)
+    last = np.zeros_like(first)
+    np.minimum.at(first, (number, of_layer["layer"], of_layer["micro_batch"]), of_layer["start_us"])
+    np.maximum.at(last, (number, of_layer["layer"], of_layer["micro_batch"]), of_layer["end_us"])
+    return np.where(np.isfinite(first), last - first, 0.0).astype(np.float32)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Step:
-    """What `Balancer.begin` returns."""
+    """One planned step, as `Balancer.begin` returns it."""
 
     runtime: Runtime
-    """of this rank"""
     armed: GroupPlan
-    """the plan that is executed, and the load it was made for"""
+    """the plan and the load it was made for"""
     route: Route
-    """who has and who runs each sequence"""
+    """owner and runner of each sequence"""
     sequences_of_micro_batch: dict[int, NDArray[np.int64]]
-    """numbers of this rank's sequences, by micro-batch"""
+    """sequences this rank runs, by micro-batch"""
     experts_of_sequence: dict[int, NDArray[np.signedinteger]]
-    """[T, L, K] recorded experts of every sequence that runs here, -1 where there are none"""
+    """[T, L, K] recorded experts of every sequence run here; -1: no recording"""
     as_planned_M: NDArray[np.bool_]
-    """[M] whether all its tokens have recorded routing, and so are planned for; other micro-batches exchange counts"""
+    """[M] whether all tokens have recorded routing; other micro-batches exchange counts"""
     sequence_loads: SequenceLoad
     """loads and lengths of all ranks' sequences"""
     tokens_without_routing: int
-    """of all ranks: routed live"""
+    """tokens of all ranks that are routed live"""
     static_imbalance: float
-    """slowest over mean rank, mean over layers and micro-batches, if sequences had stayed with their ranks, homes were
-    contiguous and there were no copies; the same on every rank"""
+    """slowest over mean rank with contiguous homes, no copies and every sequence on its owner; mean over visits"""
 
     @property
     def num_tokens(self) -> int:
-        """Of all ranks."""
+        """Tokens of all ranks."""
         return int(self.sequence_loads.length_of_sequence.sum())
 
     @property
     def plan(self) -> StepPlan:
-        """The plan."""
         return self.armed.plan
 
     @cached_property
     def planned_imbalance(self) -> float:
-        """The same of the plan: rows that every rank computes in the update, with copies."""
+        """Slowest over mean rank under the plan, in the update stage."""
         return float(imbalance(self.plan.rank_load(self.armed.load, Stage.UPDATE)).mean())
 
     @property
     def num_mini_batches(self) -> int:
-        """Optimizer steps."""
+        """Number of optimizer steps."""
         return self._schedule.num_mini_batches
 
     @property
@@ -81,25 +151,22 @@ class Step:
 
     @property
     def sequences(self) -> NDArray[np.int64]:
-        """Numbers of the sequences this rank runs."""
+        """Sequences this rank runs, in order."""
         return self.route.run(self.runtime.group.world_rank)
 
     def send(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Collective: data of this rank's own sequences in, data of those it runs out, in the order of `sequences`."""
+        """Collective: data of owned sequences in, data of the sequences run here out, in the order of `sequences`."""
         return send_sequences(self.runtime.group, self.route, values)
 
     def send_back(self, values: Sequence[Tensor]) -> list[Tensor]:
-        """Collective, the inverse of `send`: one tensor per sequence that ran here, in the order of `sequences`, in.
-
-        Out comes one per own sequence, in their order.
-        """
+        """Collective: the inverse of `send`."""
         return send_sequences(self.runtime.group, self.route.back(), values)
 
     def micro_batches(self, stage: Stage, mini_batch: int | None = None) -> list[MicroBatch]:
-        """Those this rank's group runs, in order; those of one mini-batch, if it is given.
+        """The micro-batches of this rank's group in order, optionally those of one mini-batch.
 
-        Every rank of the group runs all of them, also without tokens. A group may have none of a mini-batch; its ranks
-        still take part in `finish_gradients` and the optimizer's step.
+        Every rank of the group must run all of them, even without tokens. A group with none in a mini-batch still takes
+        part in `finish_gradients` and the optimizer step.
         """
         spec = self.runtime.spec
         nothing = np.zeros((0, self.plan.num_layers, spec.top_k), signed_ids(spec.num_experts))
@@ -114,7 +181,6 @@ class Step:
         return found
 
     def _numbers(self, mini_batch: int | None) -> list[int]:
-        """Of this group's micro-batches."""
         if mini_batch is None:
             return self.armed.micro_batches
         if not 0 <= mini_batch < self.num_mini_batches:
@@ -126,7 +192,7 @@ class Step:
         ]  # fmt: skip
 
     def record(self, *, seconds: float) -> PlannerRecord | None:
-        """Collective, at the end of the step: what happened on all ranks, on world rank 0; None elsewhere."""
+        """Collective, after the step: the measured record of all ranks on world rank 0, None elsewhere."""
         group = self.runtime.group
         rows = group.gather(self.runtime.recorder.taken(), what="gathering events of the step")
         memory = group.gather(
@@ -150,11 +216,11 @@ def begin_step(
     runtime: Runtime, planned: PlannedStep, counts: StepCounts, experts_TLK: NDArray[np.signedinteger],
     lengths: NDArray[np.int64],
 ) -> Step:  # fmt: skip
-    """Collective: send every sequence's routing to the rank that runs it."""
+    """Collective: send every sequence's routing to its runner, and return the step."""
     plan, group_of_micro_batch, group = planned.plan, planned.group_of_micro_batch, runtime.group
     schedule = plan.schedule
     if schedule is None or schedule.ranks_per_sequence != 1:
-        raise PlanError("the runtime runs every sequence on one rank: the plan must have a schedule that says which")
+        raise PlanError("cannot run the plan: it needs a schedule that gives every sequence to one rank")
     runner = group_of_micro_batch[schedule.micro_batch_of_sequence] * group.num_ranks + schedule.rank_of_sequence
     route = Route(owner_of_sequence=counts.rank_of_sequence, runner_of_sequence=runner)
     own = [torch.from_numpy(part) for part in np.split(experts_TLK, np.cumsum(lengths)[:-1])] if lengths.size else []
