@@ -87,7 +87,7 @@ def unknown_key() -> dict[str, Any]:
     from omegaconf import OmegaConf
     from verl.workers.config import McoreEngineConfig
 
-    setting_of = importlib.import_module("equilibra.integrations.verl.setting").setting_of
+    setting_of = importlib.import_module("equilibra.integrations.verl.engine").setting_of
     block = {"equilibra": {"spare_slots": 1, "ranks_per_node": None}}
     found = {}
     for name, keywords in {

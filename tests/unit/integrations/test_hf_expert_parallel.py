@@ -22,7 +22,7 @@ from equilibra.core.placement import Placement
 from equilibra.core.visit import VisitKey, only_homes
 from equilibra.integrations.hf.expert_parallel import register_expert_parallel
 from equilibra.integrations.hf.expert_parallel.visits import known_or_live, to_slots
-from equilibra.integrations.planned.slots import slot_table
+from equilibra.integrations.planned import slot_table
 
 CLOSE = 2e-5
 """float32, sums in another order"""

@@ -15,13 +15,12 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction
-from equilibra.integrations.executor.counts import count_routing
+from equilibra.integrations.executor.balancer import count_routing
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
+from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
-from equilibra.integrations.megatron.parts import slot_and_part
 from equilibra.integrations.megatron.visits import MOST_LAYERS, Ahead, MegatronVisits, to_slots
-from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
-from equilibra.integrations.planned.slots import contiguous_slots, slot_table
+from equilibra.integrations.planned import MegatronSetting, cluster_of, contiguous_slots, slot_table
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)

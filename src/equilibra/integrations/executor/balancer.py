@@ -5,22 +5,163 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.cluster import Cluster
+from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, Visit, VisitKey
 from equilibra.events.imbalance import imbalance, static_imbalance
-from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.executor.counts import Routing, gather_load
+from equilibra.execute.group import Channel, ExpertGroup, new_group, watch_over
 from equilibra.integrations.executor.visits import LayerVisits
-from equilibra.integrations.planned.setting import PlanSetting
-from equilibra.integrations.planned.slots import HomeSlots, SlotTable, contiguous_slots, slot_table
+from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotTable, contiguous_slots, slot_table
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["Step", "VisitBalancer"]
+__all__ = ["Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "gather_load", "stage_group"]
+
+# A framework's process groups as an expert-parallel group of ours.
+#
+# Tokens travel in the framework's own expert-parallel group, and so do homes and gradients of copies. Copies have a
+# group
+# of their own over the same ranks: they travel ahead, and neither wait behind tokens nor hold them up. Counts and
+# hashes
+# need one more, over all ranks that have the same layers (a pipeline stage), from host memory.
+
+
+def counts_of_world(count: int) -> list[int]:
+    """A number of every process; all must call it."""
+    every: list[Any] = [count]
+    if dist.get_world_size() > 1:
+        every *= dist.get_world_size()
+        dist.all_gather_object(every, count)
+    return every
+
+
+def stage_group(
+    expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, cluster: Cluster, timeout_s: float
+) -> ExpertGroup:
+    """The ranks of this pipeline stage. All processes of the world must call it."""
+    rank, index = expert_parallel.rank(), expert_data_parallel.rank()
+    num_groups = expert_data_parallel.size()
+    if cluster.num_ranks * num_groups == 1 and dist.get_world_size() == 1:
+        return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
+    control = _control_group(expert_parallel, expert_data_parallel, timeout_s)
+    copies = _new_group(dist.get_process_group_ranks(expert_parallel), timeout_s, backend=None)
+    channels = dict.fromkeys((Channel.DISPATCH, Channel.STANDING, Channel.GRADIENTS), expert_parallel) | {
+        Channel.COPIES: copies, Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel,
+    }  # fmt: skip
+    group = ExpertGroup(
+        cluster=cluster, rank=rank, index=index, num_groups=num_groups, timeout_s=timeout_s, channels=channels,
+        watch=watch_over(channels, timeout_s),
+    )  # fmt: skip
+    places = np.concatenate(group.gather(np.array([[rank, index]]), what="joining the ranks of a pipeline stage"))
+    if control.size() != group.world_size or not np.array_equal(
+        places, [[at % cluster.num_ranks, at // cluster.num_ranks] for at in range(group.world_size)]
+    ):
+        raise InputError(
+            f"ranks of a pipeline stage are laid out as {places.tolist()}: (expert rank, expert data rank) must "
+            "rise with the expert rank first, as the order tp-cp-ep-dp-pp has it, and expert_tensor_parallel_size must "
+            "be 1"
+        )
+    return group
+
+
+def _control_group(
+    expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, timeout_s: float
+) -> dist.ProcessGroup:
+    """A gloo group of the stage: the ranks that are reached through both groups."""
+    across: list[Any] = [None] * expert_data_parallel.size()
+    dist.all_gather_object(across, dist.get_process_group_ranks(expert_parallel), group=expert_data_parallel)
+    return _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
+
+
+def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
+    """A group of these ranks. Every process makes every group, so each says which one it is in."""
+    every: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(every, tuple(mine))
+    made: dict[tuple[int, ...], dist.ProcessGroup] = {
+        part: new_group(list(part), timeout_s, backend=backend) for part in sorted(set(every))
+    }
+    return made[tuple(mine)]
+
+
+# Counts of a step's routing: what ranks tell each other. Ids stay where they are.
+#
+# Symbols: M micro-batches, L MoE layers, T tokens of this rank, K experts per token, E experts, R ranks, G groups.
+#
+# A step's routing is [M][L] ids [T, K]. Rows with a negative id, or an expert twice, are routed live and not counted.
+
+
+Routing = Sequence[Sequence[Tensor]]
+
+
+def gather_load(group: ExpertGroup, routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> StepLoad:
+    """Collective: the load of all ranks, groups one after another.
+
+    Ranks without MoE layers (a dense pipeline stage) have one without tokens, so that they plan like the others.
+    """
+    counts: list[NDArray[np.int32]] = []
+
+    def count() -> None:
+        counts.append(count_routing(routing, num_layers=num_layers, num_experts=num_experts, top_k=top_k))
+        if not num_layers:
+            counts[0] = np.zeros((max(1, len(routing)), 1, num_experts), np.int32)
+        elif not len(routing):
+            raise InputError("there is nothing to plan: no micro-batches")
+
+    group.all_succeed(count, what="comparing routing with the model")
+    group.agree(f"{len(routing)}", what="the number of micro-batches")
+    every = np.stack(group.gather(counts[0], what="gathering counts of routing"))
+    tokens_GMLER = every.reshape(group.num_groups, group.num_ranks, *counts[0].shape).transpose(0, 2, 3, 4, 1)
+    return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
+
+
+def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> NDArray[np.int32]:
+    """[M, L, E] pairs of this rank; an error if the routing is of another model."""
+    counts = np.zeros((len(routing), num_layers, num_experts), np.int32)
+    for m, layers in enumerate(routing):
+        if len(layers) != num_layers:
+            raise InputError(
+                f"micro-batch {m} has routing of {len(layers)} layers, this pipeline stage has {num_layers} MoE layers"
+            )
+        for layer, ids in enumerate(layers):
+            if ids.ndim != 2 or ids.shape[1] != top_k or ids.is_floating_point():
+                raise InputError(
+                    f"routing of micro-batch {m}, layer {layer} must be whole numbers [tokens, {top_k}], not "
+                    f"{ids.dtype} {list(ids.shape)}"
+                )
+        if num_layers:
+            counts[m] = _counts(layers, num_experts)
+    return counts
+
+
+def _counts(layers: Sequence[Tensor], num_experts: int) -> NDArray[np.int64]:
+    """[L, E] of a micro-batch, counted where its ids are and brought over at once."""
+    counted = torch.stack([_count(ids.detach().long(), num_experts) for ids in layers]).cpu().numpy()
+    if counted[:, -1].max() >= num_experts:
+        raise InputError(f"routing names expert {counted[:, -1].max()}, the model has {num_experts}")
+    result: NDArray[np.int64] = counted[:, :num_experts]
+    return result
+
+
+def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
+    """[E + 2] pairs of every expert, those of rows that are routed live, and the largest id."""
+    ordered = ids_TK.sort(dim=1).values
+    live = (ordered[:, :1] < 0).any(dim=1) | (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+    at = ids_TK.masked_fill(live[:, None], num_experts).clamp(0, num_experts).flatten()
+    counts = at.new_zeros(num_experts + 2).scatter_add_(0, at, torch.ones_like(at))
+    counts[-1] = ids_TK.amax() if ids_TK.numel() else -1
+    return counts
+
 
 Layer = TypeVar("Layer", bound=LayerVisits)
 Setting = TypeVar("Setting", bound=PlanSetting)

@@ -29,15 +29,11 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
 from equilibra.execute.group import ExpertGroup, device_name
-from equilibra.integrations.executor.balancer import Step, VisitBalancer
-from equilibra.integrations.executor.counts import Routing
-from equilibra.integrations.executor.groups import counts_of_world, stage_group
-from equilibra.integrations.megatron.checkpoint import guard_optimizer
-from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
+from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
+from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
-from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
-from equilibra.integrations.planned.slots import HomeSlots
+from equilibra.integrations.planned import HomeSlots, MegatronSetting, cluster_of
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 

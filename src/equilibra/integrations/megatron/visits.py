@@ -18,9 +18,8 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import to_device
 from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.visits import LayerVisits
-from equilibra.integrations.megatron.copies import Fetched, Packing, carry, fetch
-from equilibra.integrations.megatron.parts import parts_of, run_copies
-from equilibra.integrations.planned.slots import SlotTable
+from equilibra.integrations.megatron.copies import Fetched, Packing, carry, fetch, parts_of, run_copies
+from equilibra.integrations.planned import SlotTable
 
 __all__ = ["MOST_LAYERS", "Ahead", "MegatronVisits", "to_slots"]
 

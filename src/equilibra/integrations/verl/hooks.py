@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import contiguous
-from equilibra.integrations.executor.counts import count_routing
+from equilibra.integrations.executor.balancer import count_routing
 from equilibra.integrations.verl.contract import MICRO_BATCHES, check_contract
 from equilibra.integrations.verl.engine import BalancedEngine, balance_engine
 from equilibra.plan.pack import DENSE_COST

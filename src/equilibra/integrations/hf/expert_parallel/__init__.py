@@ -4,8 +4,13 @@ Not imported with `equilibra.integrations.hf`: older transformers have no such p
 `integrations.executor`, as under Megatron.
 """
 
-from equilibra.integrations.hf.expert_parallel.balancer import ParallelBalancer, ParallelSetting, plan_expert_parallel
-from equilibra.integrations.hf.expert_parallel.style import PlannedExpertsParallel, register_expert_parallel
+from equilibra.integrations.hf.expert_parallel.balancer import (
+    ParallelBalancer,
+    ParallelSetting,
+    PlannedExpertsParallel,
+    plan_expert_parallel,
+    register_expert_parallel,
+)
 
 __all__ = [
     "ParallelBalancer",
