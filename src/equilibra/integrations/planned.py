@@ -1,4 +1,11 @@
-"""Values of integrations that run plans inside another framework: settings and slots. No torch."""
+"""Settings and slots of integrations that run plans inside another framework. No torch.
+
+Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all ranks.
+
+Frameworks number experts by their position on a rank. Here slots take that role: rank r has slots r (H + S) and on,
+homes first, then copies. An expert that moves takes the slot of one that leaves, so the parameters, gradient buckets
+and optimizer shards of the others do not change.
+"""
 
 from __future__ import annotations
 
@@ -16,38 +23,30 @@ from equilibra.core.visit import CopyList, Visit
 from equilibra.plan.setting import PlannerSetting
 
 __all__ = [
-    "ALL",
-    "HomeMove",
-    "HomeSlots",
-    "MegatronSetting",
-    "PlanSetting",
-    "SlotTable",
-    "cluster_of",
-    "contiguous_slots",
+    "HomeMove", "HomeSlots", "MegatronSetting", "PlanSetting", "SlotTable", "cluster_of", "contiguous_slots",
     "slot_table",
-]
-
-# How steps are planned inside another framework, and on which cluster.
-
+]  # fmt: skip
 
 RANKS_PER_NODE = 8
+ALL = np.int64(2**62)
+"""more pairs than a rank can have"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class PlanSetting(PlannerSetting):
-    """The same on every rank."""
+    """How steps are planned inside another framework; the same on every rank."""
 
     standing_slots: int = 0
-    """no copy stays for a whole step: must be 0"""
+    """must be 0: standing copies are not supported here"""
     max_moves_per_layer: int = 0
-    """homes stay where the framework has them: must be 0 where it cannot move them"""
+    """must be 0 where the framework cannot move homes"""
     ranks_per_node: int | None = None
-    """ranks of the expert-parallel group that share fast links; None: 8, or all if there are fewer"""
+    """expert-parallel ranks that share fast links; None: 8, or all if there are fewer"""
     timeout_s: float = 300.0
-    """after which a silent rank is lost, in exchanges of counts, hashes and copies"""
+    """seconds until a silent rank counts as lost, in exchanges of counts, hashes and copies"""
 
     homes_move: ClassVar[bool] = False
-    """whether the framework can move them"""
+    """whether the framework can move homes"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -67,7 +66,7 @@ class PlanSetting(PlannerSetting):
 
 
 def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:
-    """Nodes of expert-parallel ranks."""
+    """The cluster of an expert-parallel group. ranks_per_node: None for 8, or all ranks if there are fewer."""
     per_node = min(RANKS_PER_NODE, num_ranks) if ranks_per_node is None else ranks_per_node
     if num_ranks % per_node:
         raise InputError(f"{num_ranks} expert-parallel ranks cannot be nodes of {per_node}: set ranks_per_node")
@@ -76,14 +75,14 @@ def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:
 
 @dataclass(frozen=True, kw_only=True)
 class MegatronSetting(PlanSetting):
-    """The same on every rank."""
+    """How steps are planned inside Megatron-Core; the same on every rank."""
 
     homes_move: ClassVar[bool] = True
 
     max_moves_per_layer: int = -1
-    """homes that may move per layer and step, -1: as many as pay; without an optimizer none do"""
+    """homes that may move per layer and step; -1: as many as pay. Without an optimizer none move"""
     prefetch: bool = True
-    """whether copies travel while the layer before computes, for the memory of up to two more layers of copies"""
+    """fetch copies while the previous layer computes; takes the memory of up to two more layers of copies"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,32 +96,16 @@ class MegatronSetting(PlanSetting):
         )
 
 
-# Which expert is in which slot, and a visit in slots. Values only: no torch.
-#
-# Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all
-# ranks.
-#
-# Frameworks number a rank's experts by their place in it. Here slots take that role: rank r has slots r (H + S) and
-# on,
-# homes first, then copies. An expert that moves takes the slot of one that leaves, so that the others of a rank stay
-# in
-# place: their parameters, gradient buckets and optimizer shards do not change.
-
-
-ALL = np.int64(2**62)
-"""more pairs than there are"""
-
-
 @dataclass(frozen=True, kw_only=True)
 class HomeMove:
-    """One expert that changes its slot."""
+    """An expert that changes its slot."""
 
     expert: int
     source: int
     """rank it leaves"""
     source_slot: int
     target: int
-    """rank it goes to"""
+    """rank it moves to"""
     target_slot: int
 
 
@@ -133,11 +116,9 @@ class HomeSlots:
     expert_of_slot: NDArray[np.int32]
     """[L, R, H]"""
     cluster: Cluster
-    """the ranks"""
 
     @property
     def placement(self) -> Placement:
-        """Homes, without slots."""
         num_layers, num_ranks, num_homes = self.expert_of_slot.shape
         home_LE = np.empty((num_layers, num_ranks * num_homes), np.int32)
         rank = np.repeat(np.arange(num_ranks, dtype=np.int32), num_homes)
@@ -147,12 +128,12 @@ class HomeSlots:
 
     @property
     def is_contiguous(self) -> bool:
-        """Whether every expert is where the framework alone has it."""
+        """Whether every expert is where the framework puts it."""
         count = self.expert_of_slot[0].size
         return bool((self.expert_of_slot.reshape(-1, count) == np.arange(count)).all())
 
     def moved_to(self, placement: Placement) -> HomeSlots:
-        """After a migration: by layer and rank, arriving experts in order take the slots of leaving ones in order."""
+        """The slots after a migration: on each rank, arriving experts take the slots of leaving ones, in order."""
         expert_LRH = self.expert_of_slot.copy()
         moves = Migration(before=self.placement, after=placement).moves()
         for layer, rank in {(layer, rank) for layer, _, _, rank in moves.tolist()}:
@@ -163,7 +144,7 @@ class HomeSlots:
         return HomeSlots(expert_of_slot=expert_LRH, cluster=self.cluster)
 
     def moves_to(self, other: HomeSlots, layer: int) -> list[HomeMove]:
-        """What changes its slot in a layer, by source rank, target rank and expert."""
+        """The moves of a layer, ordered by source rank, target rank and expert."""
         before, after = (np.argsort(slots.expert_of_slot[layer].ravel()) for slots in (self, other))
         num_homes = self.expert_of_slot.shape[2]
         moves = [
@@ -177,7 +158,7 @@ class HomeSlots:
 
 
 def contiguous_slots(cluster: Cluster, *, num_layers: int, num_experts: int) -> HomeSlots:
-    """As the framework alone has it."""
+    """The slots as the framework assigns them: experts in order, equally many per rank."""
     per_rank = cluster.experts_per_rank(num_experts)
     expert_RH = np.arange(num_experts, dtype=np.int32).reshape(cluster.num_ranks, per_rank)
     return HomeSlots(expert_of_slot=np.tile(expert_RH, (num_layers, 1, 1)), cluster=cluster)
@@ -185,10 +166,10 @@ def contiguous_slots(cluster: Cluster, *, num_layers: int, num_experts: int) -> 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class SlotTable:
-    """A visit as a rank sees it that numbers slots: which pairs go to which slot, and which copies are made.
+    """A visit in slots, for one rank: which pairs go to which slot, and which copies are made.
 
-    A slot takes the pairs of its expert from `first` to before `end`, counted on this rank in the order of tokens: the
-    slots of an expert divide its pairs, however many there are.
+    A slot takes the pairs `first` to `end` - 1 of its expert, counted on this rank in the order of tokens. The slots of
+    an expert share all its pairs, even if there are more than planned.
     """
 
     expert_of_slot: NDArray[np.int64]
@@ -196,15 +177,15 @@ class SlotTable:
     first_of_slot: NDArray[np.int64]
     """[P]"""
     end_of_slot: NDArray[np.int64]
-    """[P] the same as `first` where a slot is empty"""
+    """[P] equal to `first` where a slot is empty"""
     copies: CopyList
-    """among all ranks; those held lie in the copy slots in this order"""
+    """on all ranks; those held here fill the copy slots in this order"""
     served: list[int]
-    """home slots that are copied, a line per copy, by holding rank and expert"""
+    """home slot of each copy this rank serves, ordered by holding rank and expert"""
 
     @property
     def num_copies(self) -> int:
-        """On all ranks."""
+        """Copies on all ranks."""
         return self.copies.num_in_node
 
     @property
@@ -214,7 +195,7 @@ class SlotTable:
 
 
 def slot_table(visit: Visit, expert_of_slot: NDArray[np.int32], num_spare: int, rank: int) -> SlotTable:
-    """The slots of a visit on a rank. expert_of_slot: [R, H] homes of the layer."""
+    """A visit in the slots of a rank. expert_of_slot: [R, H] homes of the layer."""
     num_ranks, num_homes = expert_of_slot.shape
     expert_RS = np.zeros((num_ranks, num_homes + num_spare), np.int64)
     first_RS, end_RS = np.zeros_like(expert_RS), np.zeros_like(expert_RS)

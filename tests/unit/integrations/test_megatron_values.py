@@ -205,14 +205,14 @@ def test_options_that_cannot_be_together_are_refused_with_the_reason() -> None:
 def test_weights_that_come_late_are_refused() -> None:
     check_wrapping(None)
     check_wrapping(SimpleNamespace(overlap_grad_reduce=True, overlap_param_gather=False))
-    with pytest.raises(InputError, match="overlap_param_gather=True: weights come when an expert runs"):
+    with pytest.raises(InputError, match="overlap_param_gather=True: weights are gathered when an expert runs"):
         check_wrapping(SimpleNamespace(overlap_param_gather=True))
 
 
 def test_names_of_experts() -> None:
     assert slot_and_part("local_experts.3.linear_fc1.weight") == (3, "linear_fc1.weight")
     assert slot_and_part("linear_fc2.weight11") == (11, "linear_fc2.weight")
-    with pytest.raises(InputError, match="cannot tell which expert weight1 is of"):
+    with pytest.raises(InputError, match="cannot tell which expert parameter weight1 belongs to"):
         slot_and_part("weight1")
 
 

@@ -1,4 +1,10 @@
-"""What the balancers of all frameworks do: load of a step's routing, plan, visits in slots."""
+"""The part of a balancer that all frameworks share: process groups, a step's load, its plan, and visits in slots.
+
+Symbols: M micro-batches, L MoE layers, T tokens of this rank, K experts per token, E experts, R ranks, G groups.
+
+A step's routing is [M][L] ids [T, K]. Rows with a negative id or a repeated expert are routed live and not counted.
+Ranks exchange counts; the ids stay on their rank.
+"""
 
 from __future__ import annotations
 
@@ -28,17 +34,11 @@ from equilibra.plan.planner import StepProblem
 
 __all__ = ["Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "gather_load", "stage_group"]
 
-# A framework's process groups as an expert-parallel group of ours.
-#
-# Tokens travel in the framework's own expert-parallel group, and so do homes and gradients of copies. Copies have a
-# group
-# of their own over the same ranks: they travel ahead, and neither wait behind tokens nor hold them up. Counts and
-# hashes
-# need one more, over all ranks that have the same layers (a pipeline stage), from host memory.
+Routing = Sequence[Sequence[Tensor]]
 
 
 def counts_of_world(count: int) -> list[int]:
-    """A number of every process; all must call it."""
+    """Collective over the world: the count that each process passed."""
     every: list[Any] = [count]
     if dist.get_world_size() > 1:
         every *= dist.get_world_size()
@@ -49,7 +49,12 @@ def counts_of_world(count: int) -> list[int]:
 def stage_group(
     expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, cluster: Cluster, timeout_s: float
 ) -> ExpertGroup:
-    """The ranks of this pipeline stage. All processes of the world must call it."""
+    """Collective over the world: the ranks of this pipeline stage as an `ExpertGroup`.
+
+    Tokens, homes and gradients of copies use the framework's expert-parallel group. Prefetched copies get a group of
+    their own over the same ranks, so that they and the tokens never wait for each other. Counts and hashes use a gloo
+    group of the whole stage.
+    """
     rank, index = expert_parallel.rank(), expert_data_parallel.rank()
     num_groups = expert_data_parallel.size()
     if cluster.num_ranks * num_groups == 1 and dist.get_world_size() == 1:
@@ -68,9 +73,8 @@ def stage_group(
         places, [[at % cluster.num_ranks, at // cluster.num_ranks] for at in range(group.world_size)]
     ):
         raise InputError(
-            f"ranks of a pipeline stage are laid out as {places.tolist()}: (expert rank, expert data rank) must "
-            "rise with the expert rank first, as the order tp-cp-ep-dp-pp has it, and expert_tensor_parallel_size must "
-            "be 1"
+            f"ranks of a pipeline stage have (expert rank, expert data rank) {places.tolist()}: the expert rank must "
+            "vary fastest, as in the order tp-cp-ep-dp-pp, and expert_tensor_parallel_size must be 1"
         )
     return group
 
@@ -78,14 +82,14 @@ def stage_group(
 def _control_group(
     expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, timeout_s: float
 ) -> dist.ProcessGroup:
-    """A gloo group of the stage: the ranks that are reached through both groups."""
+    """A gloo group of all ranks that the two groups connect."""
     across: list[Any] = [None] * expert_data_parallel.size()
     dist.all_gather_object(across, dist.get_process_group_ranks(expert_parallel), group=expert_data_parallel)
     return _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
 
 
 def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
-    """A group of these ranks. Every process makes every group, so each says which one it is in."""
+    """A group of these ranks. torch requires every process to create every group, so all exchange their ranks."""
     every: list[Any] = [None] * dist.get_world_size()
     dist.all_gather_object(every, tuple(mine))
     made: dict[tuple[int, ...], dist.ProcessGroup] = {
@@ -94,20 +98,10 @@ def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dis
     return made[tuple(mine)]
 
 
-# Counts of a step's routing: what ranks tell each other. Ids stay where they are.
-#
-# Symbols: M micro-batches, L MoE layers, T tokens of this rank, K experts per token, E experts, R ranks, G groups.
-#
-# A step's routing is [M][L] ids [T, K]. Rows with a negative id, or an expert twice, are routed live and not counted.
-
-
-Routing = Sequence[Sequence[Tensor]]
-
-
 def gather_load(group: ExpertGroup, routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> StepLoad:
-    """Collective: the load of all ranks, groups one after another.
+    """Collective: the load of all ranks, one group's micro-batches after another's.
 
-    Ranks without MoE layers (a dense pipeline stage) have one without tokens, so that they plan like the others.
+    A dense pipeline stage plans one layer without tokens.
     """
     counts: list[NDArray[np.int32]] = []
 
@@ -116,7 +110,7 @@ def gather_load(group: ExpertGroup, routing: Routing, *, num_layers: int, num_ex
         if not num_layers:
             counts[0] = np.zeros((max(1, len(routing)), 1, num_experts), np.int32)
         elif not len(routing):
-            raise InputError("there is nothing to plan: no micro-batches")
+            raise InputError("there is nothing to plan: routing has no micro-batches")
 
     group.all_succeed(count, what="comparing routing with the model")
     group.agree(f"{len(routing)}", what="the number of micro-batches")
@@ -126,7 +120,7 @@ def gather_load(group: ExpertGroup, routing: Routing, *, num_layers: int, num_ex
 
 
 def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> NDArray[np.int32]:
-    """[M, L, E] pairs of this rank; an error if the routing is of another model."""
+    """[M, L, E] (token, expert) pairs of this rank; raises if the routing does not fit the model."""
     counts = np.zeros((len(routing), num_layers, num_experts), np.int32)
     for m, layers in enumerate(routing):
         if len(layers) != num_layers:
@@ -145,7 +139,7 @@ def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k:
 
 
 def _counts(layers: Sequence[Tensor], num_experts: int) -> NDArray[np.int64]:
-    """[L, E] of a micro-batch, counted where its ids are and brought over at once."""
+    """[L, E] pairs of a micro-batch, counted on the ids' device and copied to the host once."""
     counted = torch.stack([_count(ids.detach().long(), num_experts) for ids in layers]).cpu().numpy()
     if counted[:, -1].max() >= num_experts:
         raise InputError(f"routing names expert {counted[:, -1].max()}, the model has {num_experts}")
@@ -154,7 +148,7 @@ def _counts(layers: Sequence[Tensor], num_experts: int) -> NDArray[np.int64]:
 
 
 def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
-    """[E + 2] pairs of every expert, those of rows that are routed live, and the largest id."""
+    """[E + 2]: pairs of each expert, pairs in rows routed live, the largest id."""
     ordered = ids_TK.sort(dim=1).values
     live = (ordered[:, :1] < 0).any(dim=1) | (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
     at = ids_TK.masked_fill(live[:, None], num_experts).clamp(0, num_experts).flatten()
@@ -172,15 +166,15 @@ class Step:
     """A planned step."""
 
     plan: StepPlan
-    """its micro-batches are those of all expert-parallel groups, one group after another"""
+    """covers the micro-batches of all expert-parallel groups, one group after another"""
     load: StepLoad
-    """what it was planned for"""
+    """the load it was planned for"""
     reused: bool = False
-    """whether the plan is that of the step before, which had the same load"""
+    """whether the plan is the previous step's, which had the same load"""
 
     @property
     def static_imbalance(self) -> float:
-        """Slowest over mean rank, with contiguous homes and without copies."""
+        """Slowest over mean rank with contiguous homes and no copies."""
         return static_imbalance(self.load)
 
     @property
@@ -193,20 +187,15 @@ class VisitBalancer(Generic[Layer, Setting]):
     """Plans steps and arms layers; one per rank, for the layers of its pipeline stage."""
 
     def __init__(self, group: ExpertGroup, setting: Setting, layers: Sequence[Layer], model: MoEModel) -> None:
-        """model: shapes, for prices; it has at least one layer, also where a pipeline stage has none."""
+        """model: the layers' shapes, for prices; at least one layer even if the pipeline stage has none."""
         self.group, self.setting, self.layers, self.model = group, setting, layers, model
         self.planner = setting.chosen_planner
         self.slots = self._contiguous_slots()
         self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
 
     @property
-    def num_experts(self) -> int:
-        """E."""
-        return self.model.num_experts
-
-    @property
     def placement(self) -> Placement:
-        """Homes now."""
+        """Current homes."""
         return self.slots.placement
 
     def _contiguous_slots(self) -> HomeSlots:
@@ -214,14 +203,12 @@ class VisitBalancer(Generic[Layer, Setting]):
         return contiguous_slots(self.group.cluster, num_layers=model.num_layers, num_experts=model.num_experts)
 
     def _load(self, routing: Routing) -> StepLoad:
-        """Collective: the load of all ranks."""
         model = self.model
         return gather_load(
             self.group, routing, num_layers=len(self.layers), num_experts=model.num_experts, top_k=model.top_k
         )
 
     def _plan(self, load: StepLoad, previous: Placement, *, max_moves_per_layer: int = 0) -> StepPlan:
-        """The same on every rank of the stage."""
         setting = self.setting
         problem = StepProblem(
             cluster=self.group.cluster, given_load=load, previous=previous, rates=self._rates,
@@ -232,7 +219,7 @@ class VisitBalancer(Generic[Layer, Setting]):
         return plan
 
     def _arm(self, step: Step, stage: Stage, *, start: int = 0) -> None:
-        """Give every layer its visits: of this group's micro-batches, in order."""
+        """Give each layer the visits of this group's micro-batches, in order."""
         num = step.plan.num_micro_batches // self.group.num_groups
         first = self.group.index * num
         for layer in self.layers:

@@ -1,4 +1,4 @@
-"""Megatron-Core: MoE layers of a GPTModel under plans. Megatron is imported when it is used, not before."""
+"""Runs the MoE layers of a Megatron-Core GPTModel under plans. Megatron is imported on first use."""
 
 from equilibra.integrations.megatron.balancer import Balancer, Prepared, Step, balance
 from equilibra.integrations.megatron.homes import ExpertParameter, expert_parameters

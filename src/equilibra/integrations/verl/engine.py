@@ -28,23 +28,13 @@ from equilibra.integrations.planned import MegatronSetting
 
 __all__ = ["BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of"]
 
-# Options of Equilibra in verl's configuration.
-#
-# verl's configuration classes refuse keys they do not know, except in a few free dictionaries. One of them,
-# `override_mcore_model_config` of the Megatron engine, has one reader (`moe_config`), and is where the options go:
-#
-#     +actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra.spare_slots=2
-
-
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
-"""where the options are"""
-
-
+"""where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
     "enabled", "planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "spread_sequences", "timeout_s",
     "seed",
 )  # fmt: skip
-"""of the block"""
+"""names that the block accepts"""
 
 
 @dataclass(frozen=True, kw_only=True)

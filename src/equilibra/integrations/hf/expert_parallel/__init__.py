@@ -1,7 +1,6 @@
-"""transformers' own expert parallelism, `DistributedConfig(ep_size=...)`, under plans; transformers 5.22.
+"""Runs transformers' own expert parallelism, `DistributedConfig(ep_size=...)`, under plans; for transformers 5.22.
 
-Not imported with `equilibra.integrations.hf`: older transformers have no such parallelism. What plans and executes is
-`integrations.executor`, as under Megatron.
+`equilibra.integrations.hf` does not import it, since older transformers lack this parallelism.
 """
 
 from equilibra.integrations.hf.expert_parallel.balancer import (
