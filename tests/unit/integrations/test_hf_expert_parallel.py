@@ -57,7 +57,7 @@ def test_two_ranks_train_as_without_a_plan(tmp_path):
         assert "got 24 tokens, 5 were given" in refused["tokens"]
         assert "forward 2 of MoE layer 0 has no plan" in refused["too many"]
         assert "run backward of each micro-batch once before" in refused["two at once"]
-        assert r"after its end(): call" in refused["ended"]
+        assert "after its end(): call" in refused["ended"]
 
 
 def test_four_ranks_in_two_groups_train_and_save_as_one_process(tmp_path):
