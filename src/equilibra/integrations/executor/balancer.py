@@ -32,7 +32,7 @@ from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotTable, contiguous_slots, slot_table
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "gather_load", "stage_group"]
+__all__ = ["Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "stage_group"]
 
 Routing = Sequence[Sequence[Tensor]]
 
@@ -59,8 +59,10 @@ def stage_group(
     num_groups = expert_data_parallel.size()
     if cluster.num_ranks * num_groups == 1 and dist.get_world_size() == 1:
         return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
-    control = _control_group(expert_parallel, expert_data_parallel, timeout_s)
-    copies = _new_group(dist.get_process_group_ranks(expert_parallel), timeout_s, backend=None)
+    mine, across = dist.get_process_group_ranks(expert_parallel), list[Any]([None] * num_groups)
+    dist.all_gather_object(across, mine, group=expert_data_parallel)
+    control = _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
+    copies = _new_group(mine, timeout_s, backend=None)
     channels = dict.fromkeys((Channel.DISPATCH, Channel.STANDING, Channel.GRADIENTS), expert_parallel) | {
         Channel.COPIES: copies, Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel,
     }  # fmt: skip
@@ -79,15 +81,6 @@ def stage_group(
     return group
 
 
-def _control_group(
-    expert_parallel: dist.ProcessGroup, expert_data_parallel: dist.ProcessGroup, timeout_s: float
-) -> dist.ProcessGroup:
-    """A gloo group of all ranks that the two groups connect."""
-    across: list[Any] = [None] * expert_data_parallel.size()
-    dist.all_gather_object(across, dist.get_process_group_ranks(expert_parallel), group=expert_data_parallel)
-    return _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
-
-
 def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
     """A group of these ranks. torch requires every process to create every group, so all exchange their ranks."""
     every: list[Any] = [None] * dist.get_world_size()
@@ -96,27 +89,6 @@ def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dis
         part: new_group(list(part), timeout_s, backend=backend) for part in sorted(set(every))
     }
     return made[tuple(mine)]
-
-
-def gather_load(group: ExpertGroup, routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> StepLoad:
-    """Collective: the load of all ranks, one group's micro-batches after another's.
-
-    A dense pipeline stage plans one layer without tokens.
-    """
-    counts: list[NDArray[np.int32]] = []
-
-    def count() -> None:
-        counts.append(count_routing(routing, num_layers=num_layers, num_experts=num_experts, top_k=top_k))
-        if not num_layers:
-            counts[0] = np.zeros((max(1, len(routing)), 1, num_experts), np.int32)
-        elif not len(routing):
-            raise InputError("there is nothing to plan: routing has no micro-batches")
-
-    group.all_succeed(count, what="comparing routing with the model")
-    group.agree(f"{len(routing)}", what="the number of micro-batches")
-    every = np.stack(group.gather(counts[0], what="gathering counts of routing"))
-    tokens_GMLER = every.reshape(group.num_groups, group.num_ranks, *counts[0].shape).transpose(0, 2, 3, 4, 1)
-    return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
 
 
 def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> NDArray[np.int32]:
@@ -134,17 +106,11 @@ def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k:
                     f"{ids.dtype} {list(ids.shape)}"
                 )
         if num_layers:
-            counts[m] = _counts(layers, num_experts)
+            counted = torch.stack([_count(ids.detach().long(), num_experts) for ids in layers]).cpu().numpy()
+            if counted[:, -1].max() >= num_experts:
+                raise InputError(f"routing names expert {counted[:, -1].max()}, the model has {num_experts}")
+            counts[m] = counted[:, :num_experts]
     return counts
-
-
-def _counts(layers: Sequence[Tensor], num_experts: int) -> NDArray[np.int64]:
-    """[L, E] pairs of a micro-batch, counted on the ids' device and copied to the host once."""
-    counted = torch.stack([_count(ids.detach().long(), num_experts) for ids in layers]).cpu().numpy()
-    if counted[:, -1].max() >= num_experts:
-        raise InputError(f"routing names expert {counted[:, -1].max()}, the model has {num_experts}")
-    result: NDArray[np.int64] = counted[:, :num_experts]
-    return result
 
 
 def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
@@ -203,10 +169,27 @@ class VisitBalancer(Generic[Layer, Setting]):
         return contiguous_slots(self.group.cluster, num_layers=model.num_layers, num_experts=model.num_experts)
 
     def _load(self, routing: Routing) -> StepLoad:
-        model = self.model
-        return gather_load(
-            self.group, routing, num_layers=len(self.layers), num_experts=model.num_experts, top_k=model.top_k
-        )
+        """Collective: the load of all ranks, one group's micro-batches after another's.
+
+        A dense pipeline stage plans one layer without tokens.
+        """
+        group, num_layers, num_experts = self.group, len(self.layers), self.model.num_experts
+        counts: list[NDArray[np.int32]] = []
+
+        def count() -> None:
+            counts.append(
+                count_routing(routing, num_layers=num_layers, num_experts=num_experts, top_k=self.model.top_k)
+            )
+            if not num_layers:
+                counts[0] = np.zeros((max(1, len(routing)), 1, num_experts), np.int32)
+            elif not len(routing):
+                raise InputError("there is nothing to plan: routing has no micro-batches")
+
+        group.all_succeed(count, what="comparing routing with the model")
+        group.agree(f"{len(routing)}", what="the number of micro-batches")
+        every = np.stack(group.gather(counts[0], what="gathering counts of routing"))
+        tokens_GMLER = every.reshape(group.num_groups, group.num_ranks, *counts[0].shape).transpose(0, 2, 3, 4, 1)
+        return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
 
     def _plan(self, load: StepLoad, previous: Placement, *, max_moves_per_layer: int = 0) -> StepPlan:
         setting = self.setting

@@ -6,15 +6,6 @@ from equilibra.integrations.megatron.layer import balanced_layer_spec, by_micro_
 from equilibra.integrations.planned import MegatronSetting
 
 __all__ = [
-    "Balancer",
-    "ExpertParameter",
-    "MegatronSetting",
-    "Prepared",
-    "Step",
-    "balance",
-    "balanced_layer_spec",
-    "by_micro_batch",
-    "expert_parameters",
-    "masked",
-    "set_replay",
-]
+    "Balancer", "ExpertParameter", "MegatronSetting", "Prepared", "Step", "balance", "balanced_layer_spec",
+    "by_micro_batch", "expert_parameters", "masked", "set_replay",
+]  # fmt: skip

@@ -28,6 +28,8 @@ from equilibra.integrations.planned import MegatronSetting
 
 __all__ = ["BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of"]
 
+logger = logging.getLogger(__name__)
+
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
@@ -39,7 +41,7 @@ OPTIONS = (
 
 @dataclass(frozen=True, kw_only=True)
 class VerlSetting(MegatronSetting):
-    """The options of the block, by name. The same on every rank."""
+    """The options of the block; the same on every rank."""
 
     section: ClassVar[str] = f"{BLOCK}."
     homes_move: ClassVar[bool] = False
@@ -67,9 +69,6 @@ def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's Mcor
     if unknown:
         raise InputError(f"{BLOCK} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS)}")
     return VerlSetting(**{str(name): value for name, value in block.items()})
-
-
-logger = logging.getLogger(__name__)
 
 
 def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # noqa: ANN401 - verl's MegatronEngine

@@ -12,9 +12,5 @@ from equilibra.integrations.hf.expert_parallel.balancer import (
 )
 
 __all__ = [
-    "ParallelBalancer",
-    "ParallelSetting",
-    "PlannedExpertsParallel",
-    "plan_expert_parallel",
-    "register_expert_parallel",
-]
+    "ParallelBalancer", "ParallelSetting", "PlannedExpertsParallel", "plan_expert_parallel", "register_expert_parallel",
+]  # fmt: skip
