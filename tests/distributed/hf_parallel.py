@@ -14,12 +14,12 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from equilibra.core.errors import EquilibraError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.integrations.executor.copies import Arriving, exchange
+from equilibra.integrations.executor.visits import Arriving, exchange
 from equilibra.integrations.hf.expert_parallel import (
     ParallelSetting,
-    copies,
     plan_expert_parallel,
     register_expert_parallel,
+    visits,
 )
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.hf.sharded_experts import route_recorded
@@ -179,9 +179,9 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
         before = live_loss(model, rank)
         step = balancer.begin(mine)
         if "dropped" in run:
-            copies.exchange = without_gradients
+            visits.exchange = without_gradients
         result = train(model, rank, again=partial(balancer.arm, step, Stage.LOGPROB))
-        copies.exchange = exchange
+        visits.exchange = exchange
         found[run] = gaps(result, one_process if "remedy" in run else unplanned)
         found[run]["copies"] = step.plan.stages[Stage.UPDATE].num_copies
         found[run]["imbalance"] = step.planned_imbalance

@@ -45,7 +45,7 @@ def test_pipeline_stages_with_different_numbers_of_moe_layers(kinds: list[int]) 
 
 def test_models_without_moe_layers_are_refused() -> None:
     for said in run_ranks(2, gpt_runs.nothing_to_balance):
-        assert "there is nothing to balance: the model has no MoE layers, on any pipeline stage" in said
+        assert "there is nothing to balance: no pipeline stage of the model has MoE layers" in said
 
 
 def test_homes_move_to_the_bit_with_masters_in_float32() -> None:

@@ -24,7 +24,7 @@ from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.visit import ReceiveTable, SendTable, Visit
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.integrations.planned.slots import HomeSlots, slot_table
+from equilibra.integrations.planned import HomeSlots, slot_table
 from equilibra.plan.planner import StepProblem, planner_named, respects_nodes, respects_slots
 
 ROUTINGS = (

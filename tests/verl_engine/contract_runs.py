@@ -87,7 +87,7 @@ def unknown_key() -> dict[str, Any]:
     from omegaconf import OmegaConf
     from verl.workers.config import McoreEngineConfig
 
-    setting_of = importlib.import_module("equilibra.integrations.verl.setting").setting_of
+    setting_of = importlib.import_module("equilibra.integrations.verl.engine").setting_of
     block = {"equilibra": {"spare_slots": 1, "ranks_per_node": None}}
     found = {}
     for name, keywords in {
@@ -123,7 +123,8 @@ def micro_batches() -> dict[str, Any]:
     )
     tu.assign_non_tensor(batch, temperature=1.0)
     balancer = SimpleNamespace(
-        num_experts=models.NUM_EXPERTS, group=SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=4))
+        model=SimpleNamespace(num_experts=models.NUM_EXPERTS),
+        group=SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=4)),
     )
     balanced: Any = SimpleNamespace(balancer=balancer, verl=SimpleNamespace(tu=tu))
     made = rearrange_micro_batches(batch, LIMIT)

@@ -16,7 +16,7 @@ from tests.megatron_core import layer_runs, models
 from tests.megatron_core.checkpoint_runs import own_processes
 from tests.verl_engine import absent, engines
 
-from equilibra.integrations.executor.counts import count_routing
+from equilibra.integrations.executor.balancer import count_routing
 
 PLUGIN = "equilibra.integrations.verl.plugin"
 OFF = {"equilibra": {"enabled": False}}

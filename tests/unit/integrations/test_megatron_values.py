@@ -15,13 +15,12 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Direction
-from equilibra.integrations.executor.counts import count_routing
+from equilibra.integrations.executor.balancer import count_routing
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
+from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping
-from equilibra.integrations.megatron.parts import slot_and_part
 from equilibra.integrations.megatron.visits import MOST_LAYERS, Ahead, MegatronVisits, to_slots
-from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
-from equilibra.integrations.planned.slots import contiguous_slots, slot_table
+from equilibra.integrations.planned import MegatronSetting, cluster_of, contiguous_slots, slot_table
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
@@ -206,14 +205,14 @@ def test_options_that_cannot_be_together_are_refused_with_the_reason() -> None:
 def test_weights_that_come_late_are_refused() -> None:
     check_wrapping(None)
     check_wrapping(SimpleNamespace(overlap_grad_reduce=True, overlap_param_gather=False))
-    with pytest.raises(InputError, match="overlap_param_gather=True: weights come when an expert runs"):
+    with pytest.raises(InputError, match="overlap_param_gather=True: weights are gathered when an expert runs"):
         check_wrapping(SimpleNamespace(overlap_param_gather=True))
 
 
 def test_names_of_experts() -> None:
     assert slot_and_part("local_experts.3.linear_fc1.weight") == (3, "linear_fc1.weight")
     assert slot_and_part("linear_fc2.weight11") == (11, "linear_fc2.weight")
-    with pytest.raises(InputError, match="cannot tell which expert weight1 is of"):
+    with pytest.raises(InputError, match="cannot tell which expert parameter weight1 belongs to"):
         slot_and_part("weight1")
 
 

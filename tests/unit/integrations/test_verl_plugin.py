@@ -15,9 +15,8 @@ from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.plan import Stage
 from equilibra.integrations.megatron import Step
 from equilibra.integrations.verl.contract import ENGINE
-from equilibra.integrations.verl.engine import check_engine, figures
+from equilibra.integrations.verl.engine import OPTIONS, VerlSetting, check_engine, figures, setting_of
 from equilibra.integrations.verl.hooks import spread_partitions
-from equilibra.integrations.verl.setting import OPTIONS, VerlSetting, setting_of
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)

@@ -15,9 +15,9 @@ from equilibra.cost.files import prices_toml
 from equilibra.cost.presets import default_prices, prices_named
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.steps.planning import BalancerSetting
-from equilibra.integrations.planned.setting import MegatronSetting, PlanSetting
+from equilibra.integrations.planned import MegatronSetting, PlanSetting
 from equilibra.integrations.slime.hooks import SlimeSetting
-from equilibra.integrations.verl.setting import VerlSetting
+from equilibra.integrations.verl.engine import VerlSetting
 from equilibra.plan.entry import plan_step
 from equilibra.plan.layer import Means
 from equilibra.plan.planner import StepProblem

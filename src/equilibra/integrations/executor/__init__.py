@@ -1,6 +1,5 @@
-"""One executor of visits for frameworks that have layers of their own (Megatron-Core, transformers). Needs torch.
+"""Executes visits inside frameworks with MoE layers of their own: Megatron-Core and transformers. Needs torch.
 
-A framework numbers slots: homes, then copies. Here are the load of its routing, its process groups, the visits of a
-layer in their order, the exchange of copies, and a balancer that plans and arms; what is left to a framework's package
-is where its layers call them.
+`balancer` counts routing, builds process groups and plans; `visits` hands each layer its visits and exchanges copies.
+The framework's own package only connects its layers to them.
 """

@@ -1,21 +1,11 @@
-"""Megatron-Core: MoE layers of a GPTModel under plans. Megatron is imported when it is used, not before."""
+"""Runs the MoE layers of a Megatron-Core GPTModel under plans. Megatron is imported on first use."""
 
 from equilibra.integrations.megatron.balancer import Balancer, Prepared, Step, balance
-from equilibra.integrations.megatron.checkpoint import ExpertParameter, expert_parameters
-from equilibra.integrations.megatron.layer import balanced_layer_spec
-from equilibra.integrations.megatron.routing import by_micro_batch, masked, set_replay
-from equilibra.integrations.planned.setting import MegatronSetting
+from equilibra.integrations.megatron.homes import ExpertParameter, expert_parameters
+from equilibra.integrations.megatron.layer import balanced_layer_spec, by_micro_batch, masked, set_replay
+from equilibra.integrations.planned import MegatronSetting
 
 __all__ = [
-    "Balancer",
-    "ExpertParameter",
-    "MegatronSetting",
-    "Prepared",
-    "Step",
-    "balance",
-    "balanced_layer_spec",
-    "by_micro_batch",
-    "expert_parameters",
-    "masked",
-    "set_replay",
-]
+    "Balancer", "ExpertParameter", "MegatronSetting", "Prepared", "Step", "balance", "balanced_layer_spec",
+    "by_micro_batch", "expert_parameters", "masked", "set_replay",
+]  # fmt: skip

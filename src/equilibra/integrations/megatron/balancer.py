@@ -1,14 +1,14 @@
-"""`balance`: a Megatron model's MoE layers under plans, and the steps that plan them.
+"""`balance` switches a Megatron model's MoE layers to planned execution; its `Balancer` plans steps.
 
     balancer = balance(model, MegatronSetting(spare_slots=2), optimizer=optimizer)      # on all ranks, once
     step = balancer.begin(routing)              # collective: counts, plan, moved homes; routing is [M][L] ids [T, K]
-    forward_backward_func(...)                  # as before, with RouterReplay; micro-batches in their order
+    forward_backward_func(...)                  # as before, with RouterReplay; micro-batches in the same order
     optimizer.step()
-    balancer.end()                              # passes that are not planned (evaluation) may follow
+    balancer.end()                              # unplanned passes (evaluation) may follow
 
-`prepare(routing)` plans a step in the background while another one runs; `begin` takes what it returns.
-Ranks of a pipeline stage plan from the same counts and compare the plan's hash. Passes without a step run on homes
-alone. `planner="static"` is the switch: homes go back to where plain Megatron has them, and nothing is copied.
+`prepare(routing)` plans a step in the background while another runs; `begin` takes its result. The ranks of a pipeline
+stage plan from the same counts and compare the plan's hash. Passes outside a step run on homes alone.
+`planner="static"` switches balancing off: homes return to where plain Megatron puts them, and nothing is copied.
 """
 
 from __future__ import annotations
@@ -29,29 +29,23 @@ from equilibra.core.placement import Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
 from equilibra.execute.group import ExpertGroup, device_name
-from equilibra.integrations.executor.balancer import Step, VisitBalancer
-from equilibra.integrations.executor.counts import Routing
-from equilibra.integrations.executor.groups import counts_of_world, stage_group
-from equilibra.integrations.megatron.checkpoint import guard_optimizer
-from equilibra.integrations.megatron.homes import StateOfParameters, move_layer
+from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
+from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
 from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
-from equilibra.integrations.planned.setting import MegatronSetting, cluster_of
-from equilibra.integrations.planned.slots import HomeSlots
+from equilibra.integrations.planned import HomeSlots, MegatronSetting, cluster_of
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
-
-STATIC = "static"
 
 
 def balance(
     model: nn.Module | Sequence[nn.Module], setting: MegatronSetting | None = None, *, optimizer: Any = None  # noqa: ANN401
 ) -> Balancer:  # fmt: skip
-    """Switch the MoE layers of a model, or of its chunks, to planned execution; on all processes of the world.
+    """Collective over the world: switch the MoE layers of a model, or of its chunks, to planned execution.
 
-    Before or after it is wrapped in DDP: no parameter changes. optimizer: Megatron's, with which homes can move.
-    Layers of multi-token prediction stay as they are: rollouts do not record them. A pipeline stage without MoE layers
-    gets a balancer too, which has nothing to plan.
+    Call it before or after wrapping in DDP: no parameter changes. optimizer: Megatron's; homes move only with it.
+    Multi-token prediction layers are left out, since rollouts do not record them. A pipeline stage without MoE layers
+    gets a balancer too.
     """
     chunks = [model] if isinstance(model, nn.Module) else model
     device = next((one.device for chunk in chunks for one in chunk.parameters()), None)
@@ -60,7 +54,7 @@ def balance(
         check_wrapping(getattr(one, "ddp_config", None))
     layers = _layers_of(chunks)
     if not any(counts_of_world(len(layers))):
-        raise InputError("there is nothing to balance: the model has no MoE layers, on any pipeline stage")
+        raise InputError("there is nothing to balance: no pipeline stage of the model has MoE layers")
     config = layers[0].config if layers else chunks[0].config
     check_config(config)
     expert_parallel, data_parallel = _groups_of(layers)
@@ -81,14 +75,15 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
         if isinstance(module, MoELayer) and "mtp" not in name.split(".")
     ]  # fmt: skip
     if any(getattr(layer, "visits", None) is not None for layer in found):
-        raise InputError("the model is balanced already: balance() it once")
+        raise InputError("the model is balanced already: call balance() once")
     if any(type(layer) not in {MoELayer, balanced_class()} for layer in found):
-        raise InputError("the model's MoE layers are a subclass of MoELayer that is not known here")
+        kinds = sorted({type(layer).__name__ for layer in found})
+        raise InputError(f"cannot balance MoE layers of type {', '.join(kinds)}: they must be Megatron's MoELayer")
     return found
 
 
 def _groups_of(layers: list[Any]) -> tuple[Any, Any]:
-    """The expert-parallel and the expert-data-parallel group: the layers', or Megatron's where there are none."""
+    """The expert-parallel and expert-data-parallel groups of the layers, or Megatron's if there are no layers."""
     from megatron.core import parallel_state  # noqa: PLC0415
 
     if not layers:
@@ -99,31 +94,30 @@ def _groups_of(layers: list[Any]) -> tuple[Any, Any]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Prepared:
-    """A step whose counts are gathered and whose plan is made in the background."""
+    """A step that is being planned in the background."""
 
     load: StepLoad
-    """of all ranks"""
+    """load of all ranks"""
     previous: Placement
-    """homes that the plan begins with"""
+    """homes at the start of the plan"""
     plan: Future[StepPlan]
     reused: bool = False
-    """whether it is that of the step before, which had the same load"""
+    """whether the plan is the previous step's, which had the same load"""
 
 
 class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
-    """Plans, moves and arms; one per rank, for the layers of its pipeline stage."""
+    """Plans steps, moves homes and arms layers; one per rank, for the layers of its pipeline stage."""
 
     def __init__(
         self, group: ExpertGroup, setting: MegatronSetting, layers: list[MegatronVisits], model: MoEModel,
         optimizer: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
-        """model: a stage without MoE layers plans one that no token visits."""
         super().__init__(group, setting, layers, model)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._last: Step | None = None
         self.broken: str | None = None
-        """why experts are mixed, once a move was cut off"""
+        """the error to raise once a move was interrupted"""
         self.ahead = Ahead(layers) if setting.prefetch else None
         for visits in layers:
             visits.ahead = self.ahead
@@ -132,10 +126,10 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         self._place_homes()
 
     def prepare(self, routing: Routing) -> Prepared:
-        """Collective: gather the counts of a step that comes later, and plan it in the background, for `begin`."""
+        """Collective: gather the counts of a later step and plan it in the background; pass the result to `begin`."""
         load = self._load(routing)
         previous, last = self.placement, self._last
-        if (  # all ranks see the same loads, so they do the same
+        if (  # all ranks see the same loads, so all decide alike
             last is not None
             and last.plan.previous == last.plan.placement == previous
             and np.array_equal(last.load.tokens_MLER, load.tokens_MLER)
@@ -146,16 +140,16 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         return Prepared(load=load, previous=previous, plan=self._planning.submit(self._plan_moves, load, previous))
 
     def begin(self, routing: Routing | Prepared, stage: Stage = Stage.UPDATE) -> Step:
-        """Collective: plan the micro-batches of an optimizer step, move homes, arm.
+        """Collective: plan the micro-batches of an optimizer step, move homes, arm the layers.
 
-        With the load of the step before, as when old log-probabilities had the same micro-batches, its plan is taken.
-        routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this pipeline
-        stage, or what `prepare` made of them. Where a stage has no MoE layers, [] will do.
+        If the load equals the previous step's (say, after a log-prob stage with the same micro-batches), its plan is
+        reused. routing: for each micro-batch of this rank, in order, the experts [T, K] of each MoE layer of this
+        pipeline stage, or the result of `prepare`; [] on a stage without MoE layers.
         """
         if self.broken:
             raise BrokenStateError(self.broken)
         self.end()
-        if self.planner.name == STATIC:
+        if self.planner.name == "static":
             self.restore_homes()
         step = self._step(routing if isinstance(routing, Prepared) else self.prepare(routing))
         self.group.agree(f"plan {step.plan.digest}", what="the plan of the step")
@@ -164,20 +158,20 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         return step
 
     def arm(self, step: Step, stage: Stage = Stage.UPDATE, *, start: int = 0) -> None:
-        """Begin another pass over the step's micro-batches: the first forward that comes is of the first of them.
+        """Begin another pass over the step's micro-batches, from micro-batch `start`.
 
-        LOGPROB is a pass without backward (old log-probabilities), UPDATE one with it. start: the first micro-batch,
-        where weights have changed since the ones before it: one plan for several optimizer steps.
+        LOGPROB is a pass without backward (old log-probs), UPDATE one with backward. start: above 0 where one plan
+        covers several optimizer steps, so that copies are fetched with the updated weights.
         """
         if step.plan.placement != self.placement:
-            raise InputError("cannot arm a step of another placement: homes have moved since it began")
+            raise InputError("cannot arm this step: homes have moved since it began; begin() it again")
         self.end()
         if self.ahead is not None:
             self.ahead.arm(stage)
         self._arm(step, stage, start=start)
 
     def end(self) -> None:
-        """Passes from now on run without a plan, on homes alone. Copies that are still on their way are waited for."""
+        """Disarm: later passes run on homes alone. Waits for copies in transit."""
         for visits in self.layers:
             visits.arm(None)
         for left in [left for visits in self.layers for left in visits.left_over()]:
@@ -185,7 +179,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
 
     def _step(self, prepared: Prepared) -> Step:
         plan, reused = prepared.plan.result(), prepared.reused
-        if prepared.previous != self.placement:  # homes have moved since
+        if prepared.previous != self.placement:  # homes have moved since `prepare`
             plan, reused = self._plan_moves(prepared.load, self.placement), False
         self._last = Step(plan=plan, load=prepared.load, reused=reused)
         return self._last
@@ -196,19 +190,18 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
     # --- homes ---
 
     def move_homes(self, placement: Placement) -> None:
-        """Collective, between optimizer steps: move homes with their optimizer state."""
+        """Collective, between optimizer steps: move homes and their optimizer state."""
         self._move_to(self.slots.moved_to(placement))
 
     def restore_homes(self) -> None:
-        """Collective: every expert, and its optimizer state, back to the slot where plain Megatron has it."""
+        """Collective: move every expert and its optimizer state back to where plain Megatron puts it."""
         self._move_to(self._contiguous_slots())
 
     @contextmanager
     def homes_restored(self) -> Iterator[None]:
-        """Collective: for exporters that number experts by rank; homes go back to where they were afterwards.
+        """Collective: restore homes for an exporter that numbers experts by rank, and move them back afterwards.
 
-        Also where the exporter fails, and on the ranks where it does not: all must agree on where experts are. Only
-        after a move that was cut off, which mixed them, nothing moves any more.
+        They also move back if the exporter fails on some ranks, but not after an interrupted move.
         """
         before = self.slots
         self.restore_homes()
@@ -225,7 +218,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             return
         if self.state is None:
             raise InputError(
-                "homes cannot move without the optimizer, whose state would stay behind: give it to balance()"
+                "homes cannot move without the optimizer, whose state would stay behind: pass it to balance()"
             )
         self.end()
         self.broken = (
@@ -246,7 +239,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
 
 
 def _model_of(config: Any, layers: list[MegatronVisits]) -> MoEModel:  # noqa: ANN401
-    """The layers' shapes, for prices."""
+    """The layers' shapes, for prices; one layer if the stage has none."""
     dtype = layers[0].dtype if layers else config.params_dtype
     return MoEModel(
         name="megatron", num_layers=max(1, len(layers)), hidden=int(config.hidden_size),

@@ -1,14 +1,20 @@
-"""Moving homes under Megatron: weights, and the DistributedOptimizer's masters and moments.
+"""Homes that move under Megatron: weights with the DistributedOptimizer's masters and moments, and checkpoints.
 
-The optimizer keeps every parameter's state in flat pieces over the expert-data-parallel ranks, cut by where the
-parameter lies in a buffer, so the pieces of two slots are cut at different places. For every expert that moves, the
-state is put together over these ranks, sent to the new home, and cut there. One matrix of a layer's
-leaving and arriving experts, with its state, is in memory at a time.
+The optimizer shards each parameter's state over the expert-data-parallel ranks by its position in a buffer, so two
+slots are cut at different places. The state of an expert that moves is gathered over these ranks, sent to the new home
+and sharded again there, one matrix of a layer's experts at a time.
+
+Megatron numbers experts in a distributed checkpoint by rank and position. `logical` puts logical numbers into what
+`sharded_state_dict` describes; the optimizer follows the model's descriptions. Formats that store the optimizer's
+buffers as they lie in memory do not know experts, and are refused once homes have moved.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial, wraps
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,14 +22,103 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import Channel, ExpertGroup, lost_rank_is_an_error
+from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.visits import MegatronVisits
-from equilibra.integrations.planned.slots import HomeMove
+from equilibra.integrations.planned import HomeMove
 
-__all__ = ["StateOfParameters", "move_layer"]
+__all__ = ["ExpertParameter", "StateOfParameters", "expert_parameters", "guard_optimizer", "logical", "move_layer"]
+
+LOGICAL_FORMATS = ("fully_reshardable", "fully_sharded_model_space")
+FORMAT_KEY = "distrib_optim_sharding_type"
+
+
+def logical(
+    described: dict[str, Any], prefix: str, axis: int, visits: MegatronVisits, metadata: dict[str, Any]
+) -> dict[str, Any]:  # fmt: skip
+    """A layer's sharded state dict with logical expert numbers. axis: the experts' axis in global offsets."""
+    if not visits.moved:
+        return described
+    _check_format(metadata.get(FORMAT_KEY))
+    if metadata.get("singleton_local_shards"):
+        raise InputError("cannot save moved homes with singleton_local_shards: keys would name slots; switch it off")
+    result = {}
+    for name, value in described.items():
+        inside = name.removeprefix(prefix)
+        if inside == name or not (found := _slot(inside)):
+            result[name] = value
+            continue
+        result[name] = _numbered(value, axis, visits.expert_of_home[found[0]])
+    return result
+
+
+def _slot(name: str) -> tuple[int, str] | None:
+    try:
+        return slot_and_part(name)
+    except InputError:
+        return None  # shared by experts
+
+
+def _numbered(value: Any, axis: int, expert: int) -> Any:  # noqa: ANN401 - Megatron's descriptions
+    """A tensor, object or factory description with another expert's number."""
+    if hasattr(value, "build_fn"):
+        return replace(value, build_fn=partial(_build_numbered, value.build_fn, axis, expert))
+    offset = value.global_offset
+    return replace(value, global_offset=(*offset[:axis], expert, *offset[axis + 1 :]))
+
+
+def _build_numbered(build: Callable[..., Any], axis: int, expert: int, *arguments: Any) -> Any:  # noqa: ANN401
+    built = build(*arguments)
+    if isinstance(built, dict):
+        return {name: _numbered(one, axis, expert) for name, one in built.items()}
+    return [_numbered(one, axis, expert) for one in built]
+
+
+def _check_format(name: str | None) -> None:
+    if name is not None and name not in LOGICAL_FORMATS:
+        raise InputError(
+            f"cannot use {FORMAT_KEY}={name!r} while homes are moved: it stores the optimizer's buffers as they lie in "
+            f"memory, and would load into other experts; use {LOGICAL_FORMATS[0]!r}, or restore_homes() before"
+        )
+
+
+def guard_optimizer(optimizer: Any, moved: Callable[[], bool]) -> None:  # noqa: ANN401 - Megatron's
+    """Make a DistributedOptimizer refuse formats without expert numbers while `moved()`."""
+    describe = optimizer.sharded_state_dict
+
+    @wraps(describe)
+    def guarded(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        name = options.get("sharding_type") or (options.get("metadata") or {}).get(FORMAT_KEY)
+        if moved():
+            _check_format(name)
+        return describe(*arguments, **options)
+
+    optimizer.sharded_state_dict = guarded
+
+
+class ExpertParameter(NamedTuple):
+    """One parameter of one expert at home on this rank."""
+
+    layer: int
+    """number among the balanced layers of this pipeline stage"""
+    expert: int
+    """logical number"""
+    part: str
+    """linear_fc1.weight, linear_fc2.weight"""
+    parameter: nn.Parameter
+
+
+def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
+    """The parameters of this rank's home experts, by layer, slot and part; every rank has equally many."""
+    for module in model.modules():
+        visits = getattr(module, "visits", None)
+        if isinstance(visits, MegatronVisits):
+            for expert, parts in zip(visits.expert_of_home, visits.parts, strict=True):
+                for part, parameter in parts.items():
+                    yield ExpertParameter(visits.layer, expert, part, parameter)
 
 
 class StateOfParameters:
-    """Where the optimizers keep the state of each parameter."""
+    """Finds the optimizer state of a parameter."""
 
     def __init__(self, optimizer: Any) -> None:  # noqa: ANN401 - Megatron's, chained or not
         parts = getattr(optimizer, "chained_optimizers", [optimizer])
@@ -31,17 +126,17 @@ class StateOfParameters:
         for part in self.parts:
             if not hasattr(part, "gbuf_ranges"):
                 raise InputError(
-                    f"cannot move homes under {type(part).__name__}: it must be Megatron's DistributedOptimizer "
-                    "(use_distributed_optimizer=True); without an optimizer homes do not move"
+                    f"cannot move homes under {type(part).__name__}: use Megatron's DistributedOptimizer "
+                    "(use_distributed_optimizer=True), or give balance() no optimizer, so that homes do not move"
                 )
             if part.config.use_precision_aware_optimizer:
                 raise InputError(
-                    "cannot move homes with use_precision_aware_optimizer=True: its state is scaled, and would be "
-                    "moved as copies; without an optimizer homes do not move"
+                    "cannot move homes with use_precision_aware_optimizer=True, which scales its state: set it to "
+                    "False, or give balance() no optimizer, so that homes do not move"
                 )
 
     def pieces(self, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
-        """What this rank keeps of a parameter: which numbers, and by name the flat tensors; None: nothing."""
+        """Range and flat tensors, by name, of this rank's shard of a parameter's state; None if it has none."""
         for part in self.parts:
             if parameter not in part.model_param_gbuf_map:
                 continue
@@ -55,7 +150,7 @@ class StateOfParameters:
         return None
 
     def names(self, parameter: nn.Parameter, group: ExpertGroup) -> list[str]:
-        """Names of the state, as the ranks that hold any of it say."""
+        """Names of a parameter's state, gathered from the ranks that hold shards of it."""
         held = self.pieces(parameter)
         mine = sorted(held[1]) if held else []
         if Channel.REPLICAS not in group.channels:
@@ -67,11 +162,11 @@ class StateOfParameters:
 
 
 @torch.no_grad()
-def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfParameters) -> int:
-    """Collective: bring experts of a layer into their new slots. Returns the bytes that this rank sent."""
-    group, sent_bytes = visits.group, 0
+def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfParameters) -> None:
+    """Collective: move experts of a layer, with their optimizer state, into their new slots."""
     if not moves:
-        return 0
+        return
+    group = visits.group
     leaving = [move for move in moves if move.source == group.rank]
     arriving = [move for move in moves if move.target == group.rank]
     for part in visits.parts[0]:
@@ -87,12 +182,10 @@ def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfPara
         ).wait()
         for move, whole in zip(arriving, received.view(-1, width), strict=True):
             _write(visits.parts[move.target_slot][part], whole, names, state)
-        sent_bytes += sent.nbytes
-    return sent_bytes
 
 
 def _whole(parameter: nn.Parameter, names: list[str], state: StateOfParameters, group: ExpertGroup) -> Tensor:
-    """A parameter and all its state, in float32, one after another: summed over ranks that hold pieces and zeros."""
+    """A parameter followed by its state, flat in float32; shards are gathered by a sum over zero-filled buffers."""
     count = parameter.numel()
     whole = torch.zeros(1 + len(names), count, dtype=torch.float32, device=parameter.device)
     held = state.pieces(parameter)
@@ -105,7 +198,7 @@ def _whole(parameter: nn.Parameter, names: list[str], state: StateOfParameters, 
 
 
 def _write(parameter: nn.Parameter, whole: Tensor, names: list[str], state: StateOfParameters) -> None:
-    """The weights, and this rank's pieces of the state."""
+    """Write a parameter's weights and this rank's shard of its state."""
     rows = whole.view(1 + len(names), -1)
     held = state.pieces(parameter)
     if held is not None:

@@ -1,25 +1,77 @@
-"""Megatron's MoE layer under a plan: the router stays logical, the dispatcher sees slots, the experts are Megatron's.
+"""Megatron's MoE layer under a plan: the router sees logical experts, the dispatcher slots; the experts are Megatron's.
 
-`balanced_class()` is a subclass of the installed Megatron's `MoELayer`, made when it is asked for, so that this
-package is imported without Megatron. A layer that exists becomes one in visits: its parameters, and so DDP's buckets,
-the optimizer and checkpoints, stay as they are. What differs between versions of Megatron (constructors that take
-`is_mtp_layer` and `name`) is passed on to those that know it.
+Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this rank, K experts per token.
+
+`balanced_class()` subclasses the installed Megatron's `MoELayer` on first use, so importing this needs no Megatron. An
+existing layer changes its class in place: parameters, DDP's buckets, the optimizer and checkpoints stay as they are.
+
+A step's routing is [M][L] ids [T, K], as `RouterReplay.set_replay_data` takes them for each micro-batch. Rows with a
+negative id or a repeated expert are routed live and not counted.
 """
 
 from __future__ import annotations
 
 import copy
 import inspect
+from collections.abc import Iterable, Sequence
 from functools import cache, partial
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
+from equilibra.integrations.megatron.homes import logical
 from equilibra.integrations.megatron.visits import MegatronVisits
 
-__all__ = ["balance_layer", "balanced_class", "balanced_layer_spec", "check_config", "check_wrapping"]
+__all__ = [
+    "balance_layer", "balanced_class", "balanced_layer_spec", "by_micro_batch", "check_config", "check_wrapping",
+    "masked", "set_replay",
+]  # fmt: skip
+
+
+def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
+    """Ids with -1 in rows routed live, where verl's `target_replay_mask` is False."""
+    if replayed_T is None:
+        return ids_TK
+    if ids_TK.ndim != 2 or replayed_T.numel() != len(ids_TK):
+        raise InputError(
+            f"ids must be [tokens, k] with a mask of as many tokens, not {tuple(ids_TK.shape)} and "
+            f"{tuple(replayed_T.shape)}: pass both of the same layer and micro-batch"
+        )
+    return ids_TK.masked_fill(~replayed_T.bool().view(-1, 1), -1)
+
+
+def by_micro_batch(lists: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
+    """[M][L] from [L][M], such as slime's `top_indices_list` or Megatron's `replay_backward_list` of each layer."""
+    of_layers = [list(of_layer) for of_layer in lists]
+    counts = {len(of_layer) for of_layer in of_layers}
+    if len(counts) > 1:
+        raise InputError(
+            f"layers have {min(counts)} to {max(counts)} micro-batches, but all need the same number: pass the lists "
+            "before the first pass consumes them"
+        )
+    return [list(layers) for layers in zip(*of_layers, strict=True)]
+
+
+def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:
+    """Set the micro-batch that the routers of a stage replay. replays: their `router_replay`, Megatron's or verl's.
+
+    verl's routes rows with negative ids live; Megatron's replays every row, so a negative id is an error there.
+    """
+    for replay, ids in zip(replays, layers, strict=True):
+        live = (ids < 0).any(dim=1)
+        if not bool(live.any()):
+            replay.set_target_indices(ids.to(torch.int64))
+        elif "replay_mask" in inspect.signature(replay.set_target_indices).parameters:
+            replay.set_target_indices(ids.clamp(min=0).to(torch.int64), replay_mask=~live)
+        else:
+            raise InputError(
+                f"{int(live.sum())} tokens have no recorded routing, and {type(replay).__name__} of Megatron-Core "
+                "cannot route single rows live: fill them in, or use verl's RouterReplay"
+            )
+
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "moe_expert_capacity_factor": (None, "tokens would be dropped by slots, not by experts"),
@@ -31,28 +83,23 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "overlap_moe_expert_parallel_comm": (False, "a layer's passes would be interleaved"),
     "cuda_graph_impl": ("none", "a plan changes shapes from one micro-batch to the next"),
 }
-"""options of Megatron that cannot be together with planned execution: the value that can, and why"""
+"""options of Megatron that exclude planned execution: the value they must have, and why"""
 
 
 @cache
 def balanced_class() -> Any:  # noqa: ANN401 - a class of Megatron
-    """The subclass of `MoELayer`; without visits it is a plain one."""
+    """A subclass of Megatron's `MoELayer` that executes plans; without visits it behaves like its base."""
     from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: PLC0415
-
-    from equilibra.integrations.megatron.checkpoint import logical  # noqa: PLC0415
 
     known = set(inspect.signature(MoELayer.__init__).parameters)
 
     class BalancedMoELayer(MoELayer):  # type: ignore[misc, no-any-unimported, unused-ignore]
-        """An MoE layer of Megatron that executes plans."""
-
         visits: MegatronVisits | None = None
 
         def __init__(self, *arguments: Any, **options: Any) -> None:  # noqa: ANN401
             super().__init__(*arguments, **{name: value for name, value in options.items() if name in known})
 
         def preprocess(self, hidden_states: Any, probs: Any, routing_map: Any) -> Any:  # noqa: ANN401
-            """Scatter the router's columns to slots, then as Megatron does."""
             if self.visits is not None:
                 probs, routing_map = self.visits.to_slots(probs, routing_map)
             return super().preprocess(hidden_states, probs, routing_map)
@@ -60,7 +107,6 @@ def balanced_class() -> Any:  # noqa: ANN401 - a class of Megatron
         def sharded_state_dict(
             self, prefix: str = "", sharded_offsets: tuple[Any, ...] = (), metadata: dict[str, Any] | None = None
         ) -> Any:  # noqa: ANN401
-            """With logical numbers, whatever the placement."""
             found = super().sharded_state_dict(prefix, sharded_offsets, metadata)
             if self.visits is None:
                 return found
@@ -70,7 +116,7 @@ def balanced_class() -> Any:  # noqa: ANN401 - a class of Megatron
 
 
 def balanced_layer_spec(spec: Any) -> Any:  # noqa: ANN401 - a ModuleSpec, or the specs of a block
-    """A layer's specification, or a block's, with balanced MoE layers. `balance` gives them their visits."""
+    """The spec of a layer or block with balanced MoE layers; `balance` must still be called on the built model."""
     from megatron.core.transformer.moe.moe_layer import MoELayer  # noqa: PLC0415
 
     changed = copy.deepcopy(spec)
@@ -81,7 +127,7 @@ def balanced_layer_spec(spec: Any) -> Any:  # noqa: ANN401 - a ModuleSpec, or th
 
 
 def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerConfig
-    """An error for options that cannot be together with plans."""
+    """Refuse options that exclude planned execution."""
     for name, (allowed, why) in REFUSED.items():
         value = getattr(config, name, allowed)
         if value not in (allowed, None, False):
@@ -89,7 +135,7 @@ def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerC
     if config.moe_router_fusion and config.moe_enable_routing_replay:
         raise InputError(
             "cannot replay routing with moe_router_fusion=True: Megatron's fused router returns before it looks at the "
-            "recorded experts, and would choose others without a word; set moe_router_fusion=False"
+            "recorded experts, and would silently choose others; set moe_router_fusion=False"
         )
     if config.moe_token_dispatcher_type not in {"alltoall", "flex"}:
         raise InputError(
@@ -104,17 +150,17 @@ def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerC
 
 
 def check_wrapping(config: Any) -> None:  # noqa: ANN401 - Megatron's DistributedDataParallelConfig, if there is one
-    """An error for ways of data parallelism under which weights are not there when copies are made of them."""
+    """Refuse kinds of data parallelism that gather weights only after copies have been made of them."""
     for name in ("overlap_param_gather", "use_megatron_fsdp", "use_custom_fsdp"):
         if getattr(config, name, False):
             raise InputError(
-                f"cannot balance a model with {name}=True: weights come when an expert runs, and copies of them are "
-                "made before; set it to False"
+                f"cannot balance a model with {name}=True: weights are gathered when an expert runs, but copies are "
+                "made earlier; set it to False"
             )
 
 
 def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> MegatronVisits:  # noqa: ANN401
-    """Make an existing `MoELayer` execute plans: its class, its dispatcher over slots, copies beside its experts."""
+    """Make an existing `MoELayer` execute plans: change its class, dispatch over slots, run copies beside experts."""
     groups = _groups_of(layer)
     template = _template(layer, spare_slots, groups) if spare_slots else None
     visits = MegatronVisits(
@@ -130,12 +176,11 @@ def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int)
     layer.token_dispatcher = dispatcher
     object.__setattr__(layer.experts, "forward", partial(visits.run, layer.experts.forward))
     layer.__class__ = balanced_class()
-    object.__setattr__(layer, "visits", visits)  # no submodule: the template is nobody's parameter
+    object.__setattr__(layer, "visits", visits)  # not a submodule: the template has no parameters to train
     return visits
 
 
 def _groups_of(layer: Any) -> Any:  # noqa: ANN401
-    """The process groups the layer was built with."""
     from megatron.core.transformer.moe.moe_utils import get_default_pg_collection  # noqa: PLC0415
 
     groups = get_default_pg_collection()
@@ -147,7 +192,7 @@ def _groups_of(layer: Any) -> Any:  # noqa: ANN401
 
 
 def _template(layer: Any, spare_slots: int, groups: Any) -> nn.Module:  # noqa: ANN401
-    """Experts for the copy slots, without weights and without drawing a random number."""
+    """Experts for the copy slots, without weights; building them draws no random numbers."""
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: PLC0415
 
     config = copy.copy(layer.config)

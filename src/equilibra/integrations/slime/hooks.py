@@ -24,7 +24,7 @@ from equilibra.core.checks import check_text
 from equilibra.core.errors import InputError
 from equilibra.integrations.megatron import balanced_layer_spec
 from equilibra.integrations.megatron.layer import check_config
-from equilibra.integrations.planned.setting import MegatronSetting
+from equilibra.integrations.planned import MegatronSetting
 from equilibra.integrations.slime.rollouts import PlannedRollout, Rollouts
 
 __all__ = ["OPTIONS", "PREFIX", "base_spec", "before_log_prob", "before_train_step", "layer_spec", "setting_of"]

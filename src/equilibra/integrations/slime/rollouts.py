@@ -55,7 +55,7 @@ class Rollouts:
             )
         self.balancer = balance(model, setting)
         layers = [part for chunk in model for part in chunk.modules() if getattr(part, "visits", None) is not None]
-        self.replays = [_replay_of(layer.router) for layer in layers]
+        self.replays = [_replay_of(layer) for layer in layers]
         """of the MoE layers, in their order; none on a pipeline stage that has no such layers"""
         self._waiting: PlannedRollout | None = None
         """planned in the log-prob stage; its update has not begun"""

@@ -22,7 +22,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.placement import Placement
-from equilibra.integrations.planned.setting import cluster_of
+from equilibra.integrations.planned import cluster_of
 from equilibra.integrations.slime.hooks import setting_of
 from equilibra.plan.pack import cell_cost, pack
 

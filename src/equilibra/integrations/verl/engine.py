@@ -12,21 +12,63 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, overload
+from typing import Any, ClassVar, overload
 
 from torch import Tensor, nn
 
+from equilibra.core.checks import check_flag
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.events.imbalance import imbalance
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
-from equilibra.integrations.verl.setting import BLOCK, VerlSetting, setting_of
+from equilibra.integrations.planned import MegatronSetting
 
-__all__ = ["BalancedEngine", "balance_engine", "figures"]
+__all__ = ["BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of"]
 
 logger = logging.getLogger(__name__)
+
+BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
+"""where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
+OPTIONS = (
+    "enabled", "planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "spread_sequences", "timeout_s",
+    "seed",
+)  # fmt: skip
+"""names that the block accepts"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class VerlSetting(MegatronSetting):
+    """The options of the block; the same on every rank."""
+
+    section: ClassVar[str] = f"{BLOCK}."
+    homes_move: ClassVar[bool] = False
+
+    max_moves_per_layer: int = 0
+    """homes stay where they are: verl's exporters number experts by rank"""
+    enabled: bool = True
+    """False: the engine stays as verl made it"""
+    spread_sequences: bool = False
+    """swap sequences between a rank's micro-batches so that none has the same hot experts throughout"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_flag(f"{self.section}enabled", self.enabled)
+        check_flag(f"{self.section}spread_sequences", self.spread_sequences)
+
+
+def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's McoreEngineConfig
+    """The options in an engine's configuration; unknown ones are an error."""
+    block = (engine_config.override_mcore_model_config or {}).get("equilibra")
+    block = {} if block is None else block
+    if not isinstance(block, Mapping):
+        raise InputError(f"{BLOCK} must be a table of options, not {block!r}: {BLOCK}.enabled=False switches it off")
+    unknown = sorted(str(name) for name in block if name not in OPTIONS)
+    if unknown:
+        raise InputError(f"{BLOCK} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS)}")
+    return VerlSetting(**{str(name): value for name, value in block.items()})
 
 
 def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # noqa: ANN401 - verl's MegatronEngine

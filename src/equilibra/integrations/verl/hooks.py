@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import contiguous
-from equilibra.integrations.executor.counts import count_routing
+from equilibra.integrations.executor.balancer import count_routing
 from equilibra.integrations.verl.contract import MICRO_BATCHES, check_contract
 from equilibra.integrations.verl.engine import BalancedEngine, balance_engine
 from equilibra.plan.pack import DENSE_COST
@@ -116,7 +116,7 @@ def spread(
         return made
     num_layers, top_k = routed.shape[2:]  # those of other pipeline stages too
     ids = [[part[:, layer] for layer in range(num_layers)] for part in routed.cpu().unbind()]
-    num_experts, cluster = balanced.balancer.num_experts, balanced.balancer.group.cluster
+    num_experts, cluster = balanced.balancer.model.num_experts, balanced.balancer.group.cluster
     sequences = SequenceLoad(
         tokens_SLE=count_routing(ids, num_layers=num_layers, num_experts=num_experts, top_k=top_k),
         length_of_sequence=batch["input_ids"].offsets().diff().cpu().numpy().astype(np.int64),

@@ -1,16 +1,16 @@
-"""transformers' own expert parallelism, `DistributedConfig(ep_size=...)`, under plans; transformers 5.22.
+"""Runs transformers' own expert parallelism, `DistributedConfig(ep_size=...)`, under plans; for transformers 5.22.
 
-Not imported with `equilibra.integrations.hf`: older transformers have no such parallelism. What plans and executes is
-`integrations.executor`, as under Megatron.
+`equilibra.integrations.hf` does not import it, since older transformers lack this parallelism.
 """
 
-from equilibra.integrations.hf.expert_parallel.balancer import ParallelBalancer, ParallelSetting, plan_expert_parallel
-from equilibra.integrations.hf.expert_parallel.style import PlannedExpertsParallel, register_expert_parallel
+from equilibra.integrations.hf.expert_parallel.balancer import (
+    ParallelBalancer,
+    ParallelSetting,
+    PlannedExpertsParallel,
+    plan_expert_parallel,
+    register_expert_parallel,
+)
 
 __all__ = [
-    "ParallelBalancer",
-    "ParallelSetting",
-    "PlannedExpertsParallel",
-    "plan_expert_parallel",
-    "register_expert_parallel",
-]
+    "ParallelBalancer", "ParallelSetting", "PlannedExpertsParallel", "plan_expert_parallel", "register_expert_parallel",
+]  # fmt: skip

@@ -1,6 +1,10 @@
-"""What one MoE layer does under plans: recorded experts, pairs to slots, copies beside homes.
+"""What one MoE layer does under plans: replay recorded experts, send pairs to slots, run copies beside homes.
 
-Symbols: T tokens of this rank, K experts per token, N rows that this rank computes, H homes of a rank, E experts.
+Symbols: T tokens of this rank, K experts per token, N rows that this rank computes, H homes, C copies that it holds.
+
+A part is a stacked parameter [H, ...] of a layer's homes. Rows pass through `carry`'s autograd function. So every rank
+joins the exchange of gradients, even with no copy of its own, and does so before it sends gradients of rows. Gradients
+of copies are added to the stacked parameter's gradient, which FSDP reduces.
 """
 
 from __future__ import annotations
@@ -15,29 +19,67 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.executor.visits import LayerVisits
-from equilibra.integrations.hf.expert_parallel.copies import carry
+from equilibra.integrations.executor.visits import LayerVisits, exchange, sum_copies
 from equilibra.integrations.hf.sharded_experts import route_recorded
-from equilibra.integrations.planned.slots import SlotTable
+from equilibra.integrations.planned import SlotTable
 
-__all__ = ["TransformersVisits", "known_or_live", "to_slots"]
+__all__ = ["TransformersVisits", "carry", "known_or_live", "to_slots"]
 
 Run = Callable[[Tensor, Tensor], Tensor]
-"""results of rows, given the slot of each among the weights that the module has"""
+"""results of rows, given rows and the slot of each among the module's weights"""
+
+
+def carry(
+    group: ExpertGroup, slots: SlotTable, rows_ND: Tensor, parts: Sequence[Tensor]
+) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
+    """Rows unchanged, and each part of the copies held here, [C, ...] in the order of slots."""
+    rows_ND, *copies = _Carry.apply(group, slots, rows_ND, *parts)  # type: ignore[no-untyped-call]
+    return rows_ND, copies
+
+
+class _Carry(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, group: ExpertGroup, slots: SlotTable, rows_ND: Tensor, *parts: Tensor) -> Any:  # noqa: ANN401
+        ctx.group, ctx.slots = group, slots
+        ctx.homes = [(part.shape, part.dtype) for part in parts]
+        served = torch.tensor(slots.served, dtype=torch.long, device=rows_ND.device)
+        sent = [part.detach().index_select(0, served) for part in parts]
+        return rows_ND.view_as(rows_ND), *exchange(group, slots.copies, sent, home=False).wait()
+
+    @staticmethod
+    def backward(ctx: Any, grad_rows: Tensor, *grads: Tensor) -> Any:  # noqa: ANN401
+        if not any(ctx.needs_input_grad[3:]):  # experts are frozen, on every rank alike
+            return None, None, grad_rows, *(None for _ in grads)
+        received = exchange(ctx.group, ctx.slots.copies, grads, home=True).wait()
+        home = [
+            _stacked(lines, shape, dtype, ctx.slots.served)
+            for lines, (shape, dtype) in zip(received, ctx.homes, strict=True)
+        ]
+        return None, None, grad_rows, *home
+
+
+def _stacked(lines: Tensor, shape: torch.Size, dtype: torch.dtype, served: list[int]) -> Tensor | None:
+    """Sums over copies as a gradient of all homes; None if no home was copied."""
+    if not served:
+        return None
+    total = lines.new_zeros(shape, dtype=dtype)
+    for slot, summed in sum_copies(lines, served).items():
+        total[slot] = summed
+    return total
 
 
 class TransformersVisits(LayerVisits):
-    """One layer's part in a plan: recorded experts, and copies beside homes."""
+    """The armed visits of one layer, with the recorded experts."""
 
     def __init__(self, layer: int, group: ExpertGroup, experts: nn.Module, num_experts: int, spare_slots: int) -> None:
         super().__init__(layer, group, num_homes=num_experts // group.num_ranks, in_flight=False)
         self.experts, self.num_experts = experts, num_experts
         self.num_slots = self.num_homes + spare_slots
         self.recorded: Sequence[Tensor] = ()
-        """[T, K] experts of every micro-batch, -1 where they are routed live"""
+        """[T, K] experts of each micro-batch, -1 where they are routed live"""
 
     def route(self, forward: Callable[..., Any], hidden: Tensor, *more: Any, **options: Any) -> Any:  # noqa: ANN401
-        """Begin a forward with the router of transformers, which chooses what was recorded."""
+        """Begin a forward: run transformers' router so that it chooses the recorded experts."""
         self.current = self.take()
         if self.current is None:
             return forward(hidden, *more, **options)
@@ -45,7 +87,7 @@ class TransformersVisits(LayerVisits):
         if len(recorded_TK) != num_tokens:
             raise InputError(
                 f"MoE layer {self.layer} got {num_tokens} tokens, {len(recorded_TK)} were given to begin() for this "
-                "micro-batch: give a row for every token, in this order, with -1 for padding"
+                "micro-batch: pass one row per token, in the same order, with -1 for padding"
             )
         return route_recorded(
             lambda: forward(hidden, *more, **options), recorded_TK.to(hidden.device), rows=None,
@@ -53,7 +95,7 @@ class TransformersVisits(LayerVisits):
         )  # fmt: skip
 
     def run(self, run: Run, rows_ND: Tensor, slot_of_row: Tensor) -> Tensor:
-        """Results of rows at homes and copies. Parameters of the module are those of its homes, whole."""
+        """Run homes and copies on rows. The module's parameters must be unsharded, those of its homes."""
         assert self.current is not None
         slots = self.current
         if not slots.num_copies:
@@ -74,7 +116,7 @@ class TransformersVisits(LayerVisits):
 
 @contextmanager
 def _weights(experts: Any, parts: dict[str, Tensor], num: int) -> Iterator[None]:  # noqa: ANN401
-    """The module with other experts for a while, in the way transformers itself gives it local tensors."""
+    """Swap in other experts' weights, the way transformers itself gives the module local tensors."""
     kept, kept_num = dict(experts._parameters), experts.num_experts  # noqa: SLF001
     experts._parameters.update(parts)  # noqa: SLF001
     experts.num_experts = num
@@ -86,11 +128,11 @@ def _weights(experts: Any, parts: dict[str, Tensor], num: int) -> Iterator[None]
 
 
 def to_slots(experts_TK: Tensor, slots: SlotTable) -> Tensor:
-    """[T, K] the slot, among those of all ranks, of every pair. No sizes are read from the device."""
+    """[T, K] the slot of each pair, among those of all ranks. Reads nothing from the device."""
     taken = np.flatnonzero(slots.end_of_slot > slots.first_of_slot)
     taken = taken[np.lexsort((slots.first_of_slot[taken], slots.expert_of_slot[taken]))]
     num_experts = int(slots.expert_of_slot.max()) + 1
-    width = experts_TK.numel() + 1  # of an expert's numbers: (expert, number of its pair) becomes one number
+    width = experts_TK.numel() + 1  # (expert, number of its pair) becomes expert * width + number
     first = np.minimum(slots.first_of_slot[taken], width - 1)
     key, slot_of_key = (
         torch.from_numpy(values).to(experts_TK.device)
@@ -110,7 +152,7 @@ def to_slots(experts_TK: Tensor, slots: SlotTable) -> Tensor:
 
 
 def known_or_live(ids_TK: Tensor) -> Tensor:
-    """Ids with -1 in the rows that `count_routing` leaves out: those with a negative id or with an expert twice."""
+    """Ids with -1 in the rows that `count_routing` skips: those with a negative id or a repeated expert."""
     ordered = ids_TK.sort(dim=1).values
     known = (ordered[:, 0] >= 0) & (ordered[:, 1:] != ordered[:, :-1]).all(dim=1)
     signed = ids_TK.to(torch.int16) if ids_TK.dtype is torch.uint8 else ids_TK

@@ -1,1 +1,0 @@
-"""Values of integrations that run plans inside another framework: settings and slots. No torch."""
