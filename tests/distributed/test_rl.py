@@ -186,7 +186,7 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(model, tmp_path
         file = max(newest.glob("*[zp]"), key=lambda path: path.stat().st_size)
         file.rename(tmp_path / "away")
         file.symlink_to(file)
-        with pytest.raises(AssertionError, match=f"UnreadableError.*{file.name}.*step 2.*again"):
+        with pytest.raises(AssertionError, match=f"UnreadableError.*{file.name}.*step 2 may be intact"):
             trained(config, tmp_path / "run", resume=True)
         file.unlink()
         (tmp_path / "away").rename(file)

@@ -251,7 +251,7 @@ def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64],
     if orphaned.size:
         at = orphaned[0]
         raise PlanError(
-            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, not there"
+            f"layer {layer[at]}: expert {stage.expert[at]} is copied from rank {stage.origin[at]}, which lacks it"
         )
     key = ((layer * num_micro_batches + m) * num_experts + stage.expert) * num_ranks + stage.rank
     if np.unique(key).size != key.size:

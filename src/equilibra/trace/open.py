@@ -163,7 +163,7 @@ class _Member:
             shape, fortran_order, dtype = read_header(file)
             data_offset = file.tell()
         if dtype.hasobject:
-            raise InputError(f"array {name!r} holds Python objects, which are not read; save whole numbers")
+            raise InputError(f"array {name!r} holds Python objects, which are never read; save whole numbers")
         claimed = data_offset + int(np.prod([int(n) for n in shape], dtype=object)) * dtype.itemsize
         if min((0, *shape)) < 0 or claimed != info.file_size:
             raise InputError(f"array {name!r} says it is {dtype} {shape}, {claimed} bytes, but has {info.file_size}")
