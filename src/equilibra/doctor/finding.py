@@ -144,9 +144,6 @@ def without_gpu(name: str) -> Finding | None:
     return Finding(name=name, state=State.NOT_TESTED, text="no GPU here")
 
 
-USABLE = (State.OK, State.WARNING)
-
-
 class _Findings:
     """Findings by name."""
 
@@ -156,9 +153,6 @@ class _Findings:
     def state(self, name: str) -> State:
         found = self._of_name.get(name)
         return found.state if found else State.NOT_TESTED
-
-    def usable(self, name: str) -> bool:
-        return self.state(name) in USABLE
 
     def reason(self, name: str) -> str:
         found = self._of_name.get(name)
@@ -208,7 +202,7 @@ def _collective(found: _Findings, gpus: int) -> Verdict:
     if gpus == 1:
         return Verdict(path="", state=PathState.WORKS, text="over gloo, for processes that share the GPU; NCCL refuses "
                        "two processes on one GPU")  # fmt: skip
-    if found.usable("nccl"):
+    if found.state("nccl") in (State.OK, State.WARNING):
         return Verdict(path="", state=PathState.WORKS, text=f"over NCCL, one process for each of {gpus} GPUs")
     return Verdict(path="", state=PathState.WORKS, text=f"over gloo only, which is slow ({found.reason('nccl')})")
 

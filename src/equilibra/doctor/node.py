@@ -161,12 +161,11 @@ def examine(
             if jobs[done - 1] == STREAM_VALUES and found[0].state is State.MISSING:
                 hands.stop()  # a stream may still wait and would block every later job
             if done == len(CHECKS) and measure:
-                jobs += _measurements(num_gpus(findings))
+                gpus = num_gpus(findings)
+                jobs += (
+                    [GPU + name for name in GPU_MEASUREMENTS] if gpus else [HOST + name for name in HOST_MEASUREMENTS]
+                )
     return Examination(findings=findings, measured=measured, verdicts=verdicts(findings))
-
-
-def _measurements(gpus: int) -> list[str]:
-    return [GPU + name for name in GPU_MEASUREMENTS] if gpus else [HOST + name for name in HOST_MEASUREMENTS]
 
 
 def _do(worker: Worker, job: str, ask: Ask) -> tuple[list[Finding], list[Measured]]:

@@ -92,13 +92,8 @@ def simulate_step(
     return StepResult(
         planner=planner.name,
         groups=[simulate_group(problem, planner, pricing, window=window) for problem in problems],
-        num_tokens=sum(_num_tokens(problem) for problem in problems),
+        num_tokens=sum(int(one.sequences.length_of_sequence.sum()) for one in problems if one.sequences is not None),
     )
-
-
-def _num_tokens(problem: StepProblem) -> int:
-    assert problem.sequences is not None
-    return int(problem.sequences.length_of_sequence.sum())
 
 
 def simulate_group(

@@ -182,7 +182,7 @@ def problem(**changes):
         ({"previous": contiguous(FOUR, num_layers=2, num_experts=8)}, "another model or cluster"),
         (
             {"previous": contiguous(Cluster(num_nodes=2, ranks_per_node=2), num_layers=1, num_experts=8)},
-            r"\(1, 8\) is of another model",
+            r"\(1, 8\) belongs to another model",
         ),
     ],
 )
