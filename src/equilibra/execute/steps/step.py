@@ -197,13 +197,9 @@ class Step:
         names = list(self.runtime.memory_bytes())
         largest = dict(zip(names, np.concatenate(memory).max(axis=0).tolist(), strict=True))
         return measured_record(
-            self.plan,
-            self.armed.load,
-            np.concatenate(rows),
-            memory=largest,
-            seconds=seconds,
+            self.plan, self.armed.load, np.concatenate(rows), memory=largest, seconds=seconds,
             num_tokens=self.num_tokens,
-        )
+        )  # fmt: skip
 
 
 def begin_step(
