@@ -500,22 +500,22 @@ def test_damaged_files_are_named(world: World, tmp_path: Path) -> None:
             path.write_bytes(raw)
 
     shard.write_bytes(whole[shard][:-1])
-    refused(r"__0_0.distcp is damaged: it has \d+ bytes and must have")
+    refused(r"__0_0.distcp is damaged: it has \d+ bytes instead of")
     for place in (0, 1234, len(whole[shard]) - 1):
         shard.write_bytes(whole[shard][:place] + bytes([whole[shard][place] ^ 8]) + whole[shard][place + 1 :])
         refused("__0_0.distcp is damaged: its SHA-256")
     shard.unlink()
     refused("cannot read .*__0_0.distcp: No such file")
     manifest.write_bytes(whole[manifest][:-9])
-    refused("manifest.json is damaged, it is no JSON")
+    refused("manifest.json is damaged: not valid JSON")
     manifest.write_bytes(b"[" * 100_000)
-    refused("manifest.json is damaged, it is no JSON")
+    refused("manifest.json is damaged: not valid JSON")
     manifest.write_text(whole[manifest].decode().replace('"step": 1,', '"step": 2,'))
     refused("manifest.json is damaged: its SHA-256")
     restamp(at, lambda body: body.update(version=99))
     refused("version 1")
     restamp(at, lambda body: body["tensors"].popitem())
-    refused("is not whole|another model")
+    refused("is incomplete|another model")
     restamp(at, lambda body: body["values"].update(optimizer={}))
     refused("no values that can be used")
     restamp(at, lambda body: next(iter(body["tensors"].values())).update(first=10**9))
@@ -583,7 +583,7 @@ def test_nothing_that_is_read_can_run_code(world: World, tmp_path: Path) -> None
             tensor["file"] = "../../outside.distcp"
 
     restamp(at, lead_out)
-    with pytest.raises(InputError, match="no name of a file"):
+    with pytest.raises(InputError, match="not a file name"):
         checkpoints.load()
     shutil.rmtree(folder)
     with torch.no_grad():

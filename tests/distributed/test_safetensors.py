@@ -328,15 +328,15 @@ def test_exports_replace_only_exports(tmp_path: Path) -> None:
         with pytest.raises(InputError, match=words):
             export(world_of(spec), tmp_path / "other", family)
     biased = make_world(1, 1, spec=MoESpec(**SHAPE, expert_bias=True))
-    with pytest.raises(InputError, match="has biases of experts, and models of this naming have none"):
+    with pytest.raises(InputError, match="has biases of experts, which this naming has no name for"):
         export(biased, tmp_path / "other", "qwen3-moe")
     naming = naming_of("olmoe").with_layers([1])
-    with pytest.raises(InputError, match="no number for MoE layer 1"):
+    with pytest.raises(InputError, match="no model layer for MoE layer 1"):
         export_safetensors(tmp_path / "other", world.runtime, naming, {})
     taken = {"model.layers.0.mlp.experts.0.up_proj.weight": torch.ones(1)}
     with pytest.raises(InputError, match=r"two tensors would be called model.layers.0"):
         export_safetensors(tmp_path / "other", world.runtime, naming_of("olmoe"), taken)
-    with pytest.raises(InputError, match="no naming 'bert': there are qwen3-moe, olmoe"):
+    with pytest.raises(InputError, match="no naming 'bert': use one of qwen3-moe, olmoe"):
         naming_of("bert")
     with pytest.raises(InputError, match="max_file_bytes"):
         export(world, tmp_path / "other", "qwen3-moe", max_file_bytes=0)

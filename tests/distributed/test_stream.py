@@ -96,7 +96,7 @@ def test_what_cannot_be_streamed_says_why() -> None:
     assert len(stream()) == 1 + 3 * EXPERTS * LAYERS
     with pytest.raises(InputError, match=r"two tensors would be called model.layers.2.mlp.experts.7.up_proj.weight"):
         stream("model.layers.2.mlp.experts.7.up_proj.weight")
-    with pytest.raises(InputError, match="there is no number for MoE layer 1"):
+    with pytest.raises(InputError, match="no model layer for MoE layer 1"):
         list(logical_weights(world.runtime, naming.with_layers([1]), {}))
     under_way = logical_weights(world.runtime, naming, {"a": torch.ones(1)})
     next(under_way)

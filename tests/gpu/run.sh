@@ -8,7 +8,7 @@ cd "$(dirname "$0")/../.." || exit 1
 export PYTHONPATH="${PYTHONPATH:-src}"
 PYTHON="${PYTHON:-python3}"
 failures=0 others=0
-"$PYTHON" -c "from equilibra.execute.warm import warm; warm(2)" || exit 1 # compile the planner once, not once per rank
+"$PYTHON" -c "from equilibra.execute.steps.planning import warm; warm(2)" || exit 1 # compile the planner once, not once per rank
 if [ "${ONLY:-failures}" = failures ]; then
   "$PYTHON" -m pytest tests/gpu/test_gpu_failures.py "$@"
   failures=$?

@@ -10,20 +10,6 @@ from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.step import Step
 
 __all__ = [
-    "Activation",
-    "BalancedMoE",
-    "Balancer",
-    "BalancerSetting",
-    "CopySetting",
-    "ExpertGroup",
-    "GroupScore",
-    "MicroBatch",
-    "MoESpec",
-    "Path",
-    "ReferenceMoE",
-    "RouterSpec",
-    "Runtime",
-    "Score",
-    "Step",
-    "join_expert_group",
-]
+    "Activation", "BalancedMoE", "Balancer", "BalancerSetting", "CopySetting", "ExpertGroup", "GroupScore",
+    "MicroBatch", "MoESpec", "Path", "ReferenceMoE", "RouterSpec", "Runtime", "Score", "Step", "join_expert_group",
+]  # fmt: skip

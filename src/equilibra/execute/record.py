@@ -76,15 +76,9 @@ class Recorder:
 
     @contextmanager
     def span(
-        self,
-        kind: Kind,
-        resource: Resource,
-        key: VisitKey,
-        direction: Direction,
-        *,
-        tokens: int = 0,
+        self, kind: Kind, resource: Resource, key: VisitKey, direction: Direction, *, tokens: int = 0,
         num_bytes: int = 0,
-    ) -> Iterator[None]:
+    ) -> Iterator[None]:  # fmt: skip
         """Record the body as a span."""
         start = self.now()
         try:

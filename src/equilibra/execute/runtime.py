@@ -229,11 +229,8 @@ class Runtime:
     def backward(self, tables: Tables, saved: Saved, dx_ND: Tensor, weighted: RowWeights) -> None:
         """Compute gradients of a visit's rows and instances, and start returning those of flash copies."""
         key = tables.visit.key
-        weights, copies, instances = (
-            self.weights[key.layer],
-            self._copies_of(key),
-            self.instances(key, Direction.BACKWARD),
-        )
+        weights, copies = self.weights[key.layer], self._copies_of(key)
+        instances = self.instances(key, Direction.BACKWARD)
         num_kept = tables.num_homes + tables.num_standing
         start = self.recorder.now()
         wanted: list[ExpertParts | ExpertGradients | None] = [None] * len(instances)

@@ -83,18 +83,10 @@ def _spans(sizes: Sequence[int], items: Sequence[Item]) -> list[tuple[slice, Ite
 
 
 def backward(
-    kind: Activation,
-    saved: tuple[Tensor, Tensor, Tensor],
-    sizes: Sequence[int],
-    instances: Sequence[ExpertParts],
-    gradients: Sequence[ExpertParts | ExpertGradients | None],
-    dx_ND: Tensor,
-    *,
-    weighted: RowWeights | None = None,
-    num_first: int = 0,
-    num_last: int = 0,
-    after_last: Callable[[], None] = lambda: None,
-) -> None:
+    kind: Activation, saved: tuple[Tensor, Tensor, Tensor], sizes: Sequence[int], instances: Sequence[ExpertParts],
+    gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, weighted: RowWeights | None = None,
+    num_first: int = 0, num_last: int = 0, after_last: Callable[[], None] = lambda: None,
+) -> None:  # fmt: skip
     """Write the rows' gradient into `dx_ND`, and add parameter gradients to `gradients` where not None.
 
     saved: rows [N, D], h [N, 2F] of the forward pass and the gradient of the (weighted) results [N, D]. Gradients of

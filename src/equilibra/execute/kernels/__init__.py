@@ -1,6 +1,6 @@
-"""Triton kernels for GPUs: products over rows grouped by instance, and rows to tokens and back.
+"""Triton kernels: grouped products over instances' rows, and rows to tokens and back.
 
-Where there is no GPU, or no Triton, nothing here is used, and torch's own operations compute the same.
+Without a GPU or Triton, torch operations compute the same.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 
 
 def on_gpu(rows_ND: Tensor) -> bool:
-    """Whether kernels serve such rows; sums are in float32, so float64 is not theirs."""
+    """Whether kernels support these rows; they accumulate in float32, so not float64."""
     return rows_ND.is_cuda and rows_ND.dtype in KNOWN and has_triton()
 
 
 def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
-    """Add rows[0], then rows[1] and so on."""
+    """Add rows[0], rows[1], ... in this order."""
     if on_gpu(into) and all(row.is_contiguous() and row.dtype == into.dtype for row in (into, *rows)):
         from equilibra.execute.kernels import rows as triton_rows  # noqa: PLC0415 - needs Triton
 
@@ -37,7 +37,7 @@ def spread(
     tokens_TD: Tensor, row_of_pair_TK: Tensor, rows_ND: Tensor, pairs_TK: Tensor | None = None,
     numbers_N: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write every token once for each of its choices, each read once; and numbers of rows from those of pairs."""
+    """Write every token once per choice, and the rows' numbers from those of pairs."""
     from equilibra.execute.kernels import rows  # noqa: PLC0415 - needs Triton
 
     rows.spread(tokens_TD, row_of_pair_TK, rows_ND, pairs_TK, numbers_N)
@@ -53,7 +53,7 @@ def weighted_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) ->
 def plain_sum(
     rows_ND: Tensor, row_of_pair_TK: Tensor, numbers_N: Tensor | None = None, pairs_TK: Tensor | None = None
 ) -> Tensor:
-    """The same without weights; numbers of pairs are written from those of rows."""
+    """[T, D] each token's rows, summed in the order of its choices; numbers of pairs are written from rows'."""
     from equilibra.execute.kernels import rows  # noqa: PLC0415
 
     return rows.plain_sum(rows_ND, row_of_pair_TK, numbers_N, pairs_TK)

@@ -1,4 +1,4 @@
-"""How kernels get to a GPU: launches, and small tables that travel beside what it computes."""
+"""Kernel launches, and asynchronous upload of small tables."""
 
 from __future__ import annotations
 
@@ -14,30 +14,30 @@ from torch import Tensor
 __all__ = ["Upload", "has_triton", "launch", "multiprocessors"]
 
 INTERPRETED = 3
-"""programs where there is no GPU"""
+"""programs when kernels are interpreted"""
 
 
 @cache
 def has_triton() -> bool:
-    """Whether kernels can be compiled."""
+    """Whether Triton is installed."""
     return find_spec("triton") is not None
 
 
 @cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; a few where kernels are interpreted."""
+    """Multiprocessors of a GPU; INTERPRETED without one."""
     return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
 
 
 def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any) -> None:  # noqa: ANN401
-    """Launch a Triton kernel on the device of a tensor: Triton itself takes the one that is current."""
+    """Launch a Triton kernel on a tensor's device; Triton itself uses the current one."""
     with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]
         kernel[grid](*arguments, **constants)
 
 
 class Upload:
-    """Numbers that travel on a stream of their own. The host waits for nothing; on the device the first stream that
-    reads them waits, and others must come after it.
+    """Numbers copied on a side stream without blocking the host; the first stream to read them waits, later ones must
+    be ordered after it.
     """
 
     def __init__(self, numbers: NDArray[np.integer], device: torch.device) -> None:
@@ -46,17 +46,17 @@ class Upload:
         if device.type == "cuda":
             self._values = torch.empty_like(host, device=device)
             side = _side_stream(device)
-            side.wait_stream(torch.cuda.current_stream(device))  # whoever had this memory before may still use it
+            side.wait_stream(torch.cuda.current_stream(device))  # earlier users of this memory may still run
             with torch.cuda.stream(side):
                 self._values.copy_(host.pin_memory(), non_blocking=True)
-            self._values.record_stream(side)  # if nobody reads them, nothing else orders the two streams
+            self._values.record_stream(side)  # if never read, nothing else orders the two streams
             self._arrived = side.record_event()
 
     @property
     def values(self) -> Tensor:
-        """int32, for what is computed on the stream that is current."""
+        """int32, valid on the current stream."""
         arrived, self._arrived = self._arrived, None
-        if arrived is not None:  # once: in a graph that is captured later, it would be an event from outside
+        if arrived is not None:  # once: in a later graph capture it would be an outside event
             torch.cuda.current_stream(self._values.device).wait_event(arrived)
         return self._values
 

@@ -2,8 +2,8 @@
 
 Symbols: N rows, D width, F inner width, I instances.
 
-Everything the kernels need to know is made on the host, where sizes are known, and goes to the device in a pinned copy
-beside what is computed (`upload`): nothing waits for the device.
+Tables are made on the host, where sizes are known, and uploaded asynchronously (`Upload`): nothing synchronises with
+the device.
 """
 
 from __future__ import annotations
@@ -31,23 +31,22 @@ TYPES = (torch.bfloat16, torch.float16)
 BM = 128
 """rows of a tile"""
 BAND = 8
-"""rows of tiles that are computed column by column, about"""
+"""approximate rows of tiles that are computed column by column"""
 MOST_UNIT = 1 << 20
-"""bytes; of places in memory"""
+"""bytes; largest unit of distances between tensors"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Tile:
-    """How a kernel cuts its result, and runs."""
+    """Tile shape and launch parameters of a kernel."""
 
     bn: int
     """columns"""
     bk: int
-    """inner dimension at a time"""
+    """inner dimension per step"""
     warps: int
-    """of a program"""
     stages: int
-    """tiles on their way"""
+    """pipeline stages"""
     bm: int = BM
     """rows"""
 
@@ -56,18 +55,18 @@ FIRST = Tile(bn=128, bk=64, warps=8, stages=4)
 PRODUCT = Tile(bn=256, bk=64, warps=8, stages=4)
 WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
 DX = replace(WEIGHT, bk=64, stages=4)
-"""in one launch with WEIGHT, so its tiles are as large"""
+"""shares a launch with WEIGHT, so its tiles are equally large"""
 SUM_COST, STORE_COST = 200, 60
 """what adding a tile to float32 sums takes, and what storing one does, in rows of a sum (the device's clock says 370 to
 450, and less for dx: see `measure_ends.py`; with that programs end no sooner)"""
 HALF_COST = 0.55
-"""what half of a tile of dx takes, of all of it; also where it lies beyond the width"""
+"""cost of half a tile of dx over that of a whole one, also where it lies beyond the width"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
-"""for types of four bytes, whose tiles take twice the memory"""
+"""for 4-byte dtypes, whose tiles take twice the memory"""
 
 
 def serves(rows_ND: Tensor, instances: Sequence[ExpertParts]) -> bool:
-    """Whether these kernels compute such rows: on a GPU, in types that its matrix units know; Hopper or newer."""
+    """Whether these kernels support the rows: 16-bit dtypes on Hopper or newer."""
     return (
         _knows(rows_ND)
         and bool(instances)
@@ -82,13 +81,13 @@ def _knows(rows_ND: Tensor) -> bool:
 
 @lru_cache(maxsize=64)
 def _has_room(device: torch.device) -> bool:
-    """Whether tiles fit: multiprocessors before Hopper have less memory, and no descriptors."""
+    """Whether tiles fit: GPUs before Hopper have less shared memory and no tensor descriptors."""
     return torch.cuda.get_device_capability(device) >= (9, 0)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Groups:
-    """Where the rows of every instance are."""
+    """Rows of every instance, as tables on the device."""
 
     sizes: tuple[int, ...]
     """[I] rows of every instance"""
@@ -112,7 +111,6 @@ class Groups:
     @classmethod
     @lru_cache(maxsize=256)
     def of(cls, sizes: tuple[int, ...], device: torch.device) -> Groups:
-        """From rows per instance."""
         rows = np.asarray(sizes, np.int64)
         offsets = np.concatenate([[0], np.cumsum(rows)])
         tiles_of_instance = -(-rows // BM)
@@ -128,8 +126,8 @@ class Groups:
 
 
 def bands(tile: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """First tile and number of tiles of the band that a tile of an instance with `count` tiles is in: bands are about
-    as high as each other, and never of two instances, whose weights programs could not share.
+    """First tile and height of the band that a tile of an instance with `count` tiles is in. Bands are about equally
+    high and never span two instances, whose weights programs could not share.
     """
     num = np.maximum((count + BAND // 2) // BAND, 1)
     band = ((tile + 1) * num - 1) // count
@@ -138,13 +136,13 @@ def bands(tile: NDArray[np.int64], count: NDArray[np.int64]) -> tuple[NDArray[np
 
 
 def expect(rows_ND: Tensor, sizes: Sequence[int]) -> None:
-    """Rows like these will come, `sizes` of every instance: tables can travel already."""
+    """Upload tables ahead for rows like these, `sizes` per instance."""
     if _knows(rows_ND):
         Groups.of(tuple(sizes), rows_ND.device)
 
 
 class Places(NamedTuple):
-    """Where tensors of one shape lie, however far apart: kernels reach all of them from the lowest."""
+    """Addresses of tensors of one shape, relative to the lowest."""
 
     base: int
     """address of the lowest"""
@@ -155,14 +153,13 @@ class Places(NamedTuple):
 
     @classmethod
     def of(cls, tensors: Sequence[Tensor]) -> Places:
-        """Of tensors on one device."""
         like = tensors[0]
         return _places(tuple(tensor.data_ptr() for tensor in tensors), like.itemsize, like.device)
 
 
 @lru_cache(maxsize=4096)
 def _places(addresses: tuple[int, ...], itemsize: int, device: torch.device) -> Places:
-    """Homes and slots stay where they are, so there are few tables."""
+    """Cached: homes and slots keep their addresses."""
     base = min(addresses)
     apart = [address - base for address in addresses]
     together = gcd(MOST_UNIT, base, *apart)
@@ -174,7 +171,7 @@ def _places(addresses: tuple[int, ...], itemsize: int, device: torch.device) -> 
 def forward(
     kind: Activation, rows_ND: Tensor, groups: Groups, instances: Sequence[ExpertParts], *, keep: bool = True
 ) -> tuple[Tensor, Tensor]:
-    """Results [N, D] and h [N, 2F], which is empty unless it is kept."""
+    """Results [N, D] and h [N, 2F], which is empty unless `keep`."""
     like, num_rows = instances[0], groups.num_rows
     width, inner = like.down.shape
     h = rows_ND.new_empty(num_rows if keep else 0, 2 * inner)
@@ -228,7 +225,7 @@ def backward(
 
 
 class Shares(NamedTuple):
-    """What every program of a launch computes."""
+    """Tiles that every program of a launch computes."""
 
     table: Upload
     """numbers of tiles, then shares"""
@@ -250,7 +247,7 @@ class Shares(NamedTuple):
     @classmethod
     @lru_cache(maxsize=16)
     def of(cls, task: ShareTask, device: torch.device) -> tuple[Shares, ...]:
-        """On a device, launch by launch."""
+        """Tables on a device, one per launch."""
         first_work, first_shares, work, shares = _shared_out(task).result()
         found = []
         for of_launch, table in ((first_work, first_shares), (work, shares)):
@@ -261,7 +258,7 @@ class Shares(NamedTuple):
 
 
 class ShareTask(NamedTuple):
-    """What is to be shared out: all gradients of instances with so many rows."""
+    """Input of `launches_of`: all gradients of instances with these rows."""
 
     sizes: tuple[int, ...]
     """rows of every instance"""
@@ -270,7 +267,7 @@ class ShareTask(NamedTuple):
     inner: int
     """F"""
     learned: tuple[bool, bool]
-    """whether W2 and W1 are"""
+    """whether W2 and W1 are trained"""
     tiles: tuple[Tile, Tile]
     """of weights and of dx"""
     num_programs: int
@@ -290,7 +287,7 @@ class ShareTask(NamedTuple):
 
 @lru_cache(maxsize=512)
 def _shared_out(task: ShareTask) -> Future[tuple[NDArray[np.int32], ...]]:
-    """In the background: the forward pass asks for what the backward pass will need."""
+    """Computed in the background: the forward pass requests it for the backward pass."""
     return _background().submit(task.share_out)
 
 
@@ -314,7 +311,7 @@ def _zero(tensors: list[Tensor]) -> None:
 def first_product(
     kind: Activation, groups: Groups, x: Tensor, instances: Sequence[ExpertParts], h: Tensor, a: Tensor
 ) -> None:
-    """Write h, if it has room, and a, from rows."""
+    """Write h (unless it is empty) and a from rows."""
     tile, inner = _tile(FIRST, x), a.shape[1]
     grid, num = _grid(groups.num_tiles * -(-inner // tile.bn), x)
     launch(
@@ -342,9 +339,9 @@ def product(
 def activation_gradient(
     kind: Activation, h: Tensor, da: Tensor, dh: Tensor, weighted: RowWeights | None = None, *, added: bool = False
 ) -> None:
-    """Write dh, from h and da, which becomes a, and gradients of weights, or add them to those that are there.
+    """Write dh from h and da, overwrite da with a, and write (or add) gradients of row weights.
 
-    In one kernel with the product before it, it took longer.
+    Fusing it with the product before was slower.
     """
     weights, dweights = (da, da) if weighted is None else weighted
     block = 2048 if 1024 < da.shape[1] <= 2048 else 1024  # values at a time: few are beyond the row's end
@@ -369,7 +366,7 @@ def weights_and_rows(
     launches: Sequence[Shares], groups: Groups, values: tuple[Tensor, Tensor, Tensor, Tensor],
     instances: Sequence[ExpertParts], learned: Sequence[ExpertParts | ExpertGradients], kept: slice, dx_ND: Tensor,
 ) -> None:  # fmt: skip
-    """Write dx; add gradients of the weights that are kept, write the others afresh. values: dy, a, dh and rows."""
+    """Write dx; add to gradients of the instances in `kept`, overwrite the others. values: dy, a, dh and rows."""
     dy, a = values[:2]
     sums = [[getattr(wanted, name) for wanted in learned] for name in ("down", "gate_up")]
     wanted = sums[0][0] is not None, sums[1][0] is not None
@@ -387,7 +384,7 @@ def weights_and_rows(
 
 
 def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor, weights_N: Tensor | None) -> None:
-    """Add column sums of every instance's rows, weighted if there are weights."""
+    """Add the (weighted) column sums of every instance's rows."""
     launch(
         _kernels().bias_gradient, (-(-left.shape[1] // 64), len(into)), left,
         left, left if weights_N is None else weights_N, *Places.of(into), offsets, into[0], A=left.shape[1],
@@ -396,25 +393,25 @@ def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor, weights_N: 
 
 
 def _weights_and_bias(instances: Sequence[ExpertParts], name: str) -> tuple[Any, ...]:
-    """Places of both; those of the weights twice where there is no bias, which is not read then."""
+    """Places of weights and bias; without a bias, which is not read then, those of the weights twice."""
     weights = Places.of([getattr(parts, name) for parts in instances])
     biases = [getattr(parts, f"{name}_bias") for parts in instances]
     return (*weights, *(weights if biases[0] is None else Places.of(biases)))
 
 
 def _grid(num_tiles: int, like: Tensor) -> tuple[tuple[int], int]:
-    """Programs of a launch, and how many tiles on each goes."""
+    """Grid of a launch, and the stride of a program's tiles."""
     programs = multiprocessors(like.device)
     return (min(num_tiles, programs),), programs
 
 
 def _kernels() -> Any:  # noqa: ANN401 - Triton's kernels have no type
-    """The kernels; descriptors that they make need a little memory for each launch."""
+    """The kernels' module, with an allocator for the descriptors they make."""
     import triton  # noqa: PLC0415 - where there is no Triton, nothing comes here
 
     from equilibra.execute.kernels import products  # noqa: PLC0415
 
-    triton.set_allocator(_allocate)  # it is kept for each thread, and the backward pass has threads of its own
+    triton.set_allocator(_allocate)  # per thread, and the backward pass has its own threads
     return products
 
 

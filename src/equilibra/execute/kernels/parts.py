@@ -1,4 +1,4 @@
-"""What experts are computed from: an instance's parameters, their gradients, weights of rows, the activation.
+"""Operands of expert kernels: an instance's parameters and gradients, row weights, the activation.
 
 Symbols: N rows, D width, F inner width.
 """
@@ -14,16 +14,16 @@ __all__ = ["Activation", "ExpertGradients", "ExpertParts", "RowWeights"]
 
 
 class Activation(StrEnum):
-    """Between the two matrices of an expert."""
+    """Activation between an expert's two matrices."""
 
     SWIGLU = "swiglu"
-    """silu(gate) * up; the first half of the columns is gate, the second up"""
+    """silu(gate) * up; gate is the first half of the columns"""
     CLAMPED_SWIGLU = "clamped-swiglu"
     """gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"""
 
 
 class ExpertParts(NamedTuple):
-    """Parameters of one instance, or gradients of them."""
+    """Parameters of one instance, or their gradients."""
 
     gate_up: Tensor
     """[2F, D]"""
@@ -36,12 +36,11 @@ class ExpertParts(NamedTuple):
 
     @classmethod
     def named(cls, parts: dict[str, Tensor]) -> ExpertParts:
-        """From parts by name."""
         return cls(**parts)
 
 
 class ExpertGradients(NamedTuple):
-    """Where gradients of one instance are added; None for parts that do not learn."""
+    """Gradient buffers of one instance; None for parts that are not trained."""
 
     gate_up: Tensor | None = None
     """[2F, D]"""
@@ -54,9 +53,8 @@ class ExpertGradients(NamedTuple):
 
 
 class RowWeights(NamedTuple):
-    """What results of rows are weighted with, by whoever sums them."""
+    """Weights that combine applies to rows' results, and the buffer for their gradients."""
 
     values_N: Tensor
-    """float32, or more"""
+    """float32 or wider"""
     gradients_N: Tensor
-    """where their gradients are written"""

@@ -1,25 +1,23 @@
-"""Which program of a launch computes which tiles, so that all programs end together.
+"""Assign tiles to the programs of a launch so that all programs end together.
 
 Symbols: P programs, n tiles, G groups, K parts.
 
-Gradients of the weights and of the rows are three products that do not need each other, of tiles that take as long as
-their sums are: the rows of an instance for weights, 2F for rows. One launch computes all three, in five parts:
+The gradients of both matrices and of the rows are three independent products. A tile's cost is the length of its sums:
+an instance's rows for weights, 2F for rows. One launch computes all three, in five parts:
 
     ROWS_BEFORE   some tiles of dx, by the first half of the programs
     DOWN          dW2
     GATE_UP       dW1
-    ROWS_AFTER    as many tiles of dx, by the second half; then those left, by all
-    HALVES        the last tiles of dx in two halves each, where programs end sooner with them
+    ROWS_AFTER    as many tiles of dx, by the second half; then the rest, by all
+    HALVES        the last tiles of dx as half tiles, where programs end sooner with them
 
-So half of the programs multiply while the other half waits for memory, which adding to float32 sums mostly is. Tiles
-of weights go to programs one by one in the order of their computation, each to the program that comes to its end first:
-tiles beside each other are computed at the same time, and caches serve what they share. (Tiles of small instances given
-out at last would fill better, but take longer.) The last tiles of dx, which are short, fill what the others left: each
-product by itself would end with most programs waiting for a few. Halves take a little longer than the whole, but a tile
-of dx may be a thirtieth of all that a program does.
+    alf of the programs multiply while the other half waits for memory, which dominates adding to float32 sums. Tiles of
+    hts go in order to the program that is free first, so neighbouring tiles run at the same time and share caches.
+    igning small instances last would fill better, but is slower.) The last tiles of dx are short and fill the gaps. Two
+     tiles cost a little more than a whole one, but a tile of dx may be a thirtieth of a program's work.
 
-Where instances have more tiles than there are programs, whole rounds of them have a launch of their own, in which all
-programs are at the same rows of an instance all the time: caches need that where instances have many rows.
+    nstances have more tiles than there are programs, whole rounds of them get a launch of their own, in which all
+    rams stay at the same rows of an instance: caches need that where instances have many rows.
 """
 
 from __future__ import annotations
@@ -35,7 +33,7 @@ __all__ = ["Part", "launches_of", "shares_of"]
 
 
 class Part(IntEnum):
-    """Of a launch, in the order of computation."""
+    """Parts of a launch, in the order of computation."""
 
     ROWS_BEFORE = 0
     DOWN = 1
@@ -50,7 +48,7 @@ ROWS_BEFORE, DOWN, GATE_UP, ROWS_AFTER, HALVES = (int(part) for part in Part)
 
 @inlined
 def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, program: int) -> None:
-    """Replace the top of a heap of programs by their end and number."""
+    """Replace the top of a heap of programs, ordered by end and number."""
     place, size = 0, len(ends)
     while True:
         child = 2 * place + 1
@@ -71,7 +69,7 @@ def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, progra
 def _latest(
     heap: NDArray[np.int64], of: NDArray[np.int64], count: int, cost: int, short_count: int, short_cost: int
 ) -> int:
-    """When the last program ends that has so many tiles more, and then short ones."""
+    """When the last program ends if so many more tiles, then short ones, are assigned."""
     ends, programs = heap.copy(), of.copy()
     latest = int(heap.max())
     for tile in range(count + short_count):
@@ -86,7 +84,7 @@ def _settle_halves(
     groups_G5: NDArray[np.int64], counts_G: NDArray[np.int64], ends: NDArray[np.int64], programs: NDArray[np.int64],
     given: int,
 ) -> None:  # fmt: skip
-    """Take halves whole unless programs end sooner with them; so many tiles of dx are given out already."""
+    """Merge half tiles unless programs end sooner with them; `given` tiles of dx are assigned already."""
     cost, short_cost = groups_G5[-2:, 3]
     left, halves = counts_G[-2] - given, counts_G[-1]
     if halves > 0:

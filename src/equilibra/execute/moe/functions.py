@@ -133,12 +133,7 @@ class LayerPass:
         num_bytes = max(sum(sent) - sent[me], sum(received) - received[me]) * rows_ND.shape[1] * rows_ND.itemsize
         with runtime.recorder.span(kind, Resource.NVLINK, self.key, direction, num_bytes=num_bytes):
             runtime.group.all_to_all(
-                Channel.DISPATCH,
-                rows_ND,
-                sent,
-                result,
-                received,
-                what=f"{kind.name.lower()} of layer {self.key.layer}",
+                Channel.DISPATCH, rows_ND, sent, result, received, what=f"{kind.name.lower()} of layer {self.key.layer}"
             ).wait()
         return result
 

@@ -1,14 +1,14 @@
 """A checkpoint on disk: shards in the format of torch.distributed.checkpoint (DCP), and a manifest of them.
 
-    FOLDER/step-00000012/        complete: it got this name by one rename, after everything in it was on the disk
-        __0_0.distcp, ...        tensors, one file per rank that had any
-        .metadata                DCP's own index, a pickle, for other readers of DCP. Never read here
-        manifest.json            index, sizes and SHA-256 of all files, plain values; written last
-    FOLDER/step-*.part           a save that was cut off, or a checkpoint being removed; the next save clears it away
-    FOLDER/step-*.replaced       what stood at this step before; good until the new one is there
-    FOLDER/step-*.aside          newer than the one that a run went on from; read and removed by nobody
+FOLDER/step-00000012/        complete: renamed to this once everything in it was on disk
+__0_0.distcp, ...        tensors, one file per rank that had any
+.metadata                DCP's own index, a pickle for other readers of DCP; never read here
+manifest.json            index, sizes and SHA-256 of all files, plain values; written last
+FOLDER/step-*.part           an interrupted save or removal; the next save deletes it
+FOLDER/step-*.replaced       the step's previous checkpoint; valid until the new one is complete
+FOLDER/step-*.aside          newer than the checkpoint a run resumed from; never read or removed
 
-Nothing is unpickled but tensors, by `torch.load(weights_only=True)`, which builds tensors and nothing else.
+tensors are unpickled, by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations
@@ -48,41 +48,38 @@ FILE_NAME = re.compile(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")
 
 @dataclass(frozen=True, kw_only=True)
 class StoredFile:
-    """A file of a checkpoint."""
+    """Size and hash of a file."""
 
     num_bytes: int
-    """size"""
     sha256: str
-    """in hexadecimal"""
+    """hexadecimal"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StoredTensor:
-    """Where a tensor is."""
+    """Where a tensor is stored."""
 
     dtype: str
     """torch's name"""
     shape: tuple[int, ...]
-    """all of it is in one place"""
     file: str
     """name in the folder"""
     first: int
-    """byte of the file where it begins"""
+    """byte offset in the file"""
     num_bytes: int
     """in the file, as torch.save writes it"""
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The type itself."""
         return getattr(torch, self.dtype)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Manifest:
-    """What a checkpoint holds."""
+    """Contents of a checkpoint."""
 
     step: int
-    """the optimizer steps that made it, or whatever the loop counts"""
+    """as counted by the training loop"""
     tensors: dict[str, StoredTensor]
     """by key"""
     files: dict[str, StoredFile]
@@ -90,12 +87,12 @@ class Manifest:
     values: dict[str, Any]
     """plain values: see `checkpoint_state`"""
     digest: str = ""
-    """of the manifest itself"""
+    """SHA-256 of the manifest itself"""
 
 
 @contextmanager
 def disk_errors(verb: str, path: Path) -> Iterator[None]:
-    """What the disk refuses is an error that names the file, also where torch wraps it."""
+    """Turn disk errors, also those torch wraps, into an InputError that names the file."""
     try:
         yield
     except OSError as error:
@@ -113,11 +110,11 @@ def disk_errors(verb: str, path: Path) -> Iterator[None]:
 
 
 def write_shard(folder: Path, state: Mapping[str, Tensor], rank: int) -> None:
-    """Write this rank's tensors, and a note of them for the rank that finishes. On disk when it returns."""
+    """Write this rank's tensors, and a note of them for `finish`. On disk when it returns."""
     note: dict[str, Any] = {"tensors": {}, "files": {}}
     with disk_errors("write", folder):
         if not folder.is_dir():
-            raise InputError(f"rank {rank} cannot see {folder}, which rank 0 made: ranks must share the file system")
+            raise InputError(f"rank {rank} cannot see {folder}, which rank 0 made: ranks must share a file system")
         for key, stored in _write_tensors(folder, dict(state), rank).items():
             note["tensors"][key] = asdict(stored)
         for name in {stored["file"] for stored in note["tensors"].values()}:
@@ -126,7 +123,7 @@ def write_shard(folder: Path, state: Mapping[str, Tensor], rank: int) -> None:
 
 
 def _write_tensors(folder: Path, state: dict[str, Tensor], rank: int) -> dict[str, StoredTensor]:
-    """DCP's planner and writer. Keys of ranks are disjoint, so no rank has to know the plans of others."""
+    """Write with DCP's planner. Ranks' keys are disjoint, so no rank needs the plans of others."""
     if not state:
         return {}
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
@@ -134,7 +131,7 @@ def _write_tensors(folder: Path, state: dict[str, Tensor], rank: int) -> dict[st
     planner.set_up_planner(state, is_coordinator=True)
     writer.set_up_storage_writer(is_coordinator=True)
     plans, _ = planner.create_global_plan([writer.prepare_local_plan(planner.create_local_plan())])
-    # DCP names files after a plan's place among those of all ranks
+    # DCP names files after the plan's position among those of all ranks
     plan = writer.prepare_global_plan([SavePlan([])] * rank + plans)[rank]
     found = {}
     for result in writer.write_data(planner.finish_plan(plan), planner).wait():
@@ -147,7 +144,7 @@ def _write_tensors(folder: Path, state: dict[str, Tensor], rank: int) -> dict[st
 
 
 def finish(folder: Path, *, step: int, world_size: int, values: dict[str, Any]) -> None:
-    """Collect the notes of all ranks, write index and manifest, and see everything to the disk. Rank 0 does it."""
+    """On rank 0: collect the notes of all ranks, then write index and manifest to disk."""
     with disk_errors("write", folder):
         tensors: dict[str, StoredTensor] = {}
         files: dict[str, StoredFile] = {}
@@ -172,20 +169,20 @@ def finish(folder: Path, *, step: int, world_size: int, values: dict[str, Any]) 
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Every way in which a manifest can be wrong is an InputError that names it."""
+    """Read and check a manifest; anything wrong with it is an InputError that names the file."""
     path = folder / MANIFEST
     with disk_errors("read", path):
         try:
             body = json.loads(path.read_bytes())
         except (ValueError, RecursionError) as error:
-            raise InputError(f"{path} is damaged, it is no JSON ({error}); load another checkpoint") from error
+            raise InputError(f"{path} is damaged: not valid JSON ({error}); load another checkpoint") from error
     if not isinstance(body, dict) or body.get("format") != FORMAT or body.get("version") != VERSION:
         raise InputError(
             f"{path} is not the manifest of a checkpoint: its format must be {FORMAT!r}, version {VERSION}"
         )
     digest = body.pop("sha256", None)
     if digest != _digest(body):
-        raise InputError(f"{path} is damaged: its SHA-256 is not the one it says; load another checkpoint")
+        raise InputError(f"{path} is damaged: its SHA-256 does not match its contents; load another checkpoint")
     try:
         return _checked(body, digest)
     except (KeyError, TypeError, AttributeError, ValueError) as error:
@@ -196,34 +193,34 @@ def _checked(body: dict[str, Any], digest: str) -> Manifest:
     files = {name: StoredFile(**stored) for name, stored in body["files"].items()}
     for name in files:
         if not FILE_NAME.fullmatch(name):
-            raise ValueError(f"{name!r:.80} is no name of a file in the folder")
+            raise ValueError(f"{name!r:.80} is not a file name in the folder")
     tensors = {}
     for key, stored in body["tensors"].items():
         tensor = StoredTensor(**{**stored, "shape": tuple(stored["shape"])})
         if not isinstance(tensor.torch_dtype, torch.dtype) or not all(isinstance(n, int) for n in tensor.shape):
             raise ValueError(f"{key!r:.80} has no type or shape of a tensor")
         if tensor.first < 0 or tensor.first + tensor.num_bytes > files[tensor.file].num_bytes:
-            raise ValueError(f"{key!r:.80} is said to be outside of {tensor.file}")
+            raise ValueError(f"{key!r:.80} lies outside of {tensor.file}")
         tensors[key] = tensor
     return Manifest(step=int(body["step"]), tensors=tensors, files=files, values=body["values"], digest=digest)
 
 
 def verify(folder: Path, manifest: Manifest, *, rank: int, world_size: int) -> None:
-    """All files must be there with their sizes; every rank reads its share of them and compares sums."""
+    """Check the sizes of all files, and the hashes of this rank's share of them."""
     for number, (name, stored) in enumerate(sorted(manifest.files.items())):
         path = folder / name
         with disk_errors("read", path):
             size = path.stat().st_size
             if size != stored.num_bytes:
                 raise InputError(
-                    f"{path} is damaged: it has {size} bytes and must have {stored.num_bytes}; load another checkpoint"
+                    f"{path} is damaged: it has {size} bytes instead of {stored.num_bytes}; load another checkpoint"
                 )
             if number % world_size == rank and _stored_file(path) != stored:
                 raise InputError(f"{path} is damaged: its SHA-256 is not the manifest's; load another checkpoint")
 
 
 def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]) -> None:
-    """Fill `targets`, whose types and shapes have been compared with the manifest's."""
+    """Fill `targets`, whose dtypes and shapes must match the manifest."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = FileSystemReader(folder)
     metadata = _metadata({key: manifest.tensors[key] for key in targets})
@@ -235,7 +232,6 @@ def read_tensors(folder: Path, manifest: Manifest, targets: Mapping[str, Tensor]
 
 
 def _metadata(tensors: Mapping[str, StoredTensor]) -> Metadata:
-    """DCP's index."""
     return Metadata(
         state_dict_metadata={
             key: TensorStorageMetadata(

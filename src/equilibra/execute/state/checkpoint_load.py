@@ -1,7 +1,4 @@
-"""From a checkpoint into a model: compare everything first, make room, and only then fill and install.
-
-Symbols: H homes on this rank, E experts.
-"""
+"""Load a checkpoint into a model: compare everything, allocate, and only then fill and install."""
 
 from __future__ import annotations
 
@@ -20,14 +17,14 @@ __all__ = ["Loading"]
 
 
 class Loading:
-    """Where each tensor of this rank goes. Making it raises InputError if the checkpoint is of something else."""
+    """Where each tensor of this rank goes. The constructor raises InputError if the checkpoint does not fit."""
 
     def __init__(self, trained: Trained, manifest: Manifest) -> None:
         self.trained, self.manifest = trained, manifest
         self.tensors: dict[str, Tensor] = {}
-        """by key: views of the model and of the optimizer's state, to be filled"""
+        """by key: views of model and optimizer state to fill"""
         self._kept: dict[str, dict[str, Tensor]] = {}
-        """by parameter and name: the tensors that the optimizer is to keep"""
+        """by parameter and name: the optimizer's future state"""
         named = trained.named()
         self._check_keys(named)
         for one in named:
@@ -42,12 +39,12 @@ class Loading:
 
     @property
     def extra(self) -> dict[str, Any]:
-        """What the caller saved; to be asked for when tensors are filled."""
+        """The caller's saved values; valid once tensors are filled."""
         found: dict[str, Any] = decoded(self.manifest.values["extra"], self.tensors)
         return found
 
     def install(self) -> None:
-        """Give the optimizer its state and settings, when tensors are filled."""
+        """Give the optimizer its state and settings, once tensors are filled."""
         optimizer = self.trained.optimizer
         if optimizer is None:
             return
@@ -80,7 +77,7 @@ class Loading:
             )
 
     def _want(self, named: Named, tensor: Tensor, kept: str = "", *, stacked: bool) -> None:
-        """Have a tensor filled, or each of its rows."""
+        """Register a tensor, or each of its rows, to be filled."""
         rows = tensor.detach().unbind(0) if stacked else [tensor.detach()]
         for key, row in zip(named.keys(kept, stacked=stacked), rows, strict=True):
             stored = self._stored(key)
@@ -93,13 +90,13 @@ class Loading:
 
     def _stored(self, key: str) -> StoredTensor:
         if key not in self.manifest.tensors:
-            raise InputError(f"the checkpoint is not whole: it says that there is {key}, and has no such tensor")
+            raise InputError(f"the checkpoint is incomplete: its manifest lists {key}, but no such tensor")
         return self.manifest.tensors[key]
 
     # --- the optimizer ---
 
     def _check_optimizer(self) -> None:
-        """It must be one of the same kind, for the same parameters."""
+        """Raise InputError unless class and parameters of the optimizer are as saved."""
         saved, optimizer = self.manifest.values["optimizer"], self.trained.optimizer
         if saved is None:
             raise InputError("the checkpoint was saved without an optimizer: load it without one")
@@ -118,7 +115,7 @@ class Loading:
             )
 
     def _want_kept(self, named: Named) -> None:
-        """State that is there is filled; what is missing is made."""
+        """Register the optimizer state of a parameter, creating missing tensors."""
         saved = self.manifest.values["optimizer"]["kept"].get(named.name, {"stacked": {}, "plain": {}})
         current = self.trained.kept(named)
         if (MASTER in current) != (MASTER in saved["stacked"]):
@@ -136,7 +133,7 @@ class Loading:
             self._want(named, tensor, name, stacked=stacked)
 
     def _room(self, named: Named, name: str, current: object, *, stacked: bool) -> Tensor:
-        """The tensor that the optimizer has, or a new one where it has none that fits."""
+        """The optimizer's tensor, or a new one if it has none that fits."""
         stored = self._stored(named.keys(name, stacked=stacked, experts=np.zeros(1, np.int32))[0])
         shape = (len(named.tensor), *stored.shape) if stacked else stored.shape
         if isinstance(current, Tensor) and tuple(current.shape) == shape and current.dtype == stored.torch_dtype:
@@ -146,7 +143,7 @@ class Loading:
         return torch.empty(shape, dtype=stored.torch_dtype, device=device)
 
     def _counts_on_device(self, named: Named) -> bool:
-        """Torch's optimizers count steps on the host, unless they are captured or fused."""
+        """Whether `step` is a device tensor, as in capturable and fused optimizers."""
         assert self.trained.optimizer is not None
         optimized = id(self.trained.optimized(named))
         return any(
@@ -157,7 +154,7 @@ class Loading:
 
 
 def _like(current: object, value: Any) -> Any:  # noqa: ANN401
-    """A setting in the form that the optimizer has it."""
+    """A setting in the form the optimizer has."""
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(current, Tensor) and isinstance(value, Tensor):
@@ -166,7 +163,6 @@ def _like(current: object, value: Any) -> Any:  # noqa: ANN401
 
 
 def _summary(keys: set[str]) -> str:
-    """How many of what."""
     experts = {tuple(key.split(".")[1:3]) for key in keys if key.startswith("experts.")}
     layers = {layer for layer, _ in experts}
     dense = sum(key.startswith("dense.") for key in keys)

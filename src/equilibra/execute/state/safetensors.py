@@ -1,21 +1,20 @@
-"""Weights as Hugging Face safetensors, in logical order: what inference engines load, and what training starts from.
+"""Export and import weights as Hugging Face safetensors, by logical expert number.
 
     export_safetensors(folder, runtime, naming_of("qwen3-moe"), dense)      # on all ranks
     import_safetensors(folder, runtime, naming_of("qwen3-moe"), dense)
 
-dense: everything but experts, by name in the file; `dense_tensors` gives routers and shared experts. Every rank has it.
+dense: everything but experts, by name in the file, on every rank; `dense_tensors` gives routers and shared experts.
 
     model-00001-of-00009.safetensors    everything dense, by world rank 0
-    model-00002-of-00009.safetensors    experts at home on one rank of the first group, written by it; where all experts
-    ...                                 of a layer are one tensor, a layer, gathered on one rank: layer n on rank n % R
-    config.json, tokenizer.json, ...    other files that were given, by world rank 0
-    model.safetensors.index.json        which tensor is in which file; its metadata names the other files
+    model-00002-of-00009.safetensors    home experts of one rank of the first group, written by it; with stacked naming,
+    ...                                 one layer per file: layer n is gathered on rank n % R
+    config.json, tokenizer.json, ...    other given files, by world rank 0
+    model.safetensors.index.json        the file of every tensor; its metadata names the other files
 
-Which file holds what follows from placement and shapes alone. The folder appears at once, when everything is in it. A
-rank reads only what it is home of. Optimizer state is no part of it: see `checkpoint`.
+File contents follow from placement and shapes alone. The folder appears atomically, once complete. A rank reads only
+its homes. Optimizer state is not included: see `checkpoint`.
 
-An export replaces a folder only if it was one: it holds the index, files of weights, the other files that the index
-names, and nothing else.
+An export only replaces a folder that holds nothing but an earlier export.
 """
 
 from __future__ import annotations
@@ -58,10 +57,10 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """One file to be written."""
+    """One file to write."""
 
     rank: int
-    """of the first group, that writes it"""
+    """of the first group; writes the file"""
     names: dict[str, int]
     """bytes by name"""
 
@@ -70,9 +69,9 @@ def export_safetensors(
     folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *,
     others: Mapping[str, bytes] | None = None, overwrite: bool = False, max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Collective: write the weights. All ranks share the file system.
+    """Collective: write the weights to a shared file system.
 
-    others: further files by name, written by world rank 0; what other ranks give is not looked at.
+    others: further files by name, from world rank 0 only.
     """
     if runtime.broken is not None:
         raise BrokenStateError(f"cannot export weights: {runtime.broken}")
@@ -119,7 +118,7 @@ def export_safetensors(
 
 
 def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:
-    """Collective: fill experts and `dense` from published weights, which may be of another floating-point type."""
+    """Collective: fill experts and `dense` from published weights of any floating-point dtype."""
     if runtime.broken is not None:
         raise BrokenStateError(f"cannot import weights: {runtime.broken}")
     group, what = runtime.group, f"importing weights from {folder}"
@@ -145,7 +144,7 @@ def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, den
 
 
 def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_bytes: int) -> list[_File]:
-    """The same on all ranks."""
+    """Files and their tensors; equal on all ranks."""
     check_whole("max_file_bytes", max_bytes, low=1, high=None)
     layers, ranks, size = range(len(runtime.weights)), runtime.group.num_ranks, runtime.weights[0].dtype.itemsize
     found = _split(0, ((name, value.nbytes) for name, value in dense.items()), max_bytes)
@@ -166,12 +165,12 @@ def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_by
     names = [name for file in found for name in file.names]
     twice = next((name for name, number in zip(*np.unique(names, return_counts=True), strict=True) if number > 1), None)
     if twice is not None:
-        raise InputError(f"two tensors would be called {twice}: names of dense tensors must not be those of experts")
+        raise InputError(f"two tensors would be called {twice}: rename the dense tensor, which has an expert's name")
     return found
 
 
 def _split(rank: int, named: Iterator[tuple[str, int]], max_bytes: int) -> list[_File]:
-    """Files of at most `max_bytes`, unless a tensor alone is larger."""
+    """Files of at most `max_bytes`, unless a single tensor is larger."""
     found: list[_File] = []
     size = 0
     for name, num_bytes in named:
@@ -191,7 +190,7 @@ def _file_name(number: int, files: list[_File]) -> str:
 
 
 def _rounds(files: list[_File]) -> list[list[int]]:
-    """Numbers of files that are written at the same time: at most one per rank, so ranks hear of each other often."""
+    """Files written at the same time, at most one per rank, so that a failure is noticed between rounds."""
     rounds: list[list[int]] = []
     of_rank: Counter[int] = Counter()
     for number, file in enumerate(files):
@@ -206,12 +205,12 @@ def _write(
     part: Path, runtime: Runtime, naming: Naming, values: Mapping[str, Tensor], files: list[_File], numbers: list[int],
     room: list[tuple[Tensor, Tensor]],
 ) -> None:  # fmt: skip
-    """One round: gather layers, where experts are stacked, then write this rank's file."""
+    """One round: gather layers if experts are stacked, then write this rank's file."""
     if runtime.group.index != 0:
         return
     first = len(files) - len(runtime.weights)
     layer_of = {number: number - first for number in numbers if naming.stacked and number >= first}
-    for number, layer in layer_of.items():  # nothing that can fail on one rank comes before the last of these
+    for number, layer in layer_of.items():  # collectives first: nothing before them may fail on one rank
         gather_layer(runtime, layer, room[0], target=files[number].rank)
     for number in numbers:
         if files[number].rank == runtime.group.rank:

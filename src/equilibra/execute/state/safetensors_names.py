@@ -1,4 +1,4 @@
-"""What families of models call the tensors of an MoE layer in their published files, and which parts of ours they are.
+"""Tensor names of MoE layers in the published files of model families, and how they map to our parts.
 
 Symbols: H homes on this rank, E experts, D width, F inner width.
 
@@ -6,7 +6,7 @@ Symbols: H homes on this rank, E experts, D width, F inner width.
     gpt-oss                                 one tensor for all experts, transposed, gate and up interleaved:
                                             gate_up [E, D, 2F], down [E, F, D], and biases [E, 2F], [E, D]
 
-An entry is a view of a parameter with its axes in the order of the file, so that one list serves to write and to read.
+An entry is a view of a parameter with axes in the file's order, so that one list serves writing and reading.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ __all__ = ["NAMINGS", "Entry", "Naming", "dense_tensors", "naming_of"]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Entry:
-    """A tensor of a file, or one expert's row of it."""
+    """A tensor in a file, or one expert's row of it."""
 
     name: str
     """in the file"""
     value: Tensor
-    """the same numbers in the same order, with axes that may still be apart"""
+    """view with values in the file's order; axes may not be merged yet"""
     shape: tuple[int, ...]
-    """in the file; of the row, where it is one"""
+    """in the file, or of the row"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Naming:
-    """Names of one family; `{layer}` and `{expert}` stand for numbers."""
+    """Name templates of one family, with `{layer}` and `{expert}` for numbers."""
 
     prefix: str
     """of everything in an MoE layer"""
@@ -49,21 +49,18 @@ class Naming:
     down: str
     """of one expert, or of all"""
     stacked_gate_up: str = ""
-    """of all experts; not empty: experts are stacked, transposed and interleaved"""
+    """of all experts; if set, experts are stacked, transposed and interleaved"""
     stacked_gate_up_bias: str = ""
     """of all experts"""
     stacked_down_bias: str = ""
     """of all experts"""
     router: str
-    """its matrix"""
     router_bias: str = ""
-    """of its logits"""
     selection_bias: str = ""
-    """that only chooses"""
     shared: str = ""
     """of the shared expert, with `{matrix}` for gate_proj, up_proj and down_proj"""
     layer_numbers: tuple[int, ...] | None = None
-    """the model's number of each MoE layer; None: all layers are MoE layers"""
+    """model layer of each MoE layer; None: all layers are MoE layers"""
 
     @property
     def stacked(self) -> bool:
@@ -75,16 +72,18 @@ class Naming:
         return replace(self, layer_numbers=tuple(numbers))
 
     def name(self, template: str, layer: int, what: str, *, expert: int = 0, matrix: str = "") -> str:
-        """A tensor of an MoE layer, which is counted from 0."""
+        """Name of a tensor of an MoE layer, counted from 0."""
         if not template:
-            raise InputError(f"the model has {what}, and models of this naming have none: choose another")
+            raise InputError(f"the model has {what}, which this naming has no name for: choose another naming")
         if self.layer_numbers is not None and layer >= len(self.layer_numbers):
-            raise InputError(f"there is no number for MoE layer {layer}: layer_numbers has {len(self.layer_numbers)}")
+            raise InputError(
+                f"no model layer for MoE layer {layer}: layer_numbers has {len(self.layer_numbers)} entries"
+            )
         number = layer if self.layer_numbers is None else self.layer_numbers[layer]
         return (self.prefix + template).format(layer=number, expert=expert, matrix=matrix)
 
     def names_of_expert(self, spec: MoESpec, layer: int, expert: int) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of one expert's tensors, or rows."""
+        """Names and shapes of one expert's tensors (or rows, if stacked)."""
         width, inner = spec.hidden, spec.expert_ffn
         named: list[tuple[str, tuple[int, ...]]]
         if self.stacked:
@@ -96,7 +95,7 @@ class Naming:
         return {self.name(template, layer, "biases of experts", expert=expert): shape for template, shape in named}
 
     def entries(self, spec: MoESpec, layer: int, expert: int, parts: ExpertParts) -> list[Entry]:
-        """The tensors of one expert; with stacked naming, its rows."""
+        """Entries of one expert's tensors (or rows, if stacked)."""
         gate_up, down, gate_up_bias, down_bias = parts
         halves = gate_up.view(2, spec.expert_ffn, spec.hidden)
         values = [halves.permute(2, 1, 0), down.t()] if self.stacked else [halves[0], halves[1], down]
@@ -133,14 +132,14 @@ NAMINGS = {
 
 
 def naming_of(family: str) -> Naming:
-    """A naming by the name of the family."""
+    """The naming of a model family."""
     if family not in NAMINGS:
-        raise InputError(f"there is no naming {family!r:.40}: there are {', '.join(NAMINGS)}; or make a Naming")
+        raise InputError(f"no naming {family!r:.40}: use one of {', '.join(NAMINGS)}, or make a Naming")
     return NAMINGS[family]
 
 
 def dense_tensors(layers: Iterable[BalancedMoE], naming: Naming) -> dict[str, Tensor]:
-    """Routers and shared experts of MoE layers by their names in the file: views, to write or to read into."""
+    """Views of routers and shared experts by their names in the file, to write or to read into."""
     found: dict[str, Tensor] = {}
     for moe in layers:
         router, layer = moe.router, moe.layer

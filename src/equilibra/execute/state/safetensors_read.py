@@ -1,7 +1,7 @@
-"""Reading published weights: only the tensors and rows that are asked for, compared before anything is filled.
+"""Read requested tensors and rows of published weights, and manage the other files of an export.
 
-Files beside the weights (config.json, tokenizer.json, ...) are named in the index. So a later export knows which files
-of a folder an export wrote; a folder that holds any other is somebody's, and is never replaced.
+The index names other files (config.json, tokenizer.json, ...), so that a later export knows which files an export
+wrote. A folder with any other file is never replaced.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ __all__ = ["INDEX", "OTHER_FILES", "Row", "check_others", "check_replaceable", "
 INDEX = "model.safetensors.index.json"
 ALONE = "model.safetensors"
 KINDS = ("F64", "F32", "F16", "BF16")
-"""types that can be filled in; numbers of other types mean nothing without their scales"""
+"""dtypes that can be imported; others need scales"""
 
 Row = tuple[int, int] | None
-"""a row of a tensor that has so many; None: the whole tensor"""
+"""row number and number of rows; None: the whole tensor"""
 
 
 def read_entries(folder: Path, wanted: Iterable[tuple[Row, Entry]], *, fill: bool) -> None:
-    """Compare, or fill, every entry. Every way in which a file can be wrong is an InputError that names it."""
+    """Check, or fill, every entry; anything wrong with a file is an InputError that names it."""
     of_file: dict[str, list[tuple[Row, Entry]]] = {}
     file_of = _index(folder)
     for row, entry in wanted:
@@ -83,18 +83,18 @@ def _index(folder: Path) -> dict[str, str]:
 
 
 def _near(name: str, file_of: dict[str, str]) -> str:
-    """Names that look like the missing one, to see which naming would fit."""
+    """Names similar to the missing one, to see which naming would fit."""
     prefix = ".".join(name.split(".")[:4])
     near = sorted(other for other in file_of if other.startswith(prefix))[:3] or sorted(file_of)[:3]
     return f"it has {len(file_of)} tensors, such as {', '.join(near)}"
 
 
 OTHER_FILES = "other_files"
-"""in the metadata of the index: the list of their names"""
+"""key of their names in the index's metadata"""
 
 
 def check_others(others: Mapping[str, bytes]) -> None:
-    """An error unless files beside the weights have plain names, not those of weights, and bytes."""
+    """Raise InputError unless other files have plain names, not those of weights, and bytes as content."""
     for name, content in others.items():
         if not _is_plain(name) or name.lower() == INDEX or name.lower().endswith(".safetensors"):
             raise InputError(
@@ -105,7 +105,7 @@ def check_others(others: Mapping[str, bytes]) -> None:
 
 
 def write_others(folder: Path, others: Mapping[str, bytes]) -> None:
-    """Write the files beside the weights."""
+    """Write the other files of an export."""
     for name, content in others.items():
         path = folder / name
         try:
@@ -115,13 +115,13 @@ def write_others(folder: Path, others: Mapping[str, bytes]) -> None:
 
 
 def check_replaceable(folder: Path) -> None:
-    """An error if a folder holds anything that no export wrote."""
+    """Raise InputError if a folder holds anything that no export wrote."""
     if not folder.is_dir():
         return
     named = _others_of(folder)
     foreign = [path.name for path in folder.iterdir() if not (_is_own(path, named) and _is_file(path))]
     if foreign:
-        raise InputError(f"cannot export to {folder}: it holds {min(foreign)}, too; export to a new folder")
+        raise InputError(f"cannot export to {folder}: it also holds {min(foreign)}; export to a new folder")
 
 
 def _is_own(path: Path, named: list[str]) -> bool:
@@ -134,7 +134,7 @@ def _is_file(path: Path) -> bool:
 
 
 def _others_of(folder: Path) -> list[str]:
-    """What the index names; nothing if it cannot be read."""
+    """Other files that the index names; empty if it cannot be read."""
     try:
         named = json.loads((folder / INDEX).read_bytes())["metadata"][OTHER_FILES]
     except (OSError, ValueError, KeyError, TypeError, RecursionError):

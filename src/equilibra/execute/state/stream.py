@@ -1,9 +1,9 @@
-"""Weights as a stream of published names, on every rank: what a rollout engine inside the training processes loads.
+"""Stream all weights by published name on every rank, for a rollout engine inside the training processes.
 
     for name, value in logical_weights(runtime, naming_of("qwen3-moe"), dense):
         engine.load(name, value)                                        # on all ranks, in step
 
-Dense tensors come first, in their order, then the experts layer by layer in logical order, whatever the placement.
+Dense tensors come first in their order, then experts layer by layer in logical order.
 """
 
 from __future__ import annotations
@@ -28,16 +28,15 @@ WHAT = "streaming weights"
 def logical_weights(
     runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *, wait: Callable[[], None] = lambda: None
 ) -> Iterator[tuple[str, Tensor]]:
-    """Collective, and so is every step of the iteration: each weight by its published name, on every rank.
+    """Yield every weight by its published name, on every rank; the call and each iteration are collective.
 
-    dense: everything but experts, by name; the same on every rank. Experts are gathered inside the expert-parallel
-    group, one layer at a time: beside the tensor that is handed out a rank holds one layer. Tensors are copies on the
-    device of the weights: they stay valid and do not change, and may be kept. All ranks iterate to the end, or stop
-    together: a rank that fails leaves the others waiting until the timeout, which is a RankLostError. Weights and homes
-    must not change meanwhile.
+    dense: everything but experts, by name; equal on every rank. Experts are gathered one layer at a time within the
+    expert-parallel group, so a rank holds one extra layer. Yielded tensors are copies on the weights' device and may be
+    kept. All ranks must iterate to the end or stop together, else the others raise RankLostError after the timeout.
+    Weights and homes must not change meanwhile.
 
-    wait: called before each layer is gathered; a collective with more patience than the group's, where some ranks do
-    more with the tensors than others, as writing them to a disk.
+    wait: called before each layer is gathered: a collective with a longer timeout, where some ranks do more with the
+    tensors than others, such as writing to disk.
     """
     if runtime.broken is not None:
         raise BrokenStateError(f"cannot stream weights: {runtime.broken}")
@@ -56,23 +55,23 @@ def logical_weights(
         yield name, value.detach().clone(memory_format=torch.contiguous_format)
     for layer in layers:
         if runtime.version != version or runtime.placement != placement:
-            raise StaleError("weights or homes have changed while weights were streamed: stream them between steps")
+            raise StaleError("weights or homes have changed during the stream: stream weights between steps")
         wait()
         gather_layer(runtime, layer, room[0])
         yield from tensors_of_layer(runtime, naming, layer, room[0][1])
 
 
 def _check_names(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:
-    """An error if the naming does not fit the model, or a dense tensor has the name of an expert's."""
+    """Raise InputError if the naming does not fit the model, or a dense tensor has an expert's name."""
     for layer in range(len(runtime.weights)):
         for expert in range(runtime.spec.num_experts):
             for name in naming.names_of_expert(runtime.spec, layer, expert):
                 if name in dense:
-                    raise InputError(f"two tensors would be called {name}: dense tensors need names of their own")
+                    raise InputError(f"two tensors would be called {name}: rename the dense tensor")
 
 
 def room_for_a_layer(runtime: Runtime, *, receives: bool = True) -> tuple[Tensor, Tensor]:
-    """Memory [H, P] to send a layer's experts at home, and [E, P] to receive a layer: taken before anything is sent."""
+    """Buffers [H, P] to send a layer's home experts and [E, P] to receive a layer, allocated before any exchange."""
     like, most = runtime.weights[0], max(weights.experts.size for weights in runtime.weights)
     sent, received = (
         torch.empty(number, like.layout.size, dtype=like.dtype, device=like.device)
@@ -82,7 +81,7 @@ def room_for_a_layer(runtime: Runtime, *, receives: bool = True) -> tuple[Tensor
 
 
 def gather_layer(runtime: Runtime, layer: int, room: tuple[Tensor, Tensor], *, target: int | None = None) -> None:
-    """Collective: all experts of a layer into the room of the target rank, or of every rank, by home and number."""
+    """Collective: gather a layer's experts into the buffer of `target`, or of every rank, by home and number."""
     group, weights, home = runtime.group, runtime.weights[layer], runtime.placement.home_of_expert[layer]
     rows = room[0][: weights.experts.size]
     for row, expert in enumerate(weights.experts.tolist()):
@@ -98,7 +97,7 @@ def gather_layer(runtime: Runtime, layer: int, room: tuple[Tensor, Tensor], *, t
 
 
 def tensors_of_layer(runtime: Runtime, naming: Naming, layer: int, rows_EP: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Every tensor of a layer that was gathered, by the numbers of experts; made when it is asked for, and a copy."""
+    """Yield copies of a gathered layer's tensors by expert number."""
     row_of_expert = np.argsort(np.argsort(runtime.placement.home_of_expert[layer], kind="stable")).tolist()
     experts = runtime.weights[layer].layout.experts(rows_EP)
     entries = [naming.entries(runtime.spec, layer, e, experts[row]) for e, row in enumerate(row_of_expert)]

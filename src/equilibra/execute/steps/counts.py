@@ -143,14 +143,9 @@ def check_routing(
 
 
 def gather_counts(
-    group: ExpertGroup,
-    routing: RoutingTrace | None,
-    experts_TLK: NDArray[np.signedinteger],
-    mini_batches: NDArray[np.integer],
-    *,
-    num_layers: int,
-    num_experts: int,
-) -> StepCounts:
+    group: ExpertGroup, routing: RoutingTrace | None, experts_TLK: NDArray[np.signedinteger],
+    mini_batches: NDArray[np.integer], *, num_layers: int, num_experts: int,
+) -> StepCounts:  # fmt: skip
     """Collective: counts of all ranks' sequences. A rank without sequences passes None as routing."""
     mine = np.zeros((0, 3), np.int64)
     loads = np.zeros((0, num_layers, num_experts), np.int32)

@@ -43,13 +43,7 @@ def executed_rows(rows: NDArray[np.void], shape: tuple[int, int, int], stage: St
 
 
 def measured_record(
-    plan: StepPlan,
-    load: StepLoad,
-    rows: NDArray[np.void],
-    *,
-    memory: dict[str, float],
-    seconds: float,
-    num_tokens: int,
+    plan: StepPlan, load: StepLoad, rows: NDArray[np.void], *, memory: dict[str, float], seconds: float, num_tokens: int
 ) -> PlannerRecord:
     """The record `equilibra report` shows, from all ranks' events. Token counts are measured, not planned."""
     shape = (plan.num_layers, plan.num_micro_batches, plan.cluster.num_ranks)
@@ -203,13 +197,9 @@ class Step:
         names = list(self.runtime.memory_bytes())
         largest = dict(zip(names, np.concatenate(memory).max(axis=0).tolist(), strict=True))
         return measured_record(
-            self.plan,
-            self.armed.load,
-            np.concatenate(rows),
-            memory=largest,
-            seconds=seconds,
+            self.plan, self.armed.load, np.concatenate(rows), memory=largest, seconds=seconds,
             num_tokens=self.num_tokens,
-        )
+        )  # fmt: skip
 
 
 def begin_step(
