@@ -123,7 +123,7 @@ def test_pieces_are_bounded_by_the_bytes_of_their_answers(model, weights, group,
     requests = requests_of(9)
     with sglang_server() as (url, served):
         engine = sglang_engine(model, group, url, tmp_path, connections=3)
-        room = 3 * max(engine._most_bytes(request) for request in requests)
+        room = 3 * max(engine._max_bytes(request) for request in requests)
         engine = replace(engine, piece_bytes=room)
         engine.load_weights(iter(weights.items()))
         found = engine.generate(requests, temperature=0.0)
