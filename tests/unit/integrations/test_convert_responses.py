@@ -81,5 +81,5 @@ def test_bad_input_is_an_error_and_leaves_no_file(files, monkeypatch, words, err
 
 def test_a_pickled_npz_is_refused(files):
     np.savez(files / "a.npz", ids=np.array([{"a": 1}], object), offsets=[0, 1])
-    with pytest.raises(TraceFormatError, match="Python objects, which are not read"):
+    with pytest.raises(TraceFormatError, match="Python objects, which are never read"):
         run("convert", files / "a.npz", files / "b.eqtrace")
