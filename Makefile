@@ -8,7 +8,7 @@ READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
 DOCS_READY := $(VENV)/.ready-docs
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
-CHECKED := $(wildcard tests/unit/core tests/unit/cost tests/unit/measure tests/unit/trace tests/unit/simulate tests/unit/report tests/golden tests/unit/rl/test_loss.py tests/unit/rl/test_gae.py tests/unit/plan/test_plan_[a-q]*.py)
+CHECKED := $(wildcard tests/unit/core tests/unit/cost tests/unit/events tests/unit/trace tests/unit/simulate tests/unit/report tests/golden tests/unit/rl/test_loss.py tests/unit/rl/test_gae.py tests/unit/plan/test_plan_[a-q]*.py)
 OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
