@@ -5,7 +5,7 @@ Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this 
 `balanced_class()` subclasses the installed Megatron's `MoELayer` on first use, so importing this needs no Megatron. An
 existing layer changes its class in place: parameters, DDP's buckets, the optimizer and checkpoints stay as they are.
 
-A step's routing is [M][L] ids [T, K], as `RouterReplay.set_replay_data` takes them for each micro-batch. Rows with a
+A step's routing is `[M][L]` ids [T, K], as `RouterReplay.set_replay_data` takes them for each micro-batch. Rows with a
 negative id or a repeated expert are routed live and not counted.
 """
 
@@ -44,7 +44,7 @@ def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
 
 
 def by_micro_batch(lists: Iterable[Sequence[Tensor]]) -> list[list[Tensor]]:
-    """[M][L] from [L][M], such as slime's `top_indices_list` or Megatron's `replay_backward_list` of each layer."""
+    """`[M][L]` from `[L][M]`, such as slime's `top_indices_list` or Megatron's `replay_backward_list` of each layer."""
     of_layers = [list(of_layer) for of_layer in lists]
     counts = {len(of_layer) for of_layer in of_layers}
     if len(counts) > 1:
