@@ -270,13 +270,13 @@ def test_exports_with_other_files_replace_each_other_and_nothing_else(tmp_path: 
     with pytest.raises(InputError, match="it exists"):
         export(world, folder, "qwen3-moe", others={"config.json": b"new"})
     (folder / "notes.txt").write_text("mine")
-    with pytest.raises(InputError, match=r"it holds notes.txt, too"):
+    with pytest.raises(InputError, match=r"it also holds notes.txt"):
         export(world, folder, "qwen3-moe", others={"notes.txt": b"", "config.json": b""}, overwrite=True)
     assert (folder / "config.json").read_bytes() == b"old"
     (folder / "notes.txt").unlink()
     (folder / "tokenizer.json").unlink()
     (folder / "tokenizer.json").symlink_to(tmp_path)
-    with pytest.raises(InputError, match=r"it holds tokenizer.json, too"):
+    with pytest.raises(InputError, match=r"it also holds tokenizer.json"):
         export(world, folder, "qwen3-moe", overwrite=True)
     (folder / "tokenizer.json").unlink()
     export(world, folder, "qwen3-moe", others={"config.json": b"new"}, overwrite=True)
@@ -289,7 +289,7 @@ def test_exports_with_other_files_replace_each_other_and_nothing_else(tmp_path: 
     assert body["metadata"]["other_files"] == ["config.json"]
     for text in ("{", json.dumps({**body, "metadata": {}}), json.dumps({**body, "metadata": {"other_files": 3}})):
         index.write_text(text)  # nobody says that config.json is ours
-        with pytest.raises(InputError, match=r"it holds config.json, too"):
+        with pytest.raises(InputError, match=r"it also holds config.json"):
             export(world, folder, "qwen3-moe", overwrite=True)
     weights = ["model.safetensors", "model-00001-of-00002.safetensors", "Model.safetensors.index.json"]
     for name in ("", ".", "..", "a/b", "/a", "a\0b", *weights):
@@ -312,12 +312,12 @@ def test_exports_replace_only_exports(tmp_path: Path) -> None:
     export(world, folder, "qwen3-moe", overwrite=True)
     assert not all_of(folder)["model.embed.weight"].any()
     (folder / "config.json").write_text("{}")
-    with pytest.raises(InputError, match=r"it holds config.json, too"):
+    with pytest.raises(InputError, match=r"it also holds config.json"):
         export(world, folder, "qwen3-moe", overwrite=True)
     assert (folder / "config.json").exists()
     (folder / "config.json").unlink()
     (folder / "model-00009-of-00009.safetensors").mkdir()
-    with pytest.raises(InputError, match=r"it holds model-00009"):
+    with pytest.raises(InputError, match=r"it also holds model-00009"):
         export(world, folder, "qwen3-moe", overwrite=True)
     (folder / "model-00009-of-00009.safetensors").rmdir()
     for family, spec, words in (
