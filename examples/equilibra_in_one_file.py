@@ -364,7 +364,12 @@ def main() -> int:
     parser.add_argument("--drop-a-gradient", action="store_true", help="lose the gradient of one copy: must fail")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    ids_TK, offsets, num_experts = read_recording(args.recording, args.layer) if args.recording else make_recording()
+    try:
+        ids_TK, offsets, num_experts = (
+            read_recording(args.recording, args.layer) if args.recording else make_recording()
+        )
+    except (OSError, ValueError, KeyError, IndexError) as error:
+        parser.error(f"cannot read layer {args.layer} of {args.recording}: {error}")
     micro_batches = cut(offsets, NUM_RANKS, args.tokens_per_rank)[: args.micro_batches]
     ids_TK = ids_TK[: sum(len(tokens) for ranks in micro_batches for tokens in ranks)]
     tokens_MER = count(ids_TK, micro_batches, num_experts)

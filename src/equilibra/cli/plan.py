@@ -56,6 +56,8 @@ def run(arguments: argparse.Namespace) -> int:
     """Plan."""
     if not 0 <= arguments.tolerance < 1000:
         raise InputError(f"--tolerance must be from 0 to below 1000, not {arguments.tolerance}")
+    if arguments.hardware is not None and arguments.model is None:
+        raise InputError("--hardware goes with --model: without a model copies and moves are free")
     if arguments.loads is None:
         return _plan_trace(arguments)
     for option in ("output", "previous", "model", "hardware", "planner"):

@@ -23,6 +23,7 @@ from time import monotonic
 
 from equilibra.core.environment import environment_with
 from equilibra.core.errors import ExecuteError, InputError
+from equilibra.cost.files import prices_of
 from equilibra.train.config import ClusterConfig
 from equilibra.train.plain_log import Screen
 from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, Told, failure_of, rank_main, run_rank
@@ -267,6 +268,7 @@ def place_under_torchrun(cluster: ClusterConfig, environment: Mapping[str, str] 
 
 def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | None) -> bool:
     """Run to the last step; returns whether the run was told to stop earlier."""
+    prices_of(job.config.balance.hardware)  # a name that does not exist ends the run now, not after the warm-up
     if place is None:
         assert lock is not None
         return run_processes(job, screen=screen, lock=lock)

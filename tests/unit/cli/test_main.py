@@ -234,3 +234,8 @@ def test_an_interrupt_while_arguments_are_read_is_a_line(monkeypatch, capsys):
     monkeypatch.setattr(bench, "add_parser", interrupted)
     assert main(["trace", "show", "nothing"]) == 130
     assert capsys.readouterr().err == "equilibra: interrupted\n"
+
+
+def test_hardware_without_a_model_is_refused(tmp_path, capsys):
+    assert main(["plan", "--trace", str(tmp_path / "any.npz"), "--hardware", "h200"]) == 2
+    assert "--hardware goes with --model" in capsys.readouterr().err
