@@ -11,34 +11,40 @@ __all__ = ["nearest_tests"]
 TESTS = SOURCE.parents[1] / "tests"
 PLAN = ("unit/plan/*.py", "golden/*.py", "property/plan/*.py", "contracts/test_planners.py")
 LAYER = ("distributed/test_layer.py", "distributed/test_mini_batches.py", "distributed/test_training.py")
+UNIT = "unit/execute/test_"
 NEAREST: dict[str, tuple[str, ...]] = {
     "plan/baselines/": ("unit/plan/test_baselines.py", "golden/*.py"),
     "plan/": (),
-    "core/visit.py": ("unit/core/test_visit.py", *LAYER),
-    "core/tables.py": ("unit/core/test_visit.py", *LAYER),
+    "execute/watch.py": (UNIT + "watch.py", "distributed/test_failures.py", "distributed/test_patience.py"),
+    "execute/group.py": (UNIT + "watch.py", UNIT + "staging.py", UNIT + "planning.py", "distributed/test_counts.py", *LAYER),
+    "execute/record.py": (UNIT + "memory_kept.py", "distributed/test_counts.py", *LAYER),
+    "execute/micro_batch.py": (UNIT + "memory_kept.py", UNIT + "paths.py", *LAYER),
+    "execute/runtime.py": (UNIT + "paths.py", UNIT + "memory_kept.py", UNIT + "first_gradients.py", *LAYER),
     "execute/experts/": (
-        "unit/execute/test_expert_math.py", "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py",
-        *LAYER,
+        UNIT + "expert_math.py", UNIT + "first_gradients.py", UNIT + "bands.py", UNIT + "memory_kept.py",
+        UNIT + "gradients.py", *LAYER, "distributed/test_migrate.py", "distributed/test_checkpoint.py",
     ),
     "execute/moe/": (
-        "unit/execute/test_expert_math.py", "unit/execute/test_router.py", "unit/execute/test_laden.py",
-        "unit/execute/test_first_gradients.py", "unit/execute/test_bands.py", *LAYER,
+        UNIT + "expert_math.py", UNIT + "router.py", UNIT + "laden.py", UNIT + "first_gradients.py",
+        UNIT + "bands.py", *LAYER,
     ),
-    "execute/kernels/": ("unit/execute/test_shares.py", "unit/execute/test_bands.py"),
+    "execute/kernels/": (UNIT + "shares.py", UNIT + "bands.py", UNIT + "expert_math.py", UNIT + "kernels.py"),
+    "execute/copies/segment.py": (UNIT + "segment.py", UNIT + "paths.py"),
+    "execute/copies/collective.py": (UNIT + "staging.py", UNIT + "paths.py", *LAYER),
     "execute/copies/": (
-        "unit/execute/test_paths.py", "unit/execute/test_segment.py", *LAYER, "distributed/test_failures.py",
+        UNIT + "paths.py", UNIT + "segment.py", "protocol/test_protocol.py", *LAYER, "distributed/test_failures.py",
     ),
-    "execute/steps/": ("unit/execute/test_planning.py", "distributed/test_counts.py", *LAYER),
-    "execute/state/checkpoint": ("distributed/test_checkpoint.py",),
+    "execute/steps/counts.py": (UNIT + "planning.py", "distributed/test_counts.py", *LAYER),
+    "execute/steps/gradients.py": (UNIT + "gradients.py", "distributed/test_gradients.py", *LAYER),
+    "execute/steps/masters.py": (UNIT + "gradients.py", "distributed/test_gradients.py", *LAYER),
+    "execute/steps/": (UNIT + "planning.py", UNIT + "gradients.py", "distributed/test_counts.py", *LAYER),
+    "execute/state/checkpoint": ("distributed/test_checkpoint.py", UNIT + "gradients.py"),
     "execute/state/migrate": ("distributed/test_migrate.py", "distributed/test_checkpoint.py"),
     "execute/state/safetensors": ("distributed/test_safetensors.py", "distributed/test_stream.py"),
     "execute/state/": (
         "distributed/test_stream.py", "distributed/test_safetensors.py", "distributed/test_checkpoint.py",
     ),
-    "execute/": (
-        "distributed/test_migrate.py", *LAYER, "distributed/test_checkpoint.py", "distributed/test_failures.py",
-        "unit/execute/test_planning.py",
-    ),
+    "execute/": (*LAYER, "distributed/test_checkpoint.py", "distributed/test_failures.py"),
 }  # fmt: skip
 """by the beginning of the path"""
 
