@@ -162,6 +162,8 @@ def break_something(how: str | None) -> None:
             self.parts = own
 
         visits.MegatronVisits.fetch_next = of_another
+    elif how == "do not wait for weights":
+        visits.MegatronVisits.wait_for_weights = lambda _self: None
     elif how == "choose any slot":
         layer._choose_slots = _any_slot
     elif how is not None:
