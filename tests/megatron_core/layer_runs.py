@@ -200,7 +200,7 @@ def built_from_spec(world: int) -> dict[str, Any]:
     balance(layer).begin([ids])
     return {
         "is balanced": isinstance(layer, balanced_class()),
-        "spec changed": getattr(spec.submodules.mlp, "module", getattr(spec.submodules.mlp, "func", 0)) is not MoELayer,
+        "spec changed": models.class_of_spec(spec.submodules.mlp) is not MoELayer,
         "out": float((_pass(layer, ids, 0) - before).abs().max() + (_pass(plain, ids, 0) - before).abs().max()),
     }
 

@@ -68,6 +68,11 @@ def moe_layer(settings: Any, seed: int = 1) -> Any:
     return layer
 
 
+def class_of_spec(spec: Any) -> Any:
+    """The class that a specification builds: a ModuleSpec, since 0.18 a partial."""
+    return getattr(spec, "module", None) or spec.func
+
+
 def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True, vp_stage: int | None = None) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec

@@ -35,7 +35,7 @@ def test_every_dispatcher_with_rows_of_padding(dispatcher: str, padding: int) ->
 
 
 def test_rows_of_padding_in_slots_without_a_copy_are_noticed() -> None:
-    with pytest.raises(AssertionError, match="size of tensor|split|shape|rows"):
+    with pytest.raises(AssertionError, match=r"size of tensor|split|shape|rows"):
         run_ranks(4, layer_runs.balanced_against_plain, 4, "choose any slot", 1, "deepep", 3)
 
 

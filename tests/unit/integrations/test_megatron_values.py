@@ -213,7 +213,7 @@ def test_weights_that_come_late_are_refused() -> None:
     with pytest.raises(InputError, match="use_megatron_fsdp=True: weights are gathered when an expert runs"):
         check_wrapping(SimpleNamespace(use_megatron_fsdp=True))
     optimizer = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=True))
-    with pytest.raises(InputError, match="pass balance.. the model wrapped in DistributedDataParallel"):
+    with pytest.raises(InputError, match=r"pass balance.. the model wrapped in DistributedDataParallel"):
         wait_for_gathers([torch.nn.Linear(1, 1)], [], optimizer)
 
 
