@@ -73,7 +73,9 @@ def test_versions_are_those_that_tests_run_with(row):
     versions = row.cells["version"].split(", ")
     assert not pinned or pinned in versions
     if len(versions) > 1:  # `make test-megatron` runs all of them
-        assert f"{row.package.split('-')[0].upper()}S := {' '.join(versions)}\n" in (REPOSITORY / "Makefile").read_text()
+        assert (
+            f"{row.package.split('-')[0].upper()}S := {' '.join(versions)}\n" in (REPOSITORY / "Makefile").read_text()
+        )
     if row.cells["tested with"].startswith(PACKAGE):
         assert pinned, f"{row.package} is not in constraints.txt: the tests cannot have run it"
         try:

@@ -136,7 +136,8 @@ class Training:
             self.optimizer.step()
         self._begun = 0
         for layer in self.layers:
-            layer.router.router_replay.clear_indices()
+            if self.config.moe_enable_routing_replay:
+                layer.router.router_replay.clear_indices()
         return float(sum(one["loss"] for one in losses)) if losses else 0.0
 
     _begun = 0
