@@ -88,8 +88,9 @@ FLEX = {
 
 
 def balanced_against_plain(
-    world: int, sabotage: str | None = None, tensor: int = 1, dispatcher: str = "alltoall", padding: int = 0
-) -> dict[str, float]:
+    world: int, sabotage: str | None = None, tensor: int = 1, dispatcher: str = "alltoall", padding: int = 0,
+    context: int = 1, expert_parallel: int = 0,
+) -> dict[str, float]:  # fmt: skip
     """Differences between a plain layer and the same layer under plans, over two micro-batches.
 
     padding: rows whose recorded routing is zeros.
@@ -97,7 +98,7 @@ def balanced_against_plain(
     from equilibra.cost.rates import Rates
     from equilibra.integrations.megatron import MegatronSetting, balance
 
-    models.join(world, tensor=tensor)
+    models.join(expert_parallel or world, tensor=tensor, context=context)
     fused_kernels.install()
     settings = models.config(1, **FLEX.get(dispatcher, {}))
     ids = models.routing(3, dist.get_rank(), 2, 1, TOKENS, skew=2.5)

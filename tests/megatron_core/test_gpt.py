@@ -81,6 +81,11 @@ def test_fused_gradients_with_overlapped_reduction() -> None:
     same(run_ranks(2, gpt_runs.against_plain, Case(fused=True, overlap=True)))
 
 
+@pytest.mark.slow
+def test_four_pipeline_stages() -> None:
+    same(run_ranks(8, gpt_runs.against_plain, Case(pipeline=4, num_layers=4, options=FULL)))
+
+
 @pytest.mark.parametrize("homes", ["stay", "shuffled"])
 def test_weights_that_are_gathered_during_the_next_forward(homes: str) -> None:
     case = Case(overlap=True, gather=True, homes=homes, options=FULL)

@@ -22,6 +22,14 @@ def test_balanced_layer_is_the_plain_one(world: int, tensor: int) -> None:
         assert found["slowest over mean"] < 1.05 < found["static"]
 
 
+@pytest.mark.parametrize("expert_parallel", [2, 4])
+def test_ranks_that_share_sequences_by_context_parallelism(expert_parallel: int) -> None:
+    for found in run_ranks(4, layer_runs.balanced_against_plain, 4, None, 1, "alltoall", 0, 2, expert_parallel):
+        assert found["out"] < 1e-5
+        assert found["gradient"] < 1e-5
+        assert found["slowest over mean"] < 1.05 < found["static"]
+
+
 @pytest.mark.parametrize("padding", [0, 3])
 @pytest.mark.parametrize("dispatcher", ["alltoall", "deepep", "hybridep"])
 def test_every_dispatcher_with_rows_of_padding(dispatcher: str, padding: int) -> None:
