@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,7 +34,7 @@ from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "own_schedule", "plan_of_counts", "warm"]
+__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "cache_folder", "own_schedule", "plan_of_counts", "warm"]
 
 SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
 
@@ -68,6 +70,12 @@ def warm(num_nodes: int) -> None:
     visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
     visit.receive_table(0, visit.counts(load, 0))
     launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps the compiled code; None if it keeps none."""
+    found: Any = getattr(launches_of, "stats", None)  # absent under NUMBA_DISABLE_JIT
+    return Path(found.cache_path) if found is not None and found.cache_path else None
 
 
 STATIC = "static"
