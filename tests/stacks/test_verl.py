@@ -19,9 +19,9 @@ PROBABILITIES = "training/rollout_probs_diff_max"
 """largest difference between vLLM's and Megatron's probability of a sampled token"""
 COMPARED = ("actor/pg_loss", "actor/grad_norm", "actor/ppo_kl", "critic/score/mean")
 RECOMPUTED_AND_OFFLOADED = [
-    *(f"+{MEGATRON}.override_transformer_config.recompute_{name}" for name in ("granularity=full", "method=uniform")),
-    f"+{MEGATRON}.override_transformer_config.recompute_num_layers=1",
-    f"{MEGATRON}.param_offload=True", f"{MEGATRON}.optimizer_offload=True", f"{MEGATRON}.grad_offload=True",
+    *(f"++{MEGATRON}.override_transformer_config.recompute_{name}" for name in ("granularity=full", "method=uniform")),
+    f"++{MEGATRON}.override_transformer_config.recompute_num_layers=1",
+    f"{MEGATRON}.param_offload=True", f"{MEGATRON}.optimizer_offload=True",
 ]  # fmt: skip
 
 

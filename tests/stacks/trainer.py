@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["BLOCK", "Launch", "Run", "launch", "run"]
+__all__ = ["ACTOR", "BLOCK", "MEGATRON", "REPOSITORY", "Launch", "Run", "environment", "launch", "run"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -122,10 +122,10 @@ def launch(
     """Start verl's trainer. work: a folder with a short name, since Ray's sockets are in it. plugin: Equilibra's."""
     data, folder = work / "data", work / name
     if not data.exists():
-        subprocess.run([sys.executable, "-m", "tests.stacks.tiny", data], check=True, env=_environment(), cwd=work)
+        subprocess.run([sys.executable, "-m", "tests.stacks.tiny", data], check=True, env=environment(), cwd=work)
     (folder / "rows").mkdir(parents=True, exist_ok=True)
     modules = ["tests.stacks.cpu", *([PLUGIN] if plugin else [])]
-    environment = _environment() | {
+    variables = environment() | {
         "VERL_USE_EXTERNAL_MODULES": ",".join(modules), "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
         "EQUILIBRA_TEST_ROWS": f"{folder}/rows", "EQUILIBRA_TEST_FAULTS": faults,
     }  # fmt: skip
@@ -133,7 +133,7 @@ def launch(
     with (folder / "log").open("wb") as log:
         process = subprocess.Popen(
             [*command, f"trainer.total_training_steps={steps}", *settings],
-            cwd=folder, env=environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
+            cwd=folder, env=variables, stdout=log, stderr=subprocess.STDOUT, start_new_session=True,
         )  # fmt: skip
     return Launch(folder=folder, process=process, began=time.monotonic())
 
@@ -148,7 +148,8 @@ def run(
     return started.read()
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
+    """The variables of a process in which verl runs on CPUs."""
     path = [str(Path(sys.executable).parent), os.environ.get("PATH", "")]
     packages = [str(REPOSITORY), str(REPOSITORY / "src")]
     return {**os.environ, **ENVIRONMENT, "PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(packages)}
