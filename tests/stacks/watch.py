@@ -50,8 +50,9 @@ def install() -> None:
     every_module.register_module_forward_pre_hook(watch.before)
     every_module.register_module_forward_hook(watch.after)
     _follow_passes(watch)
-    _drop_gradients(watch)
-    _shift_routing(watch)
+    if faults.planned():  # other runs are left as they are: verl alone does not even import Equilibra
+        _drop_gradients(watch)
+        _shift_routing(watch)
 
 
 def _follow_passes(watch: Watch) -> None:
