@@ -33,6 +33,43 @@ from equilibra.integrations.executor import warming
 warming.warm_up(1).wait()
 print(compiled.count)
 """
+SIGNATURES = """
+import sys
+import numpy as np
+from numba.core.registry import CPUDispatcher
+from equilibra.core.cluster import Cluster
+from equilibra.core.load import StepLoad
+from equilibra.core.model import MoEModel
+from equilibra.core.placement import contiguous
+from equilibra.core.plan import Stage
+from equilibra.integrations.executor import balancer, warming
+from equilibra.integrations.planned import MegatronSetting, contiguous_slots, slot_table
+from equilibra.plan.planner import StepProblem
+
+def compiled():
+    ours = [module for name, module in sys.modules.items() if name.startswith("equilibra")]
+    kernels = [value for module in ours for value in vars(module).values() if isinstance(value, CPUDispatcher)]
+    return {(str(kernel), str(signature)) for kernel in kernels for signature in kernel.signatures}
+
+nodes = int(sys.argv[1])
+if "cold" not in sys.argv:
+    warming.warm_up(nodes).wait()
+before = compiled()
+cluster = Cluster(num_nodes=nodes, ranks_per_node=4)
+model = MoEModel(name="m", num_layers=2, hidden=64, expert_ffn=32, num_experts=16, top_k=4, weight_bytes=2)
+setting = MegatronSetting().on(None)
+random = np.random.default_rng(0)
+tokens = random.poisson(random.gamma(0.5, 20, size=(1, 2, 16, 1)), size=(3, 2, 16, 4 * nodes)).astype(np.int32)
+problem = StepProblem(
+    cluster=cluster, given_load=StepLoad(tokens_MLER=tokens), rates=setting.rates_of(model, num_nodes=nodes),
+    previous=contiguous(cluster, num_layers=2, num_experts=16), **setting.limits(),
+)
+plan = setting.chosen_planner.plan(problem)
+plan.check(problem.given_load, spare_slots=setting.spare_slots, standing_slots=0)
+slots = contiguous_slots(cluster, num_layers=2, num_experts=16)
+slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], setting.spare_slots, 0)
+print(len(compiled() - before))
+"""
 
 
 def start(program: str, cache: Path, *arguments: str) -> subprocess.Popen[str]:
@@ -61,6 +98,14 @@ def test_processes_take_turns(tmp_path: Path) -> None:
 def test_the_second_process_compiles_nothing(tmp_path: Path) -> None:
     counts = sorted(int(output_of(one)) for one in [start(COUNTED, tmp_path) for _ in range(2)])
     assert counts[0] == 0 < counts[1]
+
+
+@pytest.mark.parametrize("num_nodes", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_the_first_plan_compiles_nothing(num_nodes: int) -> None:
+    """Every kernel that a plan of an integration uses is there after the warm-up, for its types of arrays."""
+    warm, cold = ([sys.executable, "-c", SIGNATURES, str(num_nodes), *more] for more in ([], ["cold"]))
+    assert output_of(subprocess.Popen(warm, stdout=subprocess.PIPE, text=True)) == "0\n"
+    assert int(output_of(subprocess.Popen(cold, stdout=subprocess.PIPE, text=True))) > 0, "the control"
 
 
 def test_a_folder_that_cannot_be_written_means_no_lock(tmp_path: Path) -> None:
