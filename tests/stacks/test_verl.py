@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import numpy as np
@@ -39,28 +40,34 @@ def plain(work: Path) -> Run:
     return run(work, "plain", STEPS, plugin=False)
 
 
-def same(found: Run, plain: Run, steps: range) -> None:
-    """The same answers in these steps; losses and gradient norms to rounding."""
+def same(found: Run, plain: Run, steps: range, *, at_least: int = 1) -> None:
+    """The same answers in these steps; losses and gradient norms to rounding.
+
+    vLLM routes live: in time rounding decides a near tie between two experts otherwise, and the runs part. Steps are
+    compared up to there, and there must be `at_least` so many of them.
+    """
     assert sorted(found.metrics) == list(steps)
-    for step in steps:
+    assert max(found.of(PROBABILITIES)) < 1e-5
+    alike = list(takewhile(lambda step: found.routing[step] == plain.routing[step], steps))
+    assert len(alike) >= at_least, f"vLLM's routing differs from step {steps[0] + len(alike)} on"
+    for step in alike:
         assert found.answers[step] == plain.answers[step], f"answers of step {step} differ"
         for name in COMPARED:
             wanted = plain.metrics[step][name]
             assert found.metrics[step][name] == pytest.approx(wanted, rel=1e-4, abs=1e-5), f"{name} of step {step}"
-    assert max(found.of(PROBABILITIES)) < 1e-5
 
 
 def test_balanced_training_is_plain_training(work: Path, plain: Run) -> None:
     """A dozen steps, in which the model learns; rows are counted at the experts, outside Equilibra."""
     found = run(work, "balanced", STEPS)
-    same(found, plain, range(1, STEPS + 1))
+    same(found, plain, range(1, STEPS + 1), at_least=3)
     assert plain.slowest_over_mean > 1.1
     assert found.slowest_over_mean < 1.05
-    assert found.rows.sum() == plain.rows.sum()
     assert min(found.of("actor/equilibra/copies")) > 0
     assert max(found.of("actor/equilibra/imbalance_after")) < 1.05
-    score = found.of("critic/score/mean")
-    assert np.mean(score[-3:]) > 2 * np.mean(score[:3]), "nothing was learned"
+    for one in (plain, found):
+        score = one.of("critic/score/mean")
+        assert np.mean(score[-3:]) > 2 * np.mean(score[:3]), "nothing was learned"
 
 
 def test_switched_off_is_verl_alone(work: Path, plain: Run) -> None:

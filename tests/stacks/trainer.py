@@ -75,6 +75,8 @@ class Run:
     """verl's metrics by step"""
     answers: dict[int, list[tuple[str, str, float]]]
     """prompt, answer and reward of every sequence by step, in the order of the prompts"""
+    routing: dict[int, frozenset[str]]
+    """hashes of the routing that vLLM recorded, of all data-parallel ranks, by step"""
     rows: NDArray[np.int64]
     """[visits, ranks] rows that entered a rank's experts, for every forward of an MoE layer"""
     seconds: float
@@ -98,9 +100,12 @@ class Launch:
     began: float
 
     def read(self) -> Run:
+        metrics, rows = _metrics(self.folder / "metrics.jsonl"), self.folder / "rows"
+        hashes = zip(*(file.read_text().split() for file in rows.glob("*.routing")), strict=True)
         return Run(
-            metrics=_metrics(self.folder / "metrics.jsonl"), answers=_answers(self.folder / "answers"),
-            rows=_rows(self.folder / "rows"), seconds=time.monotonic() - self.began,
+            metrics=metrics, answers=_answers(self.folder / "answers"), rows=_rows(rows),
+            routing={step: frozenset(of_ranks) for step, of_ranks in zip(sorted(metrics), hashes, strict=False)},
+            seconds=time.monotonic() - self.began,
         )  # fmt: skip
 
     def wait(self, timeout_s: float) -> int:

@@ -3,12 +3,14 @@
 Every forward of an MoE layer appends a line to `$EQUILIBRA_TEST_ROWS/<rank>.jsonl`: step, pass, layer, and the rows
 that entered this rank's experts, homes and copies alike. The ranks of an expert-parallel group run the same layers in
 the same order, so the n-th lines of their files belong together. A step begins with the pass for old log-probabilities.
+Its recorded routing is hashed to a line of `<rank>.routing`, and `<rank>.pid` has the worker's process id.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import zlib
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,12 @@ class Watch:
         self.folder, self.kinds = folder, (MLP, MoELayer)
         self.step, self.update, self.rows = 0, False, 0
 
+    def note_routing(self, routed: Tensor) -> None:
+        rank = torch.distributed.get_rank()
+        (self.folder / f"{rank}.pid").write_text(str(os.getpid()))
+        with (self.folder / f"{rank}.routing").open("a") as file:
+            file.write(f"{zlib.crc32(routed.values().contiguous().numpy().tobytes())}\n")
+
     def before(self, module: Any, inputs: tuple[Any, ...]) -> None:
         expert, layer = self.kinds
         if isinstance(module, layer):
@@ -43,7 +51,7 @@ class Watch:
 
 
 def install() -> None:
-    """Once in a process. Processes that train have their id in `<rank>.pid`."""
+    """Once in a process."""
     if "EQUILIBRA_TEST_ROWS" not in os.environ or hasattr(install, "watch"):
         return
     watch = install.watch = Watch(Path(os.environ["EQUILIBRA_TEST_ROWS"]))
@@ -63,7 +71,8 @@ def _follow_passes(watch: Watch) -> None:
     def followed(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:
         watch.step += forward_only
         watch.update = not forward_only
-        (watch.folder / f"{torch.distributed.get_rank()}.pid").write_text(str(os.getpid()))
+        if forward_only:
+            watch.note_routing(data["routed_experts"])
         return run(self, data, loss_function, forward_only)
 
     MegatronEngine.forward_backward_batch = followed

@@ -56,18 +56,21 @@ if "cold" not in sys.argv:
     warming.warm_up(nodes).wait()
 before = compiled()
 cluster = Cluster(num_nodes=nodes, ranks_per_node=4)
-model = MoEModel(name="m", num_layers=2, hidden=64, expert_ffn=32, num_experts=16, top_k=4, weight_bytes=2)
-setting = MegatronSetting().on(None)
+model = MoEModel(name="m", num_layers=2, hidden=64, expert_ffn=32, num_experts=64, top_k=4, weight_bytes=2)
 random = np.random.default_rng(0)
-tokens = random.poisson(random.gamma(0.5, 20, size=(1, 2, 16, 1)), size=(3, 2, 16, 4 * nodes)).astype(np.int32)
-problem = StepProblem(
-    cluster=cluster, given_load=StepLoad(tokens_MLER=tokens), rates=setting.rates_of(model, num_nodes=nodes),
-    previous=contiguous(cluster, num_layers=2, num_experts=16), **setting.limits(),
-)
-plan = setting.chosen_planner.plan(problem)
-plan.check(problem.given_load, spare_slots=setting.spare_slots, standing_slots=0)
-slots = contiguous_slots(cluster, num_layers=2, num_experts=16)
-slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], setting.spare_slots, 0)
+skewed = random.poisson(random.gamma(0.5, 20, size=(1, 2, 64, 1)), size=(3, 2, 64, 4 * nodes)).astype(np.int32)
+scarce = skewed.copy()  # one rank has all the load: a slot elsewhere takes little of it
+scarce[:, :, 64 // 4 // nodes :] = 0
+for tokens, spare_slots in ((skewed, 2), (scarce, 1)):
+    setting = MegatronSetting(spare_slots=spare_slots).on(None)
+    problem = StepProblem(
+        cluster=cluster, given_load=StepLoad(tokens_MLER=tokens), rates=setting.rates_of(model, num_nodes=nodes),
+        previous=contiguous(cluster, num_layers=2, num_experts=64), **setting.limits(),
+    )
+    plan = setting.chosen_planner.plan(problem)
+    plan.check(problem.given_load, spare_slots=spare_slots, standing_slots=0)
+    slots = contiguous_slots(cluster, num_layers=2, num_experts=64)
+    slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], spare_slots, 0)
 print(len(compiled() - before))
 """
 
