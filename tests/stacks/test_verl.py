@@ -1,6 +1,5 @@
 """verl's whole trainer under Ray, with vLLM servers that return their routing: balanced, it trains as verl alone."""
 
-import json
 import os
 import shutil
 import signal
@@ -71,18 +70,19 @@ def test_balanced_training_is_plain_training(work: Path, plain: Run) -> None:
 
 
 def test_switched_off_is_verl_alone(work: Path, plain: Run) -> None:
-    """With the plugin and `enabled=False`, every figure that is no time or memory is bit-identical."""
+    """With the plugin and `enabled=False`, all figures of training are bit-identical."""
     found = run(work, "off", 2, [f"{BLOCK}.enabled=False"])
     for step in (1, 2):
         assert found.answers[step] == plain.answers[step]
+        assert found.routing[step] == plain.routing[step]
         assert figures(found, step) == figures(plain, step)
 
 
-def figures(found: Run, step: int) -> str:
-    """The step's metrics but times and memory, as text: NaN equals NaN there."""
-    ours = found.metrics[step].items()
-    left_out = ("timing", "perf/", "training/global", "memory")
-    return json.dumps({name: value for name, value in ours if not any(part in name for part in left_out)})
+def figures(found: Run, step: int) -> dict[str, str]:
+    """What the actor and its rewards report, but times and memory. vLLM's log-probabilities vary with its batches."""
+    kept = [name for name in found.metrics[step] if name.startswith(("actor/", "critic/")) and "/perf/" not in name]
+    assert "actor/grad_norm" in kept
+    return {name: repr(found.metrics[step][name]) for name in kept}
 
 
 def test_faults_are_noticed(work: Path, plain: Run) -> None:
