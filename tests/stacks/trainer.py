@@ -32,6 +32,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false", "NUMBA_CACHE_DIR": f"{sys.prefix}/numba",
+    "RAY_prestart_worker_first_driver": "0",
 }  # fmt: skip
 
 
@@ -62,6 +63,7 @@ def overrides(data: Path, folder: Path) -> list[str]:
         "trainer.val_before_train=False", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.total_epochs=1",
         "trainer.resume_mode=disable", f"trainer.rollout_data_dir={folder}/answers",
         f"trainer.default_local_dir={folder}/checkpoints",
+        "transfer_queue.backend.SimpleStorage.num_data_storage_units=1",
         "ray_kwargs.ray_init.num_cpus=16", "+ray_kwargs.ray_init.num_gpus=2",
         "+ray_kwargs.ray_init.include_dashboard=False", f"+ray_kwargs.ray_init._temp_dir={folder}/ray",
     ]  # fmt: skip
