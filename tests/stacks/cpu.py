@@ -9,11 +9,13 @@ models are used as documented. Beyond them, this module changes:
 | H2 | init_process_group | verl joins "cpu:gloo" and "<device>:<backend>", and torch refuses one device twice |
 | H3 | AgentLoopWorker._run_agent_loop | a seed per answer, so that two runs sample alike |
 | H4 | uuid4, ReplayBuffer._materialize_batch | answers in the order of prompts, not of arrival: mini-batches alike |
+| H5 | the sockets that weights travel through | verl names them by Ray's job id in /tmp: two runs would share them |
 """
 
 from __future__ import annotations
 
 import importlib.metadata
+import os
 import types
 import zlib
 from collections.abc import Iterator
@@ -158,6 +160,20 @@ def in_order(module: Any) -> None:
     module.ReplayBuffer._materialize_batch = ordered
 
 
+def own_sockets(module: Any) -> None:
+    """H5: sockets are in the run's folder."""
+    for kind in (module.BucketedWeightSender, module.BucketedWeightReceiver):
+        kind.__init__ = _in_own_folder(kind.__init__)
+
+
+def _in_own_folder(init: Any) -> Any:
+    def made(self: Any, zmq_handle: str, *arguments: Any, **options: Any) -> None:
+        own = zmq_handle.replace("ipc:///tmp/", f"ipc://{os.environ.get('EQUILIBRA_TEST_RUN', '/tmp')}/")
+        init(self, own, *arguments, **options)
+
+    return made
+
+
 importlib.metadata.version = _version_of
 torch.distributed.init_process_group = _init
 register_platform()
@@ -166,3 +182,4 @@ after_import("verl.trainer.ppo.v1.trainer_base", numbered)
 after_import("verl.trainer.ppo.v1.replay_buffer", in_order)
 after_import("verl.workers.engine_workers", in_training_workers)
 after_import("verl.workers.rollout.vllm_rollout.utils", in_vllm)
+after_import("verl.workers.rollout.vllm_rollout.bucketed_weight_transfer", own_sockets)

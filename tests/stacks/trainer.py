@@ -1,7 +1,4 @@
-"""Run `python -m verl.trainer.main_ppo` on this machine's CPUs, and read what it logged.
-
-One run at a time on a machine: verl names the sockets that weights travel through by Ray's job id.
-"""
+"""Run `python -m verl.trainer.main_ppo` on this machine's CPUs, and read what it logged."""
 
 from __future__ import annotations
 
@@ -134,7 +131,7 @@ def launch(
     modules = ["tests.stacks.cpu", *([PLUGIN] if plugin else [])]
     variables = environment() | {
         "VERL_USE_EXTERNAL_MODULES": ",".join(modules), "VERL_FILE_LOGGER_PATH": f"{folder}/metrics.jsonl",
-        "EQUILIBRA_TEST_ROWS": f"{folder}/rows", "EQUILIBRA_TEST_FAULTS": faults,
+        "EQUILIBRA_TEST_RUN": str(folder), "EQUILIBRA_TEST_ROWS": f"{folder}/rows", "EQUILIBRA_TEST_FAULTS": faults,
     }  # fmt: skip
     command = [sys.executable, "-m", "verl.trainer.main_ppo", *overrides(data, folder)]
     with (folder / "log").open("wb") as log:
