@@ -29,7 +29,7 @@ ENVIRONMENT = {
     "TRANSFORMERS_OFFLINE": "1", "RAY_USAGE_STATS_ENABLED": "0", "RAY_DEDUP_LOGS": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1",
     "TOKENIZERS_PARALLELISM": "false", "NUMBA_CACHE_DIR": f"{sys.prefix}/numba",
-    "RAY_prestart_worker_first_driver": "0",
+    "RAY_prestart_worker_first_driver": "0", "RAY_worker_niceness": "0",
 }  # fmt: skip
 
 
