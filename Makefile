@@ -8,6 +8,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
 DOCS_READY := $(VENV)/.ready-docs
+STACKS_VENV ?= .venv-stacks
+STACKS_READY := $(STACKS_VENV)/.ready
+STACKS_INSTALL := $(STACKS_VENV)/bin/pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CHECKED := $(wildcard tests/unit/core tests/unit/cost tests/unit/events tests/unit/trace tests/unit/simulate tests/unit/report tests/golden tests/unit/rl/test_loss.py tests/unit/rl/test_gae.py tests/unit/plan/test_plan_[a-q]*.py)
 OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
@@ -49,6 +52,17 @@ $(DOCS_READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing what the documentation needs: no PyTorch, 0.1 GB to download"
 	@$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+# vLLM for CPUs brings builds of torchvision, torchaudio and torchcodec for another torch: with them, transformers
+# cannot be imported
+$(STACKS_READY): tests/stacks/requirements.txt tests/stacks/without_dependencies.txt
+	@echo "installing verl, Ray, vLLM and Megatron-Core for CPUs into $(STACKS_VENV): about 4 GB on disk, several minutes"
+	@$(PYTHON) -m venv $(STACKS_VENV)
+	@$(STACKS_INSTALL) --requirement tests/stacks/requirements.txt
+	@$(STACKS_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(STACKS_INSTALL) --no-deps --requirement tests/stacks/without_dependencies.txt
+	@$(STACKS_VENV)/bin/python -c 'import ray, vllm'
 	@touch $@
 
 .PHONY: docs
@@ -120,11 +134,20 @@ test-megatron: $(TESTS_READY) ## the tests of the Megatron integration with ever
 	  PYTHONPATH=$$folder $(BIN)/pytest -n 2 -q -m 'not slow' tests/megatron_core || exit 1; done
 
 .PHONY: test-all
-test-all: lint resolve docs chromium ## the same, the slow proofs, and the tests under every supported Python and Megatron-Core
+test-all: lint resolve docs chromium ## the same, the slow proofs, every supported Python and Megatron-Core, and whole programs
 	$(BIN)/pytest -n 2
 	@$(MAKE) --no-print-directory test-arithmetic
 	@$(MAKE) --no-print-directory test-megatron
 	@$(MAKE) --no-print-directory test-pythons
+	@$(MAKE) --no-print-directory test-stacks
+
+.PHONY: stacks
+stacks: $(STACKS_READY) ## create .venv-stacks with verl, Ray, vLLM and Megatron-Core for CPUs (STACKS_VENV: another folder)
+
+.PHONY: test-stacks
+test-stacks: ## whole programs: verl's trainer under Ray with real vLLM, plain and balanced; about ten minutes on two cores
+	@if $(MAKE) --no-print-directory stacks; then $(STACKS_VENV)/bin/python -m pytest tests/stacks; \
+	  else echo "tests/stacks skipped: verl, Ray, vLLM or Megatron-Core could not be installed into $(STACKS_VENV)"; fi
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## tests that need a GPU: four processes share it, over NCCL and gloo; about ten minutes
@@ -145,5 +168,5 @@ bench-gpu: $(TESTS_READY) ## measure expert layers on a GPU into benchmarks/resu
 
 .PHONY: clean
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(STACKS_VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -131,6 +131,31 @@ def balanced_against_plain(
     }
 
 
+class Optimizer:
+    """What Megatron's config reaches through `grad_scale_func` once training is set up: groups that nobody can copy."""
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def with_own_width(world: int) -> dict[str, float]:
+    """Experts narrower than dense layers, as in real models, balanced after training was set up."""
+    from equilibra.integrations.megatron import MegatronSetting, balance
+
+    models.join(world)
+    settings = models.config(1, ffn_hidden_size=3 * models.FFN)
+    ids = models.routing(3, dist.get_rank(), 1, 1, TOKENS, skew=2.5)
+    plain, layer = models.moe_layer(settings), models.moe_layer(settings)
+    settings.grad_scale_func = Optimizer().scale_loss
+    balancer = balance(layer, MegatronSetting(spare_slots=2))
+    step = balancer.begin(ids)
+    apart = (_pass(plain, ids[0], 0) - _pass(layer, ids[0], 0)).abs().max()
+    return {"out": float(apart), "copies": step.plan.stages["update"].num_copies}
+
+
 def _live(balancer: Any, layer: Any, plain: Any) -> float:
     """Without a step, and without replay, tokens go to homes."""
     balancer.end()

@@ -53,6 +53,12 @@ def test_dropped_gradients_of_copies_are_noticed() -> None:
     assert max(one["out"] for one in found) < 1e-5
 
 
+def test_experts_with_a_width_of_their_own() -> None:
+    for found in run_ranks(2, layer_runs.with_own_width, 2):
+        assert found["out"] < 1e-5
+        assert found["copies"] > 0
+
+
 def test_layers_from_a_specification_take_what_newer_versions_give() -> None:
     for found in run_ranks(2, layer_runs.built_from_spec, 2):
         assert found["is balanced"]

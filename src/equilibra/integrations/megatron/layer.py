@@ -100,6 +100,10 @@ REFUSED: dict[str, tuple[Any, str]] = {
     "cuda_graph_impl": ("none", "a plan changes shapes from one micro-batch to the next"),
 }
 """options of Megatron that exclude planned execution: the value they must have, and why"""
+OF_TRAINING = (
+    "finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func", "param_sync_func", "timers",
+)  # fmt: skip
+"""fields of Megatron's config through which the optimizer and the wrapped model are reached"""
 
 
 @cache
@@ -253,6 +257,9 @@ def _template(layer: Any, spare_slots: int, groups: Any) -> nn.Module:  # noqa: 
     config = copy.copy(layer.config)
     config.perform_initialization = False
     config.gradient_accumulation_fusion = False
+    for name in OF_TRAINING:  # SequentialMLP copies its config deeply where experts have a width of their own
+        if hasattr(config, name):
+            setattr(config, name, None)
     build = layer.submodules.experts
     if isinstance(build, (ModuleSpec, type)):
         template = build_module(build, spare_slots, config, pg_collection=groups)

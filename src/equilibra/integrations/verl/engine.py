@@ -23,10 +23,13 @@ from equilibra.core.checks import check_flag
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.events.imbalance import imbalance
+from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
-from equilibra.integrations.planned import MegatronSetting
+from equilibra.integrations.planned import MegatronSetting, cluster_of
 
-__all__ = ["BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of"]
+__all__ = [
+    "BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of", "warm_engine",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -69,6 +72,16 @@ def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's Mcor
     if unknown:
         raise InputError(f"{BLOCK} has no option {', '.join(unknown)}: it has {', '.join(OPTIONS)}")
     return VerlSetting(**{str(name): value for name, value in block.items()})
+
+
+def warm_engine(engine: Any) -> None:  # noqa: ANN401 - verl's MegatronEngine, not initialised yet
+    """Start to compile the planner while the engine loads its model, if it will be balanced."""
+    config = engine.engine_config
+    setting, ranks = setting_of(config), config.expert_model_parallel_size
+    if not setting.enabled or setting.planner == "static" or config.forward_only:
+        return
+    if ranks > 1 and config.router_replay.mode != "disabled":
+        warm_up(cluster_of(ranks, setting.ranks_per_node).num_nodes)
 
 
 def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # noqa: ANN401 - verl's MegatronEngine

@@ -1,6 +1,6 @@
 """Hooks in verl's Megatron engine: wrappers around four of its functions.
 
-    MegatronEngine.initialize               afterwards, the model's MoE layers are balanced
+    MegatronEngine.initialize               meanwhile, the planner is compiled; afterwards, MoE layers are balanced
     MegatronEngine.forward_backward_batch   begins and ends a pass, and reports what its plan gains
     prepare_micro_batches                   afterwards, the pass is planned: all its routing is known
     rearrange_micro_batches                 afterwards, with `spread_sequences`, sequences change micro-batches
@@ -29,7 +29,7 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import contiguous
 from equilibra.integrations.executor.balancer import count_routing
 from equilibra.integrations.verl.contract import MICRO_BATCHES, check_contract
-from equilibra.integrations.verl.engine import BalancedEngine, balance_engine
+from equilibra.integrations.verl.engine import BalancedEngine, balance_engine, warm_engine
 from equilibra.plan.pack import DENSE_COST
 from equilibra.plan.spread import spread_experts
 
@@ -58,6 +58,7 @@ def hook(verl: ModuleType) -> None:
 def _initialize(initialize: Any, verl: ModuleType) -> Any:  # noqa: ANN401
     @wraps(initialize)
     def then_balance(self: Any, *arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        warm_engine(self)
         result = initialize(self, *arguments, **options)
         self.equilibra = balance_engine(self, verl)
         return result
