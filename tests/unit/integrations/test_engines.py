@@ -525,13 +525,16 @@ def test_vllm_that_keeps_old_weights_is_started_anew(model, weights, group, tmp_
 
 @pytest.mark.parametrize("version", ["0.27.1", "0.31.0+cpu", "0.32.0", "1.0.0", "unknown", "0.1.dev1"])
 def test_versions_of_vllm_that_do_not_fit(version):
-    with pytest.raises(InputError, match=rf"vLLM {version.replace('+', '.')} is not supported: .*install 0\.28"):
+    with pytest.raises(InputError, match=rf"vLLM {version.replace('+', '.')} is not supported: .*install 0\.30"):
         check_version(version)
 
 
 @pytest.mark.parametrize("version", ["0.28.0", "0.29.1", "0.30.0", "0.30.0+cpu"])
 def test_versions_of_vllm_that_fit(version):
     check_version(version)
+    if version < "0.30":
+        with pytest.raises(InputError, match=r"before 0\.30 its CPU build cannot return routed experts"):
+            check_version(version, cpu=True)
 
 
 @pytest.mark.parametrize(("change", "reason"), [

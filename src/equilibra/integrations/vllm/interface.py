@@ -14,7 +14,7 @@ __all__ = ["EXTENSION", "check_version", "import_vllm", "sampling_of"]
 
 EXTENSION = "equilibra.integrations.vllm.worker.WeightUpdate"
 """vLLM's `worker_extension_cls`, which puts new weights into live models"""
-OLDEST, NEWEST = (0, 28), (0, 30)
+OLDEST, OLDEST_ON_CPUS, NEWEST = (0, 28), (0, 30), (0, 30)
 
 
 def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
@@ -22,24 +22,26 @@ def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
     os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read on import; ranks may not have children
     try:
         library = import_module("vllm")
+        import_module("vllm.platforms")
     except ImportError as error:
         raise InputError(f"rollout.engine vllm needs vLLM ({error}): install it, or choose another engine") from error
-    check_version(str(getattr(library, "__version__", "unknown")))
+    check_version(str(getattr(library, "__version__", "unknown")), cpu=library.platforms.current_platform.is_cpu())
     return library
 
 
-def check_version(version: str) -> None:
-    """Refuse a vLLM that these integrations do not fit."""
+def check_version(version: str, *, cpu: bool = False) -> None:
+    """Refuse a vLLM that these integrations do not fit. cpu: whether it is the CPU build."""
     found = re.match(r"(\d+)\.(\d+)\.", version)
     number = (int(found[1]), int(found[2])) if found else (0, 0)
-    if OLDEST <= number <= NEWEST:
+    if number > NEWEST:
+        reason = "since 0.31 it returns routed experts only under Model Runner V2, with which this was never run"
+    elif number < OLDEST:
+        reason = "its interface for new weights is another one"
+    elif cpu and number < OLDEST_ON_CPUS:
+        reason = "before 0.30 its CPU build cannot return routed experts"
+    else:
         return
-    reason = (
-        "since 0.31 vLLM returns routed experts only under Model Runner V2, which needs Triton and was never run here"
-        if number > NEWEST
-        else "before 0.28 vLLM has other names for updating weights"
-    )
-    raise InputError(f"vLLM {version} is not supported: {reason}; install 0.28, 0.29 or 0.30")
+    raise InputError(f"vLLM {version} is not supported: {reason}; install 0.30 (on GPUs 0.28 or 0.29 will do too)")
 
 
 def sampling_of(request: Request, *, temperature: float, end: int) -> dict[str, Any]:

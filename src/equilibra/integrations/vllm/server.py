@@ -1,7 +1,8 @@
 """A rollout engine that asks vLLM servers over HTTP.
 
-    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --enable-return-routed-experts \
-        --logprobs-mode processed_logprobs --worker-extension-cls equilibra.integrations.vllm.worker.WeightUpdate
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only \
+        --enable-return-routed-experts --logprobs-mode processed_logprobs \
+        --worker-extension-cls equilibra.integrations.vllm.worker.WeightUpdate
 
 Tokens go in and out of `/inference/v1/generate`, one request per POST; vLLM batches them. New weights go through
 `/collective_rpc` to the worker extension, then the prefix cache is emptied and the server is told the version
@@ -26,7 +27,7 @@ from equilibra.rl.engine import UNKNOWN, Generation, Request
 __all__ = ["VLLMServerEngine"]
 
 START = (
-    "start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL "
+    "start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only "
     f"--enable-return-routed-experts --logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}, in an "
     "environment that has equilibra"
 )
@@ -73,7 +74,10 @@ class VLLMServerEngine(ServedEngine):
             "token_ids": request.tokens.tolist(),
             "sampling_params": sampling_of(request, temperature=temperature, end=self.end),
         }
-        said = server.post("/inference/v1/generate", body, max_bytes=max_bytes)
+        try:
+            said = server.post("/inference/v1/generate", body, max_bytes=max_bytes)
+        except InputError as error:
+            raise InputError(f"{error}: {START}" if "refused: 404" in str(error) else str(error)) from error
         with located(f"an answer of {server.url}"):
             return [self._read(request, said)]
 
