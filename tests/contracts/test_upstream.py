@@ -105,7 +105,8 @@ def test_differences_are_found(tmp_path):
     )
     assert missing(tmp_path, names) == [
         "One of a.py has no field y", "a.py has no Two",
-        "One.go of a.py takes ['self', 'there'], not ['self', 'where']", "b.py has no gone", "a.py does not say more words", "c.py does not say any",
+        "One.go of a.py takes ['self', 'there'], not ['self', 'where']",
+        "b.py has no gone", "a.py does not say more words", "c.py does not say any",
     ]  # fmt: skip
 
 
