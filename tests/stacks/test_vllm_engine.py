@@ -66,36 +66,48 @@ def tensors(folder):
 # --- in process ---
 
 
-def test_updates_reach_every_tensor_of_the_live_model(tmp_path):
+@pytest.fixture(scope="module")
+def updates(tmp_path_factory):
+    return scenario("in_process", tmp_path_factory.mktemp("updates"))
+
+
+def test_updates_reach_every_tensor_of_the_live_model(updates):
     """All weights are drawn anew four times; one more start compares the first update with a fresh model."""
-    said = scenario("in_process", tmp_path)
+    said = updates["ours"]
     assert (said["in_place"], said["starts"]) == (True, 2)
     assert max(one["distance"] for one in said["updates"]) < ROUNDING
 
 
-def test_an_update_that_does_not_arrive_is_noticed_and_vllm_started_anew(tmp_path):
-    """vLLM's own reload leaves packed experts and the head as they were."""
-    said = scenario("believing", tmp_path)
+def test_an_update_that_does_not_arrive_is_noticed_and_vllm_started_anew(updates):
+    """The control: vLLM's own reload leaves packed experts and the head as they were."""
+    said = updates["compared"]
     assert (said["in_place"], said["starts"]) == (False, 3)
     assert max(one["distance"] for one in said["updates"]) < ROUNDING
 
 
-def test_without_the_comparison_it_would_not_be_noticed(tmp_path):
-    said = scenario("stale", tmp_path)
-    assert [one["distance"] > 0.1 for one in said["updates"]] == [False, True, True]
+def test_without_the_comparison_it_would_not_be_noticed(updates):
+    assert [one["distance"] > 0.1 for one in updates["believed"]["updates"]] == [False, True, True]
 
 
-def test_a_run_of_twenty_steps_in_which_all_experts_change(tmp_path):
-    steps = train(tmp_path / "run", "run.steps=20", f"warm_up.cache={tmp_path / 'start'}")
+@pytest.fixture(scope="module")
+def twenty(tmp_path_factory):
+    """A run of twenty steps, and its folder; `start` has the weights before them."""
+    folder = tmp_path_factory.mktemp("twenty")
+    (folder / "start").mkdir()
+    return train(folder / "run", "run.steps=20", f"warm_up.cache={folder / 'start'}"), folder
+
+
+def test_a_run_of_twenty_steps_in_which_all_experts_change(twenty):
+    steps, folder = twenty
     assert len(steps) == 20
     assert max(step["mismatch_mean"] for step in steps) < MEAN_ROUNDING
     assert all(step["tokens_without_routing"] == 0 for step in steps)
-    (start,) = (tmp_path / "start").iterdir()
-    before, after = tensors(start), tensors(tmp_path / "run" / "engine-weights")
+    (start,) = (folder / "start").iterdir()
+    before, after = tensors(start), tensors(folder / "run" / "engine-weights")
     experts = [name for name in before if ".experts." in name]
     assert len(experts) == 4 * 16 * 3
     assert all((before[name] != after[name]).any() for name in experts)
-    printed = "".join(file.read_text() for file in (tmp_path / "run" / "output").iterdir())
+    printed = "".join(file.read_text() for file in (folder / "run" / "output").iterdir())
     assert "starts it anew" not in printed
 
 
@@ -143,7 +155,7 @@ def _answers(address):
         return False
 
 
-def test_a_server_takes_weights_and_answers_for_several_ranks(tmp_path):
+def test_a_server_takes_weights_and_answers_for_several_ranks(twenty, tmp_path):
     """The same rewards as in process: answers are the same, only who computes them is another."""
     folder = vllm_runs.model_folder()
     weights = vllm_runs.random_weights(vllm_runs.reference(folder), 7)
@@ -155,5 +167,4 @@ def test_a_server_takes_weights_and_answers_for_several_ranks(tmp_path):
     assert max(one["distance"] for one in said["updates"]) < ROUNDING
     assert said["after_another"] == -1
     assert max(step["mismatch_mean"] for step in steps) < MEAN_ROUNDING
-    expected = train(tmp_path / "in-process", "run.steps=4")
-    assert [step["reward"] for step in steps] == [step["reward"] for step in expected]
+    assert [step["reward"] for step in steps] == [step["reward"] for step in twenty[0][:4]]

@@ -96,31 +96,24 @@ def common(folder, files_folder):
     }  # fmt: skip
 
 
-def in_process(where, number=4):
+def in_process(where):
+    """Our update; then, as controls, vLLM's own reload alone, compared with a fresh start, and believed."""
+    found = {"ours": with_engine(where, 4)}
+    WeightUpdate.equilibra_load = lambda self, folder: self.reload_weights(weights_path=folder)
+    found["compared"] = with_engine(where, 3)
+    VLLMEngine._verify = lambda self: setattr(self, "in_place", True)
+    found["believed"] = with_engine(where, 3)
+    return found
+
+
+def with_engine(where, number):
     folder = model_folder()
     group, shape, settings = common(folder, where)
     engine = VLLMEngine(group, shape, **settings, max_tokens=MAX_TOKENS, dtype="float32", options={})
-    starts = []
-    start = engine._start
+    starts, start = [], engine._start
     engine._start = lambda: (starts.append(1), start())
     found = hand_over(engine, reference(folder), number)
     return {"updates": found, "starts": len(starts), "in_place": engine.in_place}
-
-
-def believing(where):
-    """The control: vLLM's own `reload_weights` alone, as if it reached packed weights."""
-
-    def only_reload(self, folder):
-        self.reload_weights(weights_path=folder)
-
-    WeightUpdate.equilibra_load = only_reload
-    return in_process(where, 3)
-
-
-def stale(where):
-    """The control of the control: the same, believed without comparison."""
-    VLLMEngine._verify = lambda self: setattr(self, "in_place", True)
-    return believing(where)
 
 
 def served(where):
@@ -136,6 +129,6 @@ def served(where):
 
 
 if __name__ == "__main__":
-    run = {one.__name__: one for one in (in_process, believing, stale, served)}[sys.argv[1]]
+    run = {one.__name__: one for one in (in_process, served)}[sys.argv[1]]
     result = run(Path(sys.argv[2]))
     sys.stdout.write("\n" + json.dumps(result) + "\n")

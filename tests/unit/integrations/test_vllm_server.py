@@ -152,7 +152,7 @@ def test_training_with_servers_gives_the_numbers_of_the_embedded_engine(model, t
         assert largest_gap(found, expected, plans=True) < 1e-2
         assert max(step["mismatch_mean"] for step in found.steps) < 1e-6
         served.rename = lambda body: {"success": True}
-        with pytest.raises(MismatchError, match="answered with weights of version"):
+        with pytest.raises(MismatchError, match="weights that this run did not hand over, but was given version 0"):
             run(config, tmp_path / "restarted")
 
 

@@ -24,7 +24,9 @@ def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
         library = import_module("vllm")
         import_module("vllm.platforms")
     except ImportError as error:
-        raise InputError(f"rollout.engine vllm needs vLLM ({error}): install it, or choose another engine") from error
+        raise InputError(
+            f"rollout.engine vllm needs vLLM, which is not installed ({error}): install it, or choose another engine"
+        ) from error
     check_version(str(getattr(library, "__version__", "unknown")), cpu=library.platforms.current_platform.is_cpu())
     return library
 
