@@ -32,7 +32,7 @@ class RolloutConfig:
     """How answers are generated."""
 
     engine: str = "embedded"
-    """embedded (batched sampling on the training ranks), sglang (servers) or vllm (on the ranks)"""
+    """embedded (batched sampling on the training ranks), sglang (servers) or vllm (on the ranks, or servers)"""
     prompts: int = 32
     """problems per step over all ranks, at least 1"""
     answers: int = 8
@@ -48,9 +48,10 @@ class RolloutConfig:
     window: int = 0
     """most answer tokens per step, the rest follows in later steps (T-PPO); 0: whole answers"""
     server: str = ""
-    """sglang: address of the server, http://127.0.0.1:30000, or several with commas, dealt out to the ranks in turn"""
+    """sglang and vllm: address of the server, http://127.0.0.1:30000, or several with commas, dealt out to the ranks in
+    turn; vllm without one runs on the ranks"""
     server_timeout_s: float = 600.0
-    """sglang: seconds for a batch of answers, for new weights, and for a server to start, above 0"""
+    """servers: seconds for a batch of answers, for new weights, and for a server to start, above 0"""
     timeout_s: float = 0.0
     """seconds that ranks wait for each other's rollouts and for engines that load weights;
     0: run.timeout_s + 2 x rollout.server_timeout_s"""
@@ -61,7 +62,7 @@ class RolloutConfig:
     mismatch_limit: float = 0.0
     """allowed mean difference of log-probabilities, 0 or more; 0: what rounding explains"""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """vllm: further settings of vllm.LLM, such as gpu_memory_utilization = 0.4"""
+    """vllm on the ranks: further settings of vllm.LLM, such as gpu_memory_utilization = 0.4"""
 
     def __post_init__(self) -> None:
         check_choice("rollout.engine", self.engine, ENGINES)
