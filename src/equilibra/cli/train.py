@@ -14,8 +14,8 @@ from equilibra.cli.arguments import positive
 from equilibra.core.errors import EquilibraError, InputError
 
 if TYPE_CHECKING:
+    from equilibra.rl.observe import Observer
     from equilibra.train.config import TrainConfig
-    from equilibra.train.plain_log import Screen
     from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
@@ -173,7 +173,7 @@ def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
         screen.close()
 
 
-def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
+def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
     """The live view on a terminal, plain lines elsewhere; with --json on stderr."""
     from equilibra.train.metrics_file import read_history
     from equilibra.train.plain_log import PlainLog, to_stream

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
+from equilibra.rl.tasks.task import Problem, check_number, check_share, hash_of_prompt
 
 __all__ = ["ReasoningGymTask", "dataset_names", "reasoning_gym_task"]
 
@@ -160,13 +160,12 @@ class ReasoningGymTask:
 
 
 def reasoning_gym_task(
-    name: str, options: Mapping[str, Any] | None = None, *, seed: int = 0, reward: RewardFunction | None = None,
-    num_held_out: int = 1000, held_out_share: float = 0.2,
-) -> Task:  # fmt: skip
-    """A task with the problems of one dataset.
+    name: str, options: Mapping[str, Any] | None = None, *, seed: int = 0, num_held_out: int = 1000,
+    held_out_share: float = 0.2,
+) -> ReasoningGymTask:  # fmt: skip
+    """A task with the problems of one dataset. held_out_share: share of prompts that are never trained on.
 
-    reward: replaces the dataset's own. held_out_share: share of prompts that are never trained on. The dataset
-    "composite" takes the option `datasets`, a list of {"name": ..., "weight": ..., "config": {...}}.
+    The dataset "composite" takes the option `datasets`, a list of {"name": ..., "weight": ..., "config": {...}}.
     """
     check_share(held_out_share)
     if num_held_out < 0:
@@ -175,8 +174,7 @@ def reasoning_gym_task(
     _check_options(name, options)
     if name == "composite":
         options["datasets"] = _parts(options.get("datasets"))
-    task = ReasoningGymTask(name, options=options, seed=seed, num_held_out=num_held_out, held_out_share=held_out_share)
-    return judged(task, reward)
+    return ReasoningGymTask(name, options=options, seed=seed, num_held_out=num_held_out, held_out_share=held_out_share)
 
 
 def _make_room(kept: dict[Any, Any], most: int) -> None:

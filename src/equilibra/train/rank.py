@@ -26,10 +26,10 @@ from typing import Any, Self
 
 from equilibra.core.errors import InputError, RankLostError
 from equilibra.integrations.tensorboard import TensorBoard
-from equilibra.rl.observe import Silent
+from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.metrics_file import MetricsFile
-from equilibra.train.plain_log import LogFile, PlainLog, Screen, Several
+from equilibra.train.plain_log import LogFile, PlainLog, Several
 from equilibra.train.run_folder import RunFolder
 
 __all__ = [
@@ -125,35 +125,25 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(text=text[:2000], is_input=isinstance(error, InputError), is_echo=lost)
 
 
-def run_rank(job: Job, rank: int, *, screen: Screen, stop: Callable[[], bool]) -> None:
-    """Train as this world rank; only rank 0 uses the screen."""
+def run_rank(job: Job, rank: int, *, screen: Observer, stop: Callable[[], bool]) -> None:
+    """Train as this world rank; only rank 0 reports, to files and to the screen."""
     module, _, function = job.worker.partition(":")
     worker: Callable[..., None] = getattr(import_module(module), function)
-    if rank != 0:
-        worker(
-            job.config, job.folder.path, resume=job.resume, observer=Silent(), stop=stop, say=_nothing, cut=_nothing
-        )  # fmt: skip
-        return
-    metrics, log = MetricsFile(job.folder.metrics), PlainLog(LogFile(job.folder.log), steps=job.config.run.steps)
-    files = Several([metrics, log, TensorBoard(job.folder.tensorboard)])
-
-    def say(text: str) -> None:
-        log.note(text)
-        screen.note(text)
-
+    metrics, files, observer = MetricsFile(job.folder.metrics), Several([]), Several([])
+    if rank == 0:
+        log = PlainLog(LogFile(job.folder.log), steps=job.config.run.steps)
+        files = Several([metrics, log, TensorBoard(job.folder.tensorboard)])
+        observer = Several([files, screen])
     try:
         worker(
-            job.config, job.folder.path, resume=job.resume, observer=Several([files, screen]), stop=stop, say=say,
-            cut=metrics.cut,
+            job.config, job.folder.path, resume=job.resume, observer=observer, stop=stop, say=observer.note,
+            cut=metrics.cut if rank == 0 else lambda _step: None,
         )  # fmt: skip
     finally:
         files.close()
 
 
-def _nothing(_value: object) -> None: ...
-
-
-class _Teller:
+class _Teller(Observer):
     """A screen that sends everything over a pipe."""
 
     def __init__(self, pipe: Connection) -> None:
@@ -170,9 +160,6 @@ class _Teller:
 
     def note(self, text: str) -> None:
         self._pipe.send(Told(method="note", arguments=(text,)))
-
-    def close(self) -> None:
-        pass
 
 
 def _plain(metrics: Mapping[str, float]) -> dict[str, float]:

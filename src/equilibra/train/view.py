@@ -21,6 +21,7 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
+from equilibra.rl.observe import Observer
 from equilibra.train.metrics_file import History
 
 __all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
@@ -142,8 +143,8 @@ def can_draw(stream: TextIO) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
 
 
-class LiveView:
-    """A `Screen` that draws."""
+class LiveView(Observer):
+    """Draws a run on the terminal; the last picture stays."""
 
     def __init__(
         self, *, title: str, steps: int, history: History | None = None, console: Console | None = None,
@@ -185,6 +186,5 @@ class LiveView:
         self._live.refresh()
 
     def close(self) -> None:
-        """Stop drawing; the last picture stays."""
         self._spinner = None
         self._live.stop()

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
+from equilibra.rl.tasks.task import Problem, check_number, check_share, hash_of_prompt
 
 __all__ = ["JsonlTask", "final_answer", "jsonl_task", "same_final_answer"]
 
@@ -133,10 +133,8 @@ class JsonlTask:
         return float(same_final_answer(problem.answer, answer_text))
 
 
-def jsonl_task(
-    path: Path | str, *, seed: int = 0, reward: RewardFunction | None = None, held_out_share: float = 0.1
-) -> Task:
-    """Read a file; hold out a share of its prompts, at least one. reward: replaces the comparison of final answers."""
+def jsonl_task(path: Path | str, *, seed: int = 0, held_out_share: float = 0.1) -> JsonlTask:
+    """Read a file; hold out a share of its prompts, at least one."""
     path = Path(path)
     check_share(held_out_share)
     if seed < 0:
@@ -151,13 +149,12 @@ def jsonl_task(
     answers: dict[str, list[Line]] = {prompt: [] for prompt in prompts[:num_held_out]}
     for line in lines:
         answers.get(line.prompt, []).append(line)
-    task = JsonlTask(
+    return JsonlTask(
         name=path.name,
         seed=seed,
         training=tuple(line for line in lines if line.prompt not in answers),
         kept_out=tuple(min(same, key=lambda line: line.answer) for same in answers.values()),
     )
-    return judged(task, reward)
 
 
 @lru_cache(maxsize=2)

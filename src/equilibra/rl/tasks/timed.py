@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from equilibra.core.errors import ExecuteError, InputError
-from equilibra.rl.tasks.task import Problem, Task, WrappedTask
+from equilibra.rl.tasks.task import Problem, Task
 
 __all__ = ["Scorer", "TimedTask", "serve"]
 
@@ -66,7 +66,7 @@ class _Running:
         self.process.wait()
 
 
-class TimedTask(WrappedTask):
+class TimedTask:
     """A task whose rewards come from a process with a time limit."""
 
     def __init__(self, task: Task, make: Callable[[], Scorer], *, limit_s: float) -> None:
@@ -74,6 +74,20 @@ class TimedTask(WrappedTask):
         self.task, self.limit_s = task, limit_s
         self._make, self._unscored = make, 0
         self._running = self._started()
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def num_held_out(self) -> int:
+        return self.task.num_held_out
+
+    def problem(self, number: int) -> Problem:
+        return self.task.problem(number)
+
+    def held_out(self, number: int) -> Problem:
+        return self.task.held_out(number)
 
     def reward(self, problem: Problem, answer_text: str) -> float:
         """The scorer's reward; 0 for an answer that exceeds the time limit or crashes the scorer."""
