@@ -28,8 +28,9 @@ from typing import Any
 
 import numpy as np
 
+from equilibra.core import checks
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, check_number, check_share, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
 
 __all__ = ["ReasoningGymTask", "dataset_names", "reasoning_gym_task"]
 
@@ -167,9 +168,8 @@ def reasoning_gym_task(
 
     The dataset "composite" takes the option `datasets`, a list of {"name": ..., "weight": ..., "config": {...}}.
     """
-    check_share(held_out_share)
-    if num_held_out < 0:
-        raise InputError(f"num_held_out must not be negative, but is {num_held_out}")
+    checks.check_number("the share of held-out problems", held_out_share, above=0, high=1, below=True)
+    checks.check_whole("num_held_out", num_held_out, low=0)
     options = dict(options or {})
     _check_options(name, options)
     if name == "composite":

@@ -167,7 +167,7 @@ def test_numbers_and_shares():
     for call, message in [
         (lambda: task.problem(-1), "no problem -1"),
         (lambda: task.held_out(3), "no held-out problem 3"),
-        (lambda: reasoning_gym_task("chain_sum", num_held_out=-1), "must not be negative"),
+        (lambda: reasoning_gym_task("chain_sum", num_held_out=-1), "num_held_out must be a whole number from 0"),
         (lambda: reasoning_gym_task("chain_sum", held_out_share=1), "share"),
     ]:
         with pytest.raises(InputError, match=message):

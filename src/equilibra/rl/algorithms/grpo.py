@@ -21,7 +21,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError
+from equilibra.core.checks import check_flag
 from equilibra.rl.algorithms.algorithm import Target, check_finished
 from equilibra.rl.loss import Average, LossSetting, Ratio, Total
 from equilibra.rl.sample import Sample
@@ -50,10 +50,8 @@ class Grpo:
     """subtract the mean of the other answers, not of all"""
 
     def __post_init__(self) -> None:
-        for name in ("normalise", "leave_one_out"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InputError(f"{name} of {self.name} must be true or false, not {value!r}")
+        check_flag(f"normalise of {self.name}", self.normalise)
+        check_flag(f"leave_one_out of {self.name}", self.leave_one_out)
 
     def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
         return np.ones(sample.answer.size, np.bool_)

@@ -21,9 +21,10 @@ from typing import IO, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core import checks
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, check_number, check_share, hash_of_prompt
+from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
 
 __all__ = ["JsonlTask", "final_answer", "jsonl_task", "same_final_answer"]
 
@@ -136,9 +137,8 @@ class JsonlTask:
 def jsonl_task(path: Path | str, *, seed: int = 0, held_out_share: float = 0.1) -> JsonlTask:
     """Read a file; hold out a share of its prompts, at least one."""
     path = Path(path)
-    check_share(held_out_share)
-    if seed < 0:
-        raise InputError(f"the seed must be 0 or more, not {seed}")
+    checks.check_number("the share of held-out problems", held_out_share, above=0, high=1, below=True)
+    checks.check_whole("the seed", seed, low=0)
     lines = _read(path)
     prompts = sorted({line.prompt for line in lines}, key=lambda prompt: (hash_of_prompt(prompt), prompt))
     if len(prompts) < 2:

@@ -24,7 +24,7 @@ import numpy as np
 
 from equilibra.core.errors import InputError
 
-__all__ = ["Problem", "RewardFunction", "Task", "check_number", "check_share", "hash_of_prompt", "reward_function"]
+__all__ = ["Problem", "RewardFunction", "Task", "check_number", "hash_of_prompt", "reward_function"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,12 +72,6 @@ def check_number(task: str, number: int, num_held_out: int | None = None) -> Non
         raise InputError(f"{task} has no problem {number}: numbers start at 0")
     if num_held_out is not None and number >= num_held_out:
         raise InputError(f"{task} has no held-out problem {number}: it has {num_held_out}, numbered from 0")
-
-
-def check_share(share: float) -> None:
-    """Refuse a held-out share outside (0, 1)."""
-    if not 0 < share < 1:
-        raise InputError(f"the share of held-out problems must be above 0 and below 1, not {share}; 0.1 is usual")
 
 
 # A user's own reward is one function `score(prompt, answer, expected)` that returns a number from 0 to 1. It is named
