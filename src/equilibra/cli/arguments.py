@@ -54,7 +54,6 @@ class Progress:
             print(f"[{done}/{total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._drawn:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 

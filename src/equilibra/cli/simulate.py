@@ -199,7 +199,6 @@ def _fitting_model(recording: Recording, path: str) -> MoEModel:
 
 
 def _input(path: str, recording: Recording) -> dict[str, Any]:
-    """Name, size and hash of an input file."""
     file = Path(path)
     entry: dict[str, Any] = {
         "name": file.name, "sequences": recording.num_sequences, "tokens": int(recording.offsets[-1]),

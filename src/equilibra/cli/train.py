@@ -65,7 +65,6 @@ class _Asked:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process reports to the user."""
         return self.place is None or self.place.rank == 0
 
 
@@ -89,7 +88,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _asked(arguments: argparse.Namespace) -> _Asked:
-    """Read the configuration, and create or open the run folder."""
     from equilibra.plan.planner import planner_named
     from equilibra.train.config import TrainConfig
     from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
@@ -128,7 +126,6 @@ def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFo
 def _opened(
     arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None
 ) -> _Asked:  # fmt: skip
-    """Create the folder, or open the given one."""
     from datetime import datetime
 
     from equilibra.train.config_files import load_config

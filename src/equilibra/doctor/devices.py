@@ -200,7 +200,6 @@ def _nvlink(pairs: dict[tuple[int, int], str], rates: dict[int, list[float]]) ->
 
 
 def _ask(*words: str) -> str:
-    """The output of nvidia-smi."""
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
             ["nvidia-smi", *words],  # noqa: S607 - wherever the driver put it
@@ -257,7 +256,6 @@ def _stuck() -> Finding:
 
 
 def _value(driver: ctypes.CDLL, what: str, stream: torch.cuda.Stream, flag: torch.Tensor, mode: int) -> None:
-    """cuStreamWaitValue64 or cuStreamWriteValue64."""
     name = f"cuStream{what}Value64"
     if hasattr(driver, f"{name}_v2"):  # the first version must be enabled in the driver
         name += "_v2"

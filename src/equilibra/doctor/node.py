@@ -93,7 +93,6 @@ class Worker:
         return found
 
     def stop(self) -> None:
-        """Kill the process and its children."""
         process, self._process = self._process, None
         if process is None:
             return

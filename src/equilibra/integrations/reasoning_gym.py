@@ -24,6 +24,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -67,7 +68,7 @@ class ReasoningGymTask:
         self._dataset_name, self._options, self._seed = name, dict(options), seed
         self._num_held_out, self._share = num_held_out, held_out_share
         self._chunks: dict[tuple[object, ...], Any] = {}
-        self._problems: dict[int, Problem] = {}
+        self._training = lru_cache(PROBLEMS_KEPT)(self._trained)  # every answer of a group asks for its problem
         self._kept_out: list[Problem] = []
         self._tried = 0
         self._scorer = self._chunk("train", 0, 0)
@@ -82,14 +83,10 @@ class ReasoningGymTask:
         return self._num_held_out
 
     def problem(self, number: int) -> Problem:
-        """A training problem. The last few thousand are cached, since every answer of a group asks for its own."""
         check_number(self.name, number)
-        if number not in self._problems:
-            _make_room(self._problems, PROBLEMS_KEPT)
-            self._problems[number] = self._training(number)
-        return self._problems[number]
+        return self._training(number)
 
-    def _training(self, number: int) -> Problem:
+    def _trained(self, number: int) -> Problem:
         failed = ""
         for attempt in range(TRIES):
             problem, failed = self._candidate("train", attempt, number)
@@ -101,7 +98,6 @@ class ReasoningGymTask:
         )
 
     def held_out(self, number: int) -> Problem:
-        """A held-out problem; all have distinct prompts."""
         check_number(self.name, number, self.num_held_out)
         most = math.ceil((number + 10) * 10 / self._share)
         prompts, failed = {problem.prompt for problem in self._kept_out}, ""
@@ -154,7 +150,8 @@ class ReasoningGymTask:
     def _chunk(self, stream: str, attempt: int, chunk: int) -> Any:  # noqa: ANN401 - the library has no types
         key = (stream, attempt, chunk)
         if key not in self._chunks:
-            _make_room(self._chunks, CHUNKS_KEPT)
+            while len(self._chunks) >= CHUNKS_KEPT:
+                del self._chunks[next(iter(self._chunks))]  # the oldest
             seed = _derived_seed(self._seed, *key)
             self._chunks[key] = _create(self._dataset_name, {**self._options, "seed": seed, "size": CHUNK})
         return self._chunks[key]
@@ -175,12 +172,6 @@ def reasoning_gym_task(
     if name == "composite":
         options["datasets"] = _parts(options.get("datasets"))
     return ReasoningGymTask(name, options=options, seed=seed, num_held_out=num_held_out, held_out_share=held_out_share)
-
-
-def _make_room(kept: dict[Any, Any], most: int) -> None:
-    """Drop the oldest entries."""
-    while len(kept) >= most:
-        del kept[next(iter(kept))]
 
 
 def _registered() -> dict[str, Any]:

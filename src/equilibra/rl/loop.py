@@ -68,11 +68,9 @@ class LoopSetting:
         return done * self.mini_batches * self.epochs
 
     def evaluates(self, step: int) -> bool:
-        """Whether to evaluate before this step."""
         return step == 0 or bool(self.evaluate_every and step % self.evaluate_every == 0)
 
     def saves(self, done: int) -> bool:
-        """Whether to write a checkpoint after `done` steps."""
         return done == self.steps or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
 
 

@@ -28,7 +28,6 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Seconds so far: in total and by stage."""
         return {"seconds": perf_counter() - self._began, **{f"seconds_{k}": v for k, v in self.seconds.items()}}
 
 

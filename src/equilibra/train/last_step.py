@@ -60,7 +60,6 @@ class LastStep:
         self._kept: tuple[int, PlannerRecord, Batch] | None = None
 
     def keep(self, step: int, record: PlannerRecord | None, batch: Batch) -> None:
-        """Keep a finished step."""
         if record is not None:
             self._kept = (step, record, batch)
 
@@ -131,7 +130,6 @@ def _left_alone(batch: Batch, *, tokens_per_rank: int) -> StepPlan:
 
 
 def _model(parts: Parts, *, num_layers: int) -> MoEModel:
-    """The model for the cost model."""
     spec, config, width = parts.folder.spec, parts.folder.config, parts.dtype.itemsize
     vocabulary = config.vocab_size * spec.hidden
     low = width < 4  # then there are fp32 masters

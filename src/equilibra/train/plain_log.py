@@ -91,7 +91,6 @@ class PlainLog(Observer):
     """A screen of plain lines, passed to `write` without line ends."""
 
     def __init__(self, write: Callable[[str], None], *, steps: int) -> None:
-        """steps: of the whole run."""
         self._write, self._steps = write, steps
         self._told: tuple[str, int] | None = None
 

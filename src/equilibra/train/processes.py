@@ -75,7 +75,6 @@ class _Rank:
                 self.ending, self.ended_at = _death(code), monotonic()
 
     def tell(self, what: str) -> None:
-        """Send a message if it still listens."""
         with suppress(OSError):
             self.pipe.send(what)
 

@@ -47,7 +47,6 @@ class RunFolder:
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run can be resumed."""
         folders = self.checkpoints.glob("policy/step-*")
         return any(folder.is_dir() and not folder.suffix.startswith((".part", ".aside")) for folder in folders)
 
@@ -56,7 +55,6 @@ class RunFolder:
             part.write_text(toml_text(config), encoding="utf-8")
 
     def discard_if_worthless(self) -> None:
-        """Remove the folder if no step was finished in it."""
         if self.is_worthless:
             shutil.rmtree(self.path, ignore_errors=True)
 

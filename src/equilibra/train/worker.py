@@ -241,7 +241,6 @@ def _supervised_loss(parts: Parts, model: ShardedModel, sequences: Sequence[tupl
 
 
 def _warm_up_key(parts: Parts) -> str:
-    """A digest of everything that warmed-up weights depend on."""
     config = parts.config
     about = [asdict(config.task), asdict(config.warm_up), config.run.seed, config.run.dtype, parts.text.digest()]
     text = json.dumps([*about, parts.folder.config.to_dict()], sort_keys=True, default=str)

@@ -50,7 +50,6 @@ class ShardedModel(nn.Module):
 
     @property
     def moe_layers(self) -> list[BalancedMoE]:
-        """The MoE layers in order."""
         return [module for module in self.model.modules() if isinstance(module, BalancedMoE)]
 
     def hidden(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -68,7 +67,6 @@ class ShardedModel(nn.Module):
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:
-        """Parameters that `head` reads."""
         return list(self.model.lm_head.parameters())  # type: ignore[union-attr]
 
     @property
@@ -89,7 +87,6 @@ class ShardedModel(nn.Module):
         return {name: value.detach() for name, value in {**found, **routers}.items()}
 
     def load(self, path: Path) -> None:
-        """Collective: load published weights."""
         import_safetensors(path, self.runtime, self.naming, self.dense())
 
     def load_trunk(self, path: Path) -> None:
@@ -137,7 +134,6 @@ def build_model(
 
 
 def _router_state(router: Any, moe: BalancedMoE) -> dict[str, Tensor]:  # noqa: ANN401
-    """The initial router weights that transformers drew."""
     state = {"weight": router.weight.detach()}
     if moe.router.bias is not None:
         state["bias"] = router.bias.detach()

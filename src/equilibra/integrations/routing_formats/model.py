@@ -55,7 +55,6 @@ class RoutedModel:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Decoder layers with experts, ascending."""
         dense = set(self.dense_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 

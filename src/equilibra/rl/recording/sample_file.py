@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -86,38 +86,33 @@ LENGTHS = {"prompt_length": "prompt", "answer_length": "answer", "num_segments":
 def write_samples(path: Path | str, samples: Sequence[Sample], *, overwrite: bool = False) -> None:
     """Write samples atomically."""
     segments = [segment for sample in samples for segment in sample.segments]
-    with atomic_file(Path(path), overwrite=overwrite) as part, zipfile.ZipFile(part, "x") as archive:
-        _write_table(archive, OF_SAMPLE, [
+    tables = {
+        **_columns(OF_SAMPLE, [
             (s.problem, s.group, s.number, s.prompt.size, s.answer.size, len(s.segments), s.finished, s.reward)
             for s in samples
-        ])  # fmt: skip
-        _write_table(archive, OF_SEGMENT, [(s.version, s.start, s.end, s.first_row, len(s.experts)) for s in segments])
-        for name, dtype in OF_TOKEN.items():
-            parts = [getattr(sample, name) for sample in samples]
-            _write(archive, name, dtype, (sum(part.size for part in parts),), parts)
-        _write_experts(archive, [segment.experts for segment in segments])
+        ]),
+        **_columns(OF_SEGMENT, [(s.version, s.start, s.end, s.first_row, len(s.experts)) for s in segments]),
+    }  # fmt: skip
+    tokens = {name: _joined([getattr(sample, name) for sample in samples], dtype) for name, dtype in OF_TOKEN.items()}
+    experts = _joined_experts([segment.experts for segment in segments])
+    with atomic_file(Path(path), overwrite=overwrite) as part, part.open("xb") as file:
+        np.savez(file, **tables, **tokens, experts=experts)
 
 
-def _write_table(archive: zipfile.ZipFile, dtypes: dict[str, str], table: list[tuple[Any, ...]]) -> None:
-    for column, (name, dtype) in enumerate(dtypes.items()):
-        _write(archive, name, dtype, (len(table),), [[row[column] for row in table]])
+def _columns(dtypes: dict[str, str], table: list[tuple[Any, ...]]) -> Arrays:
+    return {name: np.array([row[at] for row in table], dtype) for at, (name, dtype) in enumerate(dtypes.items())}
 
 
-def _write_experts(archive: zipfile.ZipFile, experts: list[NDArray[np.int32]]) -> None:
+def _joined(parts: list[NDArray[Any]], dtype: str, shape: tuple[int, ...] = ()) -> NDArray[Any]:
+    return np.concatenate([np.zeros((0, *shape), dtype), *parts], dtype=dtype, casting="unsafe")
+
+
+def _joined_experts(experts: list[NDArray[np.int32]]) -> NDArray[Any]:
     shapes = {array.shape[1:] for array in experts}
     if len(shapes) > 1:
         raise InputError(f"samples of one file must be of one model, but their (layers, experts) are {sorted(shapes)}")
     largest = max((int(array.max(initial=-1)) for array in experts), default=-1)
-    shape = (sum(map(len, experts)), *(shapes.pop() if shapes else (0, 0)))
-    _write(archive, "experts", "<i2" if largest < 1 << 15 else "<i4", shape, experts)
-
-
-def _write(archive: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...], parts: Iterable[Any]) -> None:
-    """Write an array given in parts along its first axis."""
-    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
-        for part in parts:
-            file.write(np.ascontiguousarray(part, dtype=dtype).tobytes())
+    return _joined(experts, "<i2" if largest < 1 << 15 else "<i4", shapes.pop() if shapes else (0, 0))
 
 
 def read_keys(path: Path) -> NDArray[np.int64]:

@@ -98,7 +98,6 @@ class Line:
     answer: str
 
     def as_problem(self, number: int) -> Problem:
-        """The line as a problem with this number."""
         return Problem(number=number, prompt=self.prompt, answer=self.answer, metadata={"line": self.number})
 
 
@@ -130,7 +129,6 @@ class JsonlTask:
         return self.kept_out[number].as_problem(number)
 
     def reward(self, problem: Problem, answer_text: str) -> float:
-        """1 for the right final answer, else 0."""
         return float(same_final_answer(problem.answer, answer_text))
 
 
