@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import add_cluster, positive
+from equilibra.cli.arguments import add_cluster, named_like, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -42,8 +42,8 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
                         "(without it they are free)")  # fmt: skip
     parser.add_argument("--hardware", metavar="NAME", help="with --model: preset or file whose prices count (an H200 "
                         "on which copies cost no more than their rows)")  # fmt: skip
-    parser.add_argument("--max-moves", type=int, default=-1, metavar="N", help="with --trace: homes that may move per "
-                        "layer (as many as pay)")  # fmt: skip
+    parser.add_argument("--max-moves", dest="max_moves_per_layer", type=int, default=-1, metavar="N",
+                        help="with --trace: homes that may move per layer (as many as pay)")  # fmt: skip
     parser.add_argument("--planner", metavar="NAME", help="with --trace: equilibra or a baseline")
     parser.add_argument("--previous", metavar="PLAN", help="with --trace: a plan file; its homes are where experts are")
     parser.add_argument("--output", metavar="PLAN", help="with --trace: write the plan to this file (.npz)")
@@ -72,7 +72,7 @@ def _plan_loads(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
     from equilibra.plan.solve import over_sources, solve_problems
 
-    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    cluster = Cluster(**named_like(Cluster, arguments))
     loads = _read_loads(arguments.loads, cluster.num_ranks)
     cluster.experts_per_rank(loads.shape[-1])
     tokens = (
@@ -138,7 +138,7 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
     from equilibra.plan.store import load_plan, save_plan
     from equilibra.trace.open import load_trace
 
-    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    cluster = Cluster(**named_like(Cluster, arguments))
     ours = Equilibra(tolerance=arguments.tolerance)
     planner = ours if arguments.planner in (None, ours.name) else planner_named(arguments.planner)
     problem = step_problem(
@@ -147,11 +147,7 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         tokens_per_rank=arguments.tokens_per_rank,
         previous=load_plan(arguments.previous).placement if arguments.previous else None,
-        limits=PlanLimits(
-            spare_slots=arguments.spare_slots,
-            standing_slots=arguments.standing_slots,
-            max_moves_per_layer=arguments.max_moves,
-        ),
+        limits=PlanLimits(**named_like(PlanLimits, arguments)),
         hardware=arguments.hardware or AUTO,
     )
     plan = planner.plan(problem)

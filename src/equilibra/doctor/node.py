@@ -115,9 +115,12 @@ class Worker:
         assert self._process is not None
         assert self._process.stdout is not None
         begin, timer = monotonic(), Timer(limit_s, _kill, [self._process])
+        timer.daemon = True
         timer.start()
-        line = self._process.stdout.readline()
-        timer.cancel()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
         if line.endswith(b"\n"):
             return line
         late = monotonic() - begin >= limit_s

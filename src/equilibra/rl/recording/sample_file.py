@@ -86,17 +86,18 @@ LENGTHS = {"prompt_length": "prompt", "answer_length": "answer", "num_segments":
 def write_samples(path: Path | str, samples: Sequence[Sample], *, overwrite: bool = False) -> None:
     """Write samples atomically."""
     segments = [segment for sample in samples for segment in sample.segments]
-    tables = {
+    arrays: dict[str, Any] = {
         **_columns(OF_SAMPLE, [
             (s.problem, s.group, s.number, s.prompt.size, s.answer.size, len(s.segments), s.finished, s.reward)
             for s in samples
         ]),
         **_columns(OF_SEGMENT, [(s.version, s.start, s.end, s.first_row, len(s.experts)) for s in segments]),
     }  # fmt: skip
-    tokens = {name: _joined([getattr(sample, name) for sample in samples], dtype) for name, dtype in OF_TOKEN.items()}
-    experts = _joined_experts([segment.experts for segment in segments])
+    for name, dtype in OF_TOKEN.items():
+        arrays[name] = _joined([getattr(sample, name) for sample in samples], dtype)
+    arrays["experts"] = _joined_experts([segment.experts for segment in segments])
     with atomic_file(Path(path), overwrite=overwrite) as part, part.open("xb") as file:
-        np.savez(file, **tables, **tokens, experts=experts)
+        np.savez(file, **arrays)
 
 
 def _columns(dtypes: dict[str, str], table: list[tuple[Any, ...]]) -> Arrays:
