@@ -14,6 +14,9 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
+    from equilibra.core.plan import StepPlan
+    from equilibra.plan.planner import StepProblem
+
 __all__ = ["add_parser"]
 
 
@@ -129,9 +132,7 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
 def _plan_trace(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
     from equilibra.core.limits import PlanLimits
-    from equilibra.core.plan import Stage
     from equilibra.cost.files import AUTO
-    from equilibra.events.imbalance import imbalance, spread
     from equilibra.plan.entry import step_problem
     from equilibra.plan.planner import planner_named, respects_slots
     from equilibra.plan.step import Equilibra
@@ -151,15 +152,32 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         hardware=arguments.hardware or AUTO,
     )
     plan = planner.plan(problem)
-    load = problem.load_under(plan.schedule)
-    plan.check(load, spare_slots=arguments.spare_slots if respects_slots(planner) else None)
-    static = planner_named("static").plan(problem)
-    before = spread(imbalance(static.rank_load(problem.load)))
-    after = spread(imbalance(plan.rank_load(load)))
+    plan.check(
+        problem.load_under(plan.schedule), spare_slots=arguments.spare_slots if respects_slots(planner) else None
+    )
+    result = _figures(plan, problem)
     if arguments.output:
         save_plan(plan, arguments.output, overwrite=arguments.overwrite)
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    for key, value in result.items():
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key:26} {shown:.5g}" if isinstance(shown, float) else f"{key:26} {shown}")
+    if arguments.output:
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _figures(plan: StepPlan, problem: StepProblem) -> dict[str, Any]:
+    from equilibra.core.plan import Stage
+    from equilibra.events.imbalance import imbalance, spread
+    from equilibra.plan.planner import planner_named
+
+    load, static = problem.load_under(plan.schedule), planner_named("static").plan(problem)
+    before, after = spread(imbalance(static.rank_load(problem.load))), spread(imbalance(plan.rank_load(load)))
     num_problems = plan.num_layers * plan.num_micro_batches
-    result = {
+    return {
         "planner": plan.planner,
         "micro_batches": plan.num_micro_batches,
         "imbalance_before": before.mean,
@@ -171,12 +189,3 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         "moves": plan.migration.num_moves,
         "digest": plan.digest,
     }
-    if arguments.json:
-        print(json.dumps(result))
-        return 0
-    for key, value in result.items():
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{key:26} {shown:.5g}" if isinstance(shown, float) else f"{key:26} {shown}")
-    if arguments.output:
-        print(f"wrote {arguments.output}", file=sys.stderr)
-    return 0

@@ -146,77 +146,59 @@ def num_gpus(findings: Sequence[Finding]) -> int:
     return sum("capability" in finding.values for finding in findings)
 
 
-class _Judge:
-    """Judges transfer paths by the findings: a state and the reason."""
-
+class _Findings:
     def __init__(self, findings: Sequence[Finding]) -> None:
         self._of_name = {finding.name: finding for finding in findings}
-        self.gpus = num_gpus(findings)
 
-    def _state(self, name: str) -> State:
+    def state(self, name: str) -> State:
         return self._of_name[name].state if name in self._of_name else State.NOT_TESTED
 
-    def _reason(self, name: str) -> str:
+    def reason(self, name: str) -> str:
         return f"{name}: {self._of_name[name].text if name in self._of_name else 'not looked at'}"
 
-    def _unusable(self, *names: str) -> tuple[PathState, str] | None:
+    def unusable(self, *names: str) -> tuple[PathState, str] | None:
         """What the first missing, else the first untested, finding rules out."""
         for state, ruled_out in ((State.MISSING, PathState.FAILS), (State.NOT_TESTED, PathState.NOT_TESTED)):
             for name in names:
-                if self._state(name) is state:
-                    return ruled_out, self._reason(name)
+                if self.state(name) is state:
+                    return ruled_out, self.reason(name)
         return None
-
-    def path(self, name: str) -> tuple[PathState, str]:
-        """The verdict on a path: collective, host, ipc or both."""
-        found: tuple[PathState, str] = self._unusable("torch", "gloo") or getattr(self, f"_{name}")()
-        return found
-
-    def _collective(self) -> tuple[PathState, str]:
-        text = f"over NCCL, one process for each of {self.gpus} GPUs"
-        if self.gpus == 0:
-            text = "over gloo, between processes without GPUs"
-        elif self.gpus == 1:
-            text = "over gloo, for processes that share the GPU; NCCL refuses two processes on one GPU"
-        elif self._state("nccl") not in (State.OK, State.WARNING):
-            text = f"over gloo only, which is slow ({self._reason('nccl')})"
-        return PathState.WORKS, text
-
-    def _host(self) -> tuple[PathState, str]:
-        text = "through /dev/shm" + (", registered with CUDA" if self.gpus else "")
-        little = "; it may be too small" if self._state("shared memory") is State.WARNING else ""
-        needs = ["shared memory", *(["registering"] if self.gpus else [])]
-        return self._unusable(*needs) or (PathState.WORKS, text + little)
-
-    def _ipc(self) -> tuple[PathState, str]:
-        if self.gpus == 0:
-            return PathState.FAILS, "no GPU here"
-        text = "between processes that share the GPU; between GPUs not tested"
-        if self.gpus > 1:
-            text = f"between all {self.gpus} GPUs"
-        needs = ["cuda ipc", "stream values", *(["peer access"] if self.gpus > 1 else [])]
-        return self._unusable(*needs) or (PathState.WORKS, text)
-
-    def _both(self) -> tuple[PathState, str]:
-        needed = [self._ipc(), self._host()]
-        for state in (PathState.FAILS, PathState.NOT_TESTED):
-            for one in needed:
-                if one[0] is state:
-                    return one
-        return PathState.WORKS, "ipc and the host link at once"
 
 
 def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
     """One verdict per transfer path; a path that this version of the runtime lacks does not work."""
-    judge = _Judge(findings)
+    found, gpus = _Findings(findings), num_gpus(findings)
     listed = next((finding.values.get("paths") for finding in findings if finding.name == RUNTIME_PATHS), None)
+    host = ["shared memory", *(["registering"] if gpus else [])]
+    ipc = ["cuda ipc", "stream values", *(["peer access"] if gpus > 1 else [])]
     made = []
-    for path in ("collective", "host", "ipc", "both"):
-        state, text = judge.path(path)
+    for path, needed in {"collective": [], "host": host, "ipc": ipc, "both": [*ipc, *host]}.items():
+        no_gpu = (PathState.FAILS, "no GPU here") if path in ("ipc", "both") and not gpus else None
+        ruled_out = found.unusable("torch", "gloo") or no_gpu or found.unusable(*needed)
+        state, text = ruled_out or (PathState.WORKS, _how(path, found, gpus))
         if listed is not None and path not in listed and state is not PathState.FAILS:
             state, text = PathState.FAILS, f"this version of the runtime has no such path (the machine: {text})"
         made.append(Verdict(path=path, state=state, text=text))
     return made
+
+
+def _how(path: str, found: _Findings, gpus: int) -> str:
+    """How a path works here."""
+    little = "; it may be too small" if found.state("shared memory") is State.WARNING else ""
+    collective = f"over gloo only, which is slow ({found.reason('nccl')})"
+    if found.state("nccl") in (State.OK, State.WARNING):
+        collective = f"over NCCL, one process for each of {gpus} GPUs"
+    if gpus < 2:
+        collective = "over gloo, between processes without GPUs"
+    if gpus == 1:
+        collective = "over gloo, for processes that share the GPU; NCCL refuses two processes on one GPU"
+    alone = "between processes that share the GPU; between GPUs not tested"
+    return {
+        "collective": collective,
+        "host": f"through /dev/shm{', registered with CUDA' if gpus else ''}{little}",
+        "ipc": f"between all {gpus} GPUs" if gpus > 1 else alone,
+        "both": "ipc and the host link at once",
+    }[path]
 
 
 def summary_line(made: Sequence[Verdict]) -> str:

@@ -26,7 +26,7 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.cost.files import prices_of
 from equilibra.rl.observe import Observer
 from equilibra.train.config import ClusterConfig
-from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, Told, failure_of, rank_main, run_rank
+from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, failure_of, rank_main, run_rank
 from equilibra.train.run_folder import FolderLock
 
 __all__ = ["NODES", "Place", "launch", "place_under_torchrun", "run_processes"]
@@ -63,8 +63,9 @@ class _Rank:
         try:
             while self.speaks and self.pipe.poll():
                 said = self.pipe.recv()
-                if isinstance(said, Told):
-                    getattr(screen, said.method)(*said.arguments, **said.keywords)
+                if isinstance(said, tuple):
+                    method, arguments, keywords = said
+                    getattr(screen, method)(*arguments, **keywords)
                 else:
                     self.ending, self.ended_at = said, monotonic()
         except (EOFError, OSError):

@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
@@ -88,13 +88,8 @@ class Job:
     """module:function that trains; imported only by the ranks"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """A call of one of the screen's methods."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+Told = tuple[str, tuple[Any, ...], Mapping[str, Any]]
+"""a call of one of the screen's methods: its name, arguments and keywords"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,16 +145,20 @@ class _Teller(Observer):
         self._pipe = pipe
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        self._pipe.send(Told(method="stage", arguments=(name,), keywords={"step": step, "done": done, "total": total}))
+        self._tell("stage", name, step=step, done=done, total=total)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pipe.send(Told(method="step", arguments=(step, _plain(metrics))))
+        self._tell("step", step, _plain(metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pipe.send(Told(method="evaluated", arguments=(step, _plain(metrics))))
+        self._tell("evaluated", step, _plain(metrics))
 
     def note(self, text: str) -> None:
-        self._pipe.send(Told(method="note", arguments=(text,)))
+        self._tell("note", text)
+
+    def _tell(self, method: str, *arguments: object, **keywords: object) -> None:
+        told: Told = (method, arguments, keywords)
+        self._pipe.send(told)
 
 
 def _plain(metrics: Mapping[str, float]) -> dict[str, float]:

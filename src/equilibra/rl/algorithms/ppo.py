@@ -25,26 +25,23 @@ from numpy.typing import NDArray
 
 from equilibra.core.checks import check_flag, check_number
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.algorithm import Target, check_finished
-from equilibra.rl.loss import LossSetting, Total
+from equilibra.rl.algorithms.algorithm import Algorithm, Target, check_finished
+from equilibra.rl.loss import Total
 from equilibra.rl.sample import Sample
 
 __all__ = ["Ppo", "Tppo", "gae_advantages", "gae_returns", "token_rewards", "whitened"]
 
 SMALLEST_STD = 1e-6
 """added to the standard deviation"""
-PPO_LOSS = LossSetting()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ppo:
+class Ppo(Algorithm):
     """Generalised advantage estimation with a value model."""
 
     name: ClassVar[str] = "ppo"
     needs_values: ClassVar[bool] = True
-    windowed: ClassVar[bool] = False
 
-    loss: LossSetting = PPO_LOSS
     value_clip: float = 0.2
     """largest change of a value that the value loss rewards; 0: no limit"""
     discount: float = 1.0
@@ -60,11 +57,8 @@ class Ppo:
         check_number(f"decay of {self.name}", self.decay, high=1)
         check_flag(f"whiten of {self.name}", self.whiten)
 
-    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        return np.ones(sample.answer.size, np.bool_)
-
     def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        return np.ones(sample.answer.size, np.bool_)
+        return self.policy_mask(sample)
 
     def targets(
         self, samples: Sequence[Sample], values: Sequence[NDArray[np.float64]] | None, total: Total

@@ -46,12 +46,8 @@ class Scorer(Protocol):
         """Reward of the answer, 0 to 1."""
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A message of the scorer: ready, a score, or why there is none."""
-
-    score: float = 0.0
-    refused: str = ""
+_Said = tuple[float, str]
+"""a message of the scorer: a score, 0 when it is ready; or why there is none"""
 
 
 @dataclass(eq=False)
@@ -151,9 +147,10 @@ class TimedTask:
 
 
 def _score(said: _Said) -> float:
-    if said.refused:
-        raise InputError(said.refused)
-    return said.score
+    score, refused = said
+    if refused:
+        raise InputError(refused)
+    return score
 
 
 def serve(pipe: Connection) -> None:
@@ -161,14 +158,14 @@ def serve(pipe: Connection) -> None:
     make, limit_s = pipe.recv()
     try:
         scorer: Scorer = make()
-        pipe.send(_Said())
+        pipe.send((0.0, ""))
         while True:
             problem, answer_text = pipe.recv()
             signal.setitimer(signal.ITIMER_REAL, limit_s + ALONE_S)  # ends us even without the rank
             score = scorer.reward(problem, answer_text)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            pipe.send(_Said(score=score))
+            pipe.send((score, ""))
     except InputError as error:
-        pipe.send(_Said(refused=str(error)))
+        pipe.send((0.0, str(error)))
     except (EOFError, OSError):
         pass
