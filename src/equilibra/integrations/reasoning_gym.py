@@ -1,14 +1,13 @@
 """Problems from reasoning-gym: any of its datasets, by name, with its options.
 
-Its datasets are virtual: an entry is generated on access from a seed and an index. Some take time proportional to their
-size to open, and one refuses large sizes, so problems come from chunks of 500 with a seed per chunk and attempt. A
-prompt's hash decides whether it is held out. A training problem whose prompt is held out is replaced by the next
-attempt; held-out problems are the first distinct held-out prompts of their own stream. So no prompt is on both sides,
-and no list of prompts is kept.
+An entry of a dataset is generated on access from a seed and an index. Some datasets take time proportional to their
+size to open, so problems come from chunks of 500 with a seed per chunk and attempt. A prompt's hash decides whether it
+is held out: a training problem with a held-out prompt is replaced by the next attempt, held-out problems are the first
+distinct ones of their own stream. So no prompt is on both sides, and no list of prompts is kept.
 
-The library is made deterministic: Python's and numpy's global generators are seeded during each call, warnings and
-prints are suppressed, and datasets that depend on the order of sets need PYTHONHASHSEED=0. Some scorers evaluate the
-answer as Python code: only arithmetic and plain lists reach them. codeio is refused: its generators read the clock.
+The library is made deterministic: global generators are seeded during each call, warnings and prints suppressed, and
+datasets that depend on the order of sets need PYTHONHASHSEED=0. Some scorers evaluate the answer as Python code: only
+arithmetic and plain lists reach them. codeio is refused: its generators read the clock.
 """
 
 from __future__ import annotations

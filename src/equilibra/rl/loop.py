@@ -114,9 +114,8 @@ def train(trainer: Trainer, first_step: int) -> int:
             values = critic.values(samples) if critic is not None else None
         with clock.stage("advantages"):
             targets = algorithm.targets(samples, values, total)
-            batch.give(
-                policy_columns(samples, algorithm, targets, old, reference, parts, total, trainer.max_answer_tokens)
-            )
+            longest = trainer.max_answer_tokens
+            batch.give(policy_columns(samples, algorithm, targets, old, reference, parts, total, longest))
         with clock.stage("update"), _named(step):
             sums = [batch.update(mini_batch, loss) for mini_batch in parts.order]
             if critic is not None:

@@ -13,14 +13,15 @@ from typing import Any, TextIO
 
 from equilibra.core.atomic import cannot
 from equilibra.rl.observe import Observer
-from equilibra.train.metrics_file import History
+from equilibra.train.metrics_file import STAGE, History
 from equilibra.train.run_folder import RunFolder
 
 __all__ = ["LogFile", "PlainLog", "Several", "step_line", "summary", "summary_table", "to_stream"]
 
 SLOW = ("start", "warm-up", "report")
 """stages that get their own lines, because no step ends meanwhile"""
-EXPLAINED = {"start": "start (loads libraries; the first time it also compiles, about a minute)"}
+STARTING = "loads libraries; the first time it also compiles, about a minute"
+EXPLAINED = {"start": f"start ({STARTING})"}
 PARTS = 4
 """lines of a slow stage whose progress is known"""
 COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -41,7 +42,6 @@ TRENDS = (
     ("seconds per step", "seconds", "{:.2f}"),
 )
 """rows of the summary: label, metric, format"""
-STAGE = "seconds_"
 ORDER = ("rollout", "reward", "plan", "logprob", "advantages", "update", "weights", "checkpoint")
 
 

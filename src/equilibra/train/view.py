@@ -22,7 +22,8 @@ from rich.table import Table
 from rich.text import Text
 
 from equilibra.rl.observe import Observer
-from equilibra.train.metrics_file import History
+from equilibra.train.metrics_file import STAGE, History
+from equilibra.train.plain_log import STARTING
 
 __all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
 
@@ -61,9 +62,6 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
-
-
-STARTING = "loads libraries; the first time it also compiles, about a minute"
 
 
 def draw(picture: Picture, *, now: float, spinner: RenderableType | None = None) -> RenderableType:
@@ -117,7 +115,7 @@ def _clock(seconds: float) -> str:
 
 def _stage_bar(history: History) -> RenderableType:
     """Seconds of each stage of the newest step, as parts of one bar and as numbers."""
-    seconds = {stage: history.last(f"seconds_{stage}") or 0.0 for stage in STAGES}
+    seconds = {stage: history.last(STAGE + stage) or 0.0 for stage in STAGES}
     seconds = {stage: value for stage, value in seconds.items() if math.isfinite(value) and value > 0}
     total = sum(seconds.values())
     if total <= 0:

@@ -190,7 +190,7 @@ def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, fold
     if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
         model.save(folder / "start", parts.text.files(), overwrite=True)
     if value is not None:
-        value.load_trunk(folder / "start")
+        value.load(folder / "start", head=False)
 
 
 def _warm_up(parts: Parts, model: ShardedModel, observer: Observer) -> None:

@@ -86,12 +86,9 @@ class ShardedModel(nn.Module):
         routers = dense_tensors(self.moe_layers, self.naming)
         return {name: value.detach() for name, value in {**found, **routers}.items()}
 
-    def load(self, path: Path) -> None:
-        import_safetensors(path, self.runtime, self.naming, self.dense())
-
-    def load_trunk(self, path: Path) -> None:
-        """Collective: load published weights except the head, for a value model."""
-        dense = {name: value for name, value in self.dense().items() if not name.startswith("lm_head.")}
+    def load(self, path: Path, *, head: bool = True) -> None:
+        """Collective: load published weights. head: False for a value model."""
+        dense = {name: value for name, value in self.dense().items() if head or not name.startswith("lm_head.")}
         import_safetensors(path, self.runtime, self.naming, dense)
 
     def save(self, path: Path, files: dict[str, bytes], *, overwrite: bool = False) -> None:
@@ -129,7 +126,7 @@ def build_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     sharded = ShardedModel(model, folder, runtime, list(layers))
     if folder.has_weights:
-        sharded.load_trunk(folder.path) if value else sharded.load(folder.path)
+        sharded.load(folder.path, head=not value)
     return sharded
 
 

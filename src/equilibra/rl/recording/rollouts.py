@@ -155,23 +155,17 @@ def read_about(folder: Path | str) -> RolloutAbout:
         if not path.is_file():
             raise InputError(f"{folder} is not a recording of rollouts (no {ABOUT})")
         with path.open("rb") as file:
-            content = file.read(MAX_ABOUT_BYTES + 1)
-        body = json.loads(content.decode()) if len(content) <= MAX_ABOUT_BYTES else None
+            content = file.read(MAX_ABOUT_BYTES)  # of a longer file too little for valid JSON
     except OSError as error:
         raise cannot("read", path, error) from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is damaged: not valid JSON ({error}); record again") from error
-    if not isinstance(body, dict) or (body.get("format"), body.get("version")) != (FORMAT, VERSION):
-        raise InputError(f"{path} is damaged or not {FORMAT} version {VERSION}; record again")
-    model, about = body.get("model"), body.get("about")
     try:
-        if not isinstance(model, dict) or not isinstance(about, dict):
-            raise TypeError("it must have tables model and about")  # noqa: TRY301
-        return RolloutAbout(model=ModelShape(**model), about=about)
-    except (InputError, TypeError) as error:
-        raise InputError(f"{path} is damaged: {error}; record again") from error
+        body = json.loads(content)
+        found = (body["format"], body["version"], type(body["about"]))
+        if found != (FORMAT, VERSION, dict):
+            raise InputError(f"it must have format {FORMAT}, version {VERSION} and a table about, not {found!r:.100}")
+        return RolloutAbout(model=ModelShape(**body["model"]), about=body["about"])
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is damaged or not {FORMAT} version {VERSION} ({error}); record again") from error
 
 
 def _write_about(folder: Path, new: RolloutAbout) -> None:
