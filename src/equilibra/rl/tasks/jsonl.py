@@ -136,7 +136,7 @@ def jsonl_task(path: Path | str, *, seed: int = 0, held_out_share: float = 0.1) 
     """Read a file; hold out a share of its prompts, at least one."""
     path = Path(path)
     checks.check_number("the share of held-out problems", held_out_share, above=0, high=1, below=True)
-    checks.check_whole("the seed", seed, low=0)
+    checks.check_whole("the seed", seed, low=0, high=None)
     lines = _read(path)
     prompts = sorted({line.prompt for line in lines}, key=lambda prompt: (hash_of_prompt(prompt), prompt))
     if len(prompts) < 2:
