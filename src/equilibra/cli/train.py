@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from equilibra.rl.observe import Observer
     from equilibra.train.config import TrainConfig
     from equilibra.train.processes import Place
-    from equilibra.train.rank import Job
     from equilibra.train.run_folder import FolderLock, RunFolder
 
 __all__ = ["add_parser", "finish"]
@@ -53,7 +52,10 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 class _Asked:
     """A run that is ready to start."""
 
-    job: Job
+    config: TrainConfig
+    folder: RunFolder
+    resume: bool
+    """whether to continue from a checkpoint"""
     fresh: bool
     """whether the folder was created now"""
     place: Place | None
@@ -127,42 +129,42 @@ def _opened(
     from datetime import datetime
 
     from equilibra.train.config_files import load_config
-    from equilibra.train.rank import Job
     from equilibra.train.run_folder import FolderLock, begin_run, default_output
 
     if folder is None:
         now = datetime.now().astimezone()
         output = Path(arguments.output) if arguments.output is not None else default_output(now)
         folder, lock = begin_run(output, config)
-        job = Job(config=config, folder=folder, resume=False, worker=arguments.worker)
-        return _Asked(job=job, fresh=True, place=place, lock=lock)
+        return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
     own = FolderLock(folder) if place is None or place.rank == 0 else None
     if own is not None and load_config(folder.config) != config:
         folder.write_config(config)
     resume = arguments.resume is not None or (place is not None and place.restarts > 0)
-    job = Job(config=config, folder=folder, resume=resume and folder.has_checkpoint, worker=arguments.worker)
-    return _Asked(job=job, fresh=False, place=place, lock=own)
+    resume = resume and folder.has_checkpoint
+    return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
 
 
 def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
     """Run all steps; returns whether the run was told to stop earlier."""
     from equilibra.train.plain_log import LogFile
     from equilibra.train.processes import launch
+    from equilibra.train.rank import Job
 
-    folder, screen = asked.job.folder, _screen(asked, arguments)
+    job = Job(config=asked.config, folder=asked.folder, resume=asked.resume, worker=arguments.worker)
+    screen = _screen(asked, arguments)
     try:
-        return launch(asked.job, screen=screen, place=asked.place, lock=asked.lock)
+        return launch(job, screen=screen, place=asked.place, lock=asked.lock)
     except InputError:
         if asked.fresh:
-            folder.discard_if_worthless()
+            asked.folder.discard_if_worthless()
         raise
     except EquilibraError as error:
         if asked.is_first:
-            LogFile(folder.log)(f"{type(error).__name__}: {error}")
+            LogFile(asked.folder.log)(f"{type(error).__name__}: {error}")
         raise
     except KeyboardInterrupt:
-        if folder.has_checkpoint:
-            print(f"continue with: equilibra train --resume {folder.path}", file=sys.stderr)
+        if asked.folder.has_checkpoint:
+            print(f"continue with: equilibra train --resume {asked.folder.path}", file=sys.stderr)
         raise
     finally:
         screen.close()
@@ -173,14 +175,14 @@ def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
     from equilibra.train.metrics_file import read_history
     from equilibra.train.plain_log import PlainLog, to_stream
 
-    job, stream = asked.job, sys.stderr if arguments.json else sys.stdout
-    steps, cluster = job.config.run.steps, job.config.cluster
+    steps, stream = asked.config.run.steps, sys.stderr if arguments.json else sys.stdout
     if not asked.is_first:
         return PlainLog(lambda _line: None, steps=steps)
-    what = "continuing" if job.resume else "starting"
+    cluster = asked.config.cluster
+    what = "continuing" if asked.resume else "starting"
     print(
-        f"{what} {job.folder.path}: {cluster.num_processes} ranks ({cluster.nodes} nodes x {cluster.ranks_per_node}"
-        f"{f' x {cluster.groups} groups' if cluster.groups > 1 else ''}), planner {job.config.balance.planner}",
+        f"{what} {asked.folder.path}: {cluster.num_processes} ranks ({cluster.nodes} nodes x {cluster.ranks_per_node}"
+        f"{f' x {cluster.groups} groups' if cluster.groups > 1 else ''}), planner {asked.config.balance.planner}",
         file=stream,
         flush=True,
     )
@@ -188,8 +190,8 @@ def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
         from equilibra.train.view import LiveView, can_draw
 
         if can_draw(stream):
-            history = read_history(job.folder.metrics)
-            return LiveView(title=f"equilibra train · {job.folder.path}", steps=steps, history=history, stream=stream)
+            history = read_history(asked.folder.metrics)
+            return LiveView(title=f"equilibra train · {asked.folder.path}", steps=steps, history=history, stream=stream)
     return PlainLog(to_stream(stream), steps=steps)
 
 
@@ -198,7 +200,7 @@ def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
     from equilibra.train.metrics_file import read_history
     from equilibra.train.plain_log import summary, summary_table
 
-    folder, steps = asked.job.folder, asked.job.config.run.steps
+    folder, steps = asked.folder, asked.config.run.steps
     history = read_history(folder.metrics)
     done = max(history.steps, default=-1) + 1
     stopped = stopped and done < steps
