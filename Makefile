@@ -3,6 +3,7 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=# cpu: PyTorch without CUDA, from the index that PyTorch documents for it
 PYTHONS := 3.11 3.12 3.13
+MEGATRONS := 0.16.1 0.18.2 0.19.2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
@@ -111,10 +112,18 @@ test-pythons: ## the tests under every supported Python that is found, each in a
 test-here: $(TESTS_READY)
 	$(BIN)/pytest -n 2 -m 'not slow'
 
+.PHONY: test-megatron
+test-megatron: $(TESTS_READY) ## the tests of the Megatron integration with every supported version of Megatron-Core
+	@for version in $(MEGATRONS); do folder=build/megatron-core-$$version; echo "testing with megatron-core $$version"; \
+	  test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	    --ignore-requires-python --target $$folder megatron-core==$$version || exit 1; \
+	  PYTHONPATH=$$folder $(BIN)/pytest -n 2 -q -m 'not slow' tests/megatron_core || exit 1; done
+
 .PHONY: test-all
-test-all: lint resolve docs chromium ## the same, the slow proofs, and the tests under every supported Python
+test-all: lint resolve docs chromium ## the same, the slow proofs, and the tests under every supported Python and Megatron-Core
 	$(BIN)/pytest -n 2
 	@$(MAKE) --no-print-directory test-arithmetic
+	@$(MAKE) --no-print-directory test-megatron
 	@$(MAKE) --no-print-directory test-pythons
 
 .PHONY: test-gpu

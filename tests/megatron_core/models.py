@@ -59,13 +59,18 @@ def config(num_layers: int = 2, **options: Any) -> Any:
 def moe_layer(settings: Any, seed: int = 1) -> Any:
     """One layer, with the same experts by number however many ranks there are."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     spec = get_moe_module_spec(use_te=False, num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
-    layer = build_module(spec, config=settings)
+    layer = build_module(spec, config=settings) if isinstance(spec, ModuleSpec) else spec(config=settings)
     layer.set_layer_number(1)
     fill(layer, seed)
     return layer
+
+
+def class_of_spec(spec: Any) -> Any:
+    """The class that a specification builds: a ModuleSpec, since 0.18 a partial."""
+    return getattr(spec, "module", None) or spec.func
 
 
 def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True, vp_stage: int | None = None) -> Any:

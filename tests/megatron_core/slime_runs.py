@@ -222,8 +222,8 @@ def from_spec() -> dict[str, Any]:
     except EquilibraError as refused:
         said = str(refused)
     return {
-        "block": [one.submodules.mlp.module.__name__ for one in block.layer_specs],
-        "other": other.submodules.mlp.module.__name__,
+        "block": [models.class_of_spec(one.submodules.mlp).__name__ for one in block.layer_specs],
+        "other": models.class_of_spec(other.submodules.mlp).__name__,
         "said": said,
     }
 

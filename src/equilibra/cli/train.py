@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
-__all__ = ["add_parser", "finish"]
+__all__ = ["add_parser", "asked_of", "finish", "run_asked"]
 
 WORKER = "equilibra.train.worker:run_worker"
 """module:function that a rank runs; tests replace it"""
@@ -78,16 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise InputError(f"equilibra train needs {', '.join(missing)}: pip install 'equilibra[train]'")
-    asked = _asked(arguments)
+    asked = asked_of(arguments)
     try:
-        stopped = _train(asked, arguments)
+        stopped = run_asked(asked, arguments)
     finally:
         if asked.lock is not None:
             asked.lock.close()
     return _end(asked, arguments, stopped=stopped)
 
 
-def _asked(arguments: argparse.Namespace) -> _Asked:
+def asked_of(arguments: argparse.Namespace, *, default: Path | None = None) -> _Asked:
+    """Read the configuration, and create or open the run folder. default: the folder if --output is not given."""
     from equilibra.plan.planner import planner_named
     from equilibra.train.config import TrainConfig
     from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
@@ -110,7 +111,7 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
     place = place_under_torchrun(config.cluster)
     if place is not None and folder is None:
         folder = _folder_under_torchrun(arguments, place)
-    return _opened(arguments, config, folder, place)
+    return _opened(arguments, config, folder, place, default)
 
 
 def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFolder | None:
@@ -124,7 +125,8 @@ def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFo
 
 
 def _opened(
-    arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None
+    arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None,
+    default: Path | None,
 ) -> _Asked:  # fmt: skip
     from datetime import datetime
 
@@ -133,7 +135,7 @@ def _opened(
 
     if folder is None:
         now = datetime.now().astimezone()
-        output = Path(arguments.output) if arguments.output is not None else default_output(now)
+        output = Path(arguments.output) if arguments.output is not None else default or default_output(now)
         folder, lock = begin_run(output, config)
         return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
     own = FolderLock(folder) if place is None or place.rank == 0 else None
@@ -144,7 +146,7 @@ def _opened(
     return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
 
 
-def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
+def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
     """Run all steps; returns whether the run was told to stop earlier."""
     from equilibra.train.plain_log import LogFile
     from equilibra.train.processes import launch

@@ -35,8 +35,8 @@ from equilibra.rl.tasks.timed import TimedTask
 from equilibra.train.config import Option, TrainConfig
 
 __all__ = [
-    "Parts", "algorithm_of", "build_engine", "build_learner", "build_model_of", "build_parts", "build_rollout",
-    "check_engine", "cluster_of", "model_folder_of", "task_of",
+    "Parts", "algorithm_of", "balancer_setting", "build_engine", "build_learner", "build_model_of", "build_parts",
+    "build_rollout", "check_engine", "cluster_of", "model_folder_of", "task_of",
 ]  # fmt: skip
 
 # Which engine answers: the embedded one, SGLang servers, or vLLM on the ranks.
@@ -169,16 +169,21 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
         )  # fmt: skip
     else:
         model.requires_grad_(requires_grad=False)
-    balance = config.balance
-    setting = BalancerSetting(
-        tokens_per_rank=balance.tokens_per_rank, planner=balance.planner if lr is not None else "static",
-        hardware=balance.hardware, move_sequences=balance.move_sequences, seed=config.run.seed, **balance.limits(),
-    )  # fmt: skip
+    setting = balancer_setting(config, config.balance.planner if lr is not None else "static")
     return Learner(
         model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),
         optimizer=optimizer, pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,
         max_norm=config.optimizer.max_norm, lr=lr or 0.0, warm_up_steps=config.optimizer.warm_up_steps, values=value,
         skipped=Skipped(config.optimizer.max_skipped_steps),
+    )  # fmt: skip
+
+
+def balancer_setting(config: TrainConfig, planner: str) -> BalancerSetting:
+    """How steps are planned."""
+    balance = config.balance
+    return BalancerSetting(
+        tokens_per_rank=balance.tokens_per_rank, planner=planner, hardware=balance.hardware,
+        move_sequences=balance.move_sequences, seed=config.run.seed, **balance.limits(),
     )  # fmt: skip
 
 

@@ -44,7 +44,7 @@ from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep
 from equilibra.train.state import State
 
-__all__ = ["run_worker"]
+__all__ = ["device_of", "joined_group", "run_worker", "source_of"]
 
 FIRST_PROBLEM = 1 << 24
 """number of the first warm-up problem, far from those of RL"""
@@ -62,14 +62,14 @@ def run_worker(
     cut: drops the metrics of this step and later ones. observer, say and cut matter on world rank 0 only.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    device = _device(config)
-    with _joined(config, device) as group:
+    device = device_of(config)
+    with joined_group(config, device) as group:
         observer.stage("start", step=0)
         parts = build_parts(config, group, device)
         model = build_model_of(parts)
         policy, critic, reference = _learners(parts, model, folder, observer, resume=resume)
         learners = [learner for learner in (policy, critic, reference) if learner is not None]
-        source = _source(parts, model, folder)
+        source = source_of(parts, model, folder)
         windowed = parts.algorithm.windowed and isinstance(source, EngineSource)
         state = State(folder, policy, critic, keep=config.run.keep, timeout_s=config.run.checkpoint_timeout_s)
         first = 0
@@ -119,7 +119,8 @@ def _learners(
     return policy, critic, _reference(parts, model, folder, resume=resume)
 
 
-def _device(config: TrainConfig) -> torch.device:
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of this rank."""
     if config.run.device == "cpu" or (config.run.device == "auto" and not torch.cuda.is_available()):
         if config.balance.path in ("ipc", "both"):
             raise InputError(
@@ -145,7 +146,8 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 @contextmanager
-def _joined(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
+def joined_group(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
+    """Join the other ranks."""
     given = dist.is_initialized()  # by the program that called us
     world = dist.get_world_size() if given else int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.cluster.num_processes:
@@ -260,7 +262,8 @@ def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool)
     return build_learner(parts, frozen, lr=None)
 
 
-def _source(parts: Parts, model: ShardedModel, folder: Path) -> Source:
+def source_of(parts: Parts, model: ShardedModel, folder: Path) -> Source:
+    """Where the run's answers come from."""
     config, runtime, spec = parts.config, model.runtime, parts.folder.spec
     shape = ModelShape(
         family=parts.folder.family.model_type, num_layers=len(runtime.weights), num_experts=spec.num_experts,

@@ -31,7 +31,13 @@ from equilibra.core.visit import Stage, VisitKey, only_homes
 from equilibra.execute.group import ExpertGroup, device_name
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
-from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
+from equilibra.integrations.megatron.layer import (
+    balance_layer,
+    balanced_class,
+    check_config,
+    check_wrapping,
+    wait_for_gathers,
+)
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
 from equilibra.integrations.planned import HomeSlots, MegatronSetting, cluster_of
 
@@ -64,6 +70,7 @@ def balance(
         f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
     )
     visits = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
+    wait_for_gathers(chunks, visits, optimizer)
     return Balancer(group, setting, visits, _model_of(config, visits), optimizer)
 
 
@@ -225,6 +232,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             "a move of homes was cut off: experts and their optimizer state are mixed; load the last checkpoint"
         )
         for visits in self.layers:
+            visits.wait_for_weights()
             move_layer(visits, self.slots.moves_to(after, visits.layer), self.state)
         self.broken, self.slots = None, after
         self._place_homes()
