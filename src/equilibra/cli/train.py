@@ -14,8 +14,8 @@ from equilibra.cli.arguments import positive
 from equilibra.core.errors import EquilibraError, InputError
 
 if TYPE_CHECKING:
+    from equilibra.rl.observe import Observer
     from equilibra.train.config import TrainConfig
-    from equilibra.train.plain_log import Screen
     from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
@@ -65,7 +65,6 @@ class _Asked:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process reports to the user."""
         return self.place is None or self.place.rank == 0
 
 
@@ -129,7 +128,6 @@ def _opened(
     arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None,
     default: Path | None,
 ) -> _Asked:  # fmt: skip
-    """Create the folder, or open the given one."""
     from datetime import datetime
 
     from equilibra.train.config_files import load_config
@@ -174,7 +172,7 @@ def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
         screen.close()
 
 
-def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
+def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
     """The live view on a terminal, plain lines elsewhere; with --json on stderr."""
     from equilibra.train.metrics_file import read_history
     from equilibra.train.plain_log import PlainLog, to_stream

@@ -32,7 +32,7 @@ from equilibra.rl.engine import Engine
 from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.rollout import Rollout, RolloutSetting
 from equilibra.rl.tasks.jsonl import jsonl_task
-from equilibra.rl.tasks.task import Task, UserScorer, reward_function
+from equilibra.rl.tasks.task import Task, reward_function
 from equilibra.rl.tasks.timed import TimedTask
 from equilibra.train.config import Option, TrainConfig
 
@@ -92,7 +92,7 @@ def task_of(config: TrainConfig) -> Task:
     )
     if task.reward:
         reward_function(task.reward)  # report errors now
-        return TimedTask(own, partial(UserScorer.of, own.name, task.reward), limit_s=task.score_timeout_s)
+        return TimedTask(own, partial(reward_function, task.reward, own.name), limit_s=task.score_timeout_s)
     if task.kind == "jsonl":
         return own  # only compares text: needs no time limit
     make = partial(reasoning_gym_task, task.name, options, seed=seed)

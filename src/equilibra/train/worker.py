@@ -30,7 +30,7 @@ from equilibra.execute.steps.gradients import check_replicated, clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.learner import Learner, total_over
-from equilibra.rl.loop import LoopSetting, Source, Trainer, train
+from equilibra.rl.loop import Source, Trainer, train
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
@@ -81,16 +81,17 @@ def run_worker(
         for learner in learners:
             check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
         cut(first)
-        observer.stage("weights", step=first)
-        setting = _loop(config, windowed=parts.algorithm.windowed)
-        source.new_weights(setting.version(first))
         last = LastStep(parts, folder)
 
         def save(step: int) -> None:
             state.save(step, source.carried if isinstance(source, EngineSource) and windowed else None)
 
         trainer = Trainer(
-            setting=setting, source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
+            steps=config.run.steps, evaluate_every=config.run.evaluate_every,
+            checkpoint_every=config.run.checkpoint_every, mini_batches=config.algorithm.mini_batches,
+            epochs=config.algorithm.epochs, max_answer_tokens=config.rollout.max_answer_tokens,
+            places=config.rollout.prompts * config.rollout.answers if parts.algorithm.windowed else 0,
+            source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
             critic=None if critic is None else Critic(critic),
             reference=reference, save=save, keep_record=last.keep, observer=observer, stop=_agreed(group, stop),
         )  # fmt: skip
@@ -191,7 +192,7 @@ def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, fold
     if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
         model.save(folder / "start", parts.text.files(), overwrite=True)
     if value is not None:
-        value.load_trunk(folder / "start")
+        value.load(folder / "start", head=False)
 
 
 def _warm_up(parts: Parts, model: ShardedModel, observer: Observer) -> None:
@@ -243,7 +244,6 @@ def _supervised_loss(parts: Parts, model: ShardedModel, sequences: Sequence[tupl
 
 
 def _warm_up_key(parts: Parts) -> str:
-    """A digest of everything that warmed-up weights depend on."""
     config = parts.config
     about = [asdict(config.task), asdict(config.warm_up), config.run.seed, config.run.dtype, parts.text.digest()]
     text = json.dumps([*about, parts.folder.config.to_dict()], sort_keys=True, default=str)
@@ -297,12 +297,3 @@ def _check(parts: Parts, source: Source, say: Callable[[str], None]) -> Mismatch
         roundoffs, num_layers=parts.folder.config.num_hidden_layers, temperature=rollout.temperature
     )
     return MismatchCheck(limit=limit, stop=rollout.mismatch == "stop", say=say)
-
-
-def _loop(config: TrainConfig, *, windowed: bool) -> LoopSetting:
-    run, rollout = config.run, config.rollout
-    return LoopSetting(
-        steps=run.steps, mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
-        evaluate_every=run.evaluate_every, checkpoint_every=run.checkpoint_every,
-        max_answer_tokens=rollout.max_answer_tokens, places=rollout.prompts * rollout.answers if windowed else 0,
-    )  # fmt: skip
