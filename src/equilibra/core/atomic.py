@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from equilibra.core.errors import InputError, UnreadableError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 __all__ = ["atomic_file", "atomic_folder", "cannot", "flush_to_disk"]
 

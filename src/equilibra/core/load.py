@@ -93,6 +93,11 @@ class StepLoad:
         load_MLE: NDArray[np.int64] = self.tokens_MLER.sum(axis=3, dtype=np.int64)
         return load_MLE
 
+    def lower_bound(self) -> NDArray[np.int64]:
+        """[L, M] fewest tokens of the slowest rank under any plan: the mean, rounded up."""
+        total_ML = self.tokens_MLER.sum(axis=(2, 3), dtype=np.int64)
+        return np.ascontiguousarray(-(-total_ML.T // self.num_ranks))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:

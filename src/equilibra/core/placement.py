@@ -90,12 +90,6 @@ class Migration:
     def num_moves(self) -> int:
         return int(np.count_nonzero(self.before.home_of_expert != self.after.home_of_expert))
 
-    @property
-    def num_moves_across_nodes(self) -> int:
-        node_of_rank = self.before.cluster.node_of_rank()
-        moved = node_of_rank[self.before.home_of_expert] != node_of_rank[self.after.home_of_expert]
-        return int(np.count_nonzero(moved))
-
 
 def contiguous(cluster: Cluster, *, num_layers: int, num_experts: int) -> Placement:
     """The placement of plain expert parallelism: rank r is home to experts r*E/R to (r+1)*E/R - 1."""

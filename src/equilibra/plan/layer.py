@@ -23,7 +23,7 @@ from equilibra.plan.level import level_micro_batches
 from equilibra.plan.reorder import quantized, reorder_bins
 from equilibra.plan.stand import choose_standing_copies
 
-__all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
+__all__ = ["Choice", "LayerProblem", "Search", "choose", "stay"]
 
 BUSIEST_OVER_MEAN = 8
 """slowdown of moved homes over links that are evenly loaded and otherwise idle"""
@@ -34,13 +34,11 @@ GOOD_ENOUGH = 1.0005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means(PlanLimits):
-    """What the planner may use, and how hard it searches."""
+class Search:
+    """How homes and standing copies are searched for."""
 
     reorder: bool = True
     """move homes between steps"""
-    tolerance: float = 0.005
-    """imbalance accepted for fewer copies"""
     work: int = 3_000_000
     """search budget for homes per layer: swaps tried times micro-batches"""
     exchange_rounds: int = 1
@@ -57,7 +55,8 @@ class LayerProblem:
     """[E] homes before the step"""
     cluster: Cluster
     rates: Rates
-    means: Means
+    limits: PlanLimits
+    search: Search
 
     @cached_property
     def load_EM(self) -> NDArray[np.int64]:
@@ -98,30 +97,29 @@ class Choice:
 
 def choose(problem: LayerProblem) -> Choice:
     """The cheaper of keeping and moving homes, each with standing copies."""
-    best = _stand(problem, problem.home, problem.means)
-    means = problem.means
-    if not means.reorder or (problem.cluster.num_nodes == 1 and means.spare_slots > 0):
+    best = _stand(problem, problem.home, problem.limits)
+    if not problem.search.reorder or (problem.cluster.num_nodes == 1 and problem.limits.spare_slots > 0):
         return best
     moved = _reorder(problem)
     if np.array_equal(moved, problem.home):
         return best
-    other = _stand(problem, moved, means)
+    other = _stand(problem, moved, problem.limits)
     return other if other.cost_us < best.cost_us else best
 
 
 def stay(problem: LayerProblem) -> Choice:
     """The choice to change nothing, which every other must beat."""
-    return _stand(problem, problem.home, Means(reorder=False, standing_slots=0, spare_slots=0))
+    return _stand(problem, problem.home, PlanLimits(standing_slots=0, spare_slots=0))
 
 
-def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choice:
+def _stand(problem: LayerProblem, home: NDArray[np.int32], limits: PlanLimits) -> Choice:
     """Standing copies for given homes, and their cost."""
     cluster, rates, load_EM = problem.cluster, problem.rates, problem.load_EM
     group = cluster.ranks_per_node
     # Copies and moves of all nodes travel at the same time, each rank on its own link.
     copy_us = rates.standing_copy_us / cluster.num_ranks
-    slots = min(means.standing_slots, home.size) if cluster.num_nodes > 1 else 0
-    by_rank = slots == 0 and means.spare_slots == 0
+    slots = min(limits.standing_slots, home.size) if cluster.num_nodes > 1 else 0
+    by_rank = slots == 0 and limits.spare_slots == 0
     bins = (home if by_rank else home // group).astype(np.int64)
     num_bins = cluster.num_ranks if by_rank else cluster.num_nodes
     expert, node = np.zeros((2, num_bins * slots + 1), np.int64)
@@ -131,7 +129,7 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
     if slots and num_bins > 1:
         n, slowest = choose_standing_copies(
             load_EM, bins, num_bins, slots, int((copy_us + held_us) * group / rates.step_row_us),
-            int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
+            int(mean.sum() * GOOD_ENOUGH), problem.search.exchange_rounds, expert, node,
         )  # fmt: skip
     if slots and problem.near_NEM is not None:
         n = _add_for_traffic(problem, bins, slots, n, expert, node)
@@ -203,8 +201,8 @@ def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
 
 def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     """Homes by swap search, over nodes if flash copies level their ranks, else over ranks."""
-    cluster, rates, means, load_EM = problem.cluster, problem.rates, problem.means, problem.load_EM
-    per_bin = 1 if means.spare_slots == 0 else cluster.ranks_per_node
+    cluster, rates, limits, load_EM = problem.cluster, problem.rates, problem.limits, problem.load_EM
+    per_bin = 1 if limits.spare_slots == 0 else cluster.ranks_per_node
     bins = (problem.home // per_bin).astype(np.int64)
     num_bins = cluster.num_ranks // per_bin
     if np.unique(np.bincount(bins, minlength=num_bins)).size > 1:
@@ -217,10 +215,10 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     move_us = BUSIEST_OVER_MEAN * (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
     num_micro_batches = load_EM.shape[1]
     base = np.zeros((num_bins, num_micro_batches), np.int32)
-    swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
-    seed = means.seed + problem.layer
+    swaps = problem.search.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
+    seed = limits.seed + problem.layer
     price = int(min(move_us / unit, 2.0**30))  # all times together are below 2^30: no move is worth more
-    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, means.max_moves_per_layer)
+    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, limits.max_moves_per_layer)
     return _slots_exchanged(problem.home, bins, new_bins)
 
 

@@ -17,6 +17,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import inlined, kernel
@@ -57,11 +58,7 @@ SMALL_GROUP = 16
 _FIRST_NODE = np.int64(0)  # typed: numba compiles again for every literal
 
 # Rows of the scratch.
-_EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
-    replicate.NUM_ROWS + 0,
-    replicate.NUM_ROWS + 1,
-    replicate.NUM_ROWS + 2,
-)  # [I]
+_EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = tuple(range(replicate.NUM_ROWS, replicate.NUM_ROWS + 3))  # [I]
 _HOME, _HOME_NODE, _LOAD, _HEAD = tuple(range(replicate.NUM_ROWS + 3, replicate.NUM_ROWS + 7))  # [E]
 _FIRST, _FIRST_OF_NODE, _NODE_LOAD = tuple(range(replicate.NUM_ROWS + 7, replicate.NUM_ROWS + 10))  # ranks, nodes
 _ST_EXPERT, _ST_RANK, _ST_NODE, _SHARE = tuple(range(replicate.NUM_ROWS + 10, replicate.NUM_ROWS + 14))  # [C]
@@ -453,18 +450,11 @@ def balance(
     in rows; what is levelled is rows and these together.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
-    if not (isinstance(spare_slots, int) and isinstance(min_tokens_per_copy, int)):
-        raise InputError(
-            f"spare_slots and min_tokens_per_copy must be whole, not {spare_slots!r}, {min_tokens_per_copy!r}"
-        )
+    check_whole("spare_slots", spare_slots, low=0, high=None)
+    check_whole("min_tokens_per_copy", min_tokens_per_copy, low=0, high=2**62 - 1)
+    check_number("tolerance", tolerance, high=1000, below=True)
     for name, price in (("hold_rows", hold_rows), ("serve_rows", serve_rows)):
-        if not isinstance(price, int) or not 0 <= price <= MOST_ROWS:
-            raise InputError(f"{name} must be a whole number from 0 to {MOST_ROWS}, not {price!r}")
-    if spare_slots < 0 or not 0 <= tolerance < 1000 or not 0 <= min_tokens_per_copy < 2**62:
-        raise InputError(
-            f"spare_slots {spare_slots}, tolerance {tolerance} and min_tokens_per_copy {min_tokens_per_copy} must not "
-            "be negative, and the tolerance below 1000"
-        )
+        check_whole(name, price, low=0, high=MOST_ROWS)
     spare_slots = min(spare_slots, tokens.shape[0])  # more experts than there are cannot be copied
     if home_of_expert is None:
         home_of_expert = contiguous(cluster, num_layers=1, num_experts=tokens.shape[0]).home_of_expert[0]

@@ -72,16 +72,9 @@ def base_rows(
     part: StagePlan, load: StepLoad, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> NDArray[np.int64]:
     """[P, R] what copies cost every rank besides their rows, those of the neighbour visits too; in rows."""
-    num_micro_batches, num_layers, _, num_ranks = load.tokens_MLER.shape
-    shape = num_layers * num_micro_batches, num_ranks
-    first = part.problem_of_copy() * num_ranks
-    flash_PR, served_PR = (
-        np.bincount(first + ranks, minlength=shape[0] * shape[1]).reshape(shape) for ranks in (part.rank, part.origin)
-    )
-    held_PR = flash_PR.copy()
-    copy, micro_batch = np.nonzero(part.standing_tokens_CMR.any(axis=2))
-    np.add.at(held_PR, (standing.layer[copy] * num_micro_batches + micro_batch, standing.rank[copy]), 1)
-    visit = np.arange(shape[0]).reshape(num_micro_batches, num_layers).T.ravel()
+    flash_PR, served_PR = part.on_links()
+    held_PR = flash_PR + part.standing_in_use(standing)
+    visit = np.arange(len(flash_PR)).reshape(load.num_micro_batches, load.num_layers).T.ravel()
     problem_of_visit = np.argsort(visit)
     after, before = (problem_of_visit[(visit + step) % visit.size] for step in (1, -1))
     moved_PR, added_PR = flash_PR[after], served_PR[after]

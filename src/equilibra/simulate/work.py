@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import inlined, kernel
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
-from equilibra.core.plan import Stage, StagePlan, StepPlan
+from equilibra.core.plan import Stage, StepPlan
 
 __all__ = [
     "LayerMoves",
@@ -97,17 +97,8 @@ def stage_work(plan: StepPlan, load: StepLoad, stage: Stage) -> StageWork:
         across_LMR=np.maximum(out_across, in_across),
         mean_inside_LM=out_inside.mean(axis=2),
         mean_across_LM=out_across.mean(axis=2),
-        flash_LMR=_flash_on_links(part, plan.shape),
+        flash_LMR=np.maximum(*part.on_links()).reshape(rows.shape).astype(np.float64),
     )
-
-
-def _flash_on_links(part: StagePlan, shape: tuple[int, int, int, int]) -> NDArray[np.float64]:
-    num_micro_batches, num_layers, _, num_ranks = shape
-    problem = part.problem_of_copy() * num_ranks
-    size = num_layers * num_micro_batches * num_ranks
-    received = np.bincount(problem + part.rank, minlength=size)
-    sent = np.bincount(problem + part.origin, minlength=size)
-    return np.maximum(received, sent).reshape(num_layers, num_micro_batches, num_ranks).astype(np.float64)
 
 
 def layer_moves(plan: StepPlan) -> LayerMoves:

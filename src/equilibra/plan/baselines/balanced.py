@@ -8,10 +8,10 @@ matter, so the slowest rank is at the lower bound exactly.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import StepPlan
@@ -31,17 +31,11 @@ class Balanced:
     name: str = "balanced"
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        num_ranks = problem.cluster.num_ranks
-
-        def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:
-            n: int = _cut(load, home, num_ranks, copies)
-            return n
-
-        return step_plan(problem, self.name, flash_copies(problem, solve))
+        return step_plan(problem, self.name, flash_copies(problem, partial(_cut, problem.cluster.num_ranks)))
 
 
 @kernel
-def _cut(load, home, num_ranks, copies):  # type: ignore[no-untyped-def]
+def _cut(num_ranks, copies, load, home):  # type: ignore[no-untyped-def]
     """Copies of one micro-batch; returns their number, at most experts + ranks - 1."""
     total = load.sum()
     at = np.int64(0)

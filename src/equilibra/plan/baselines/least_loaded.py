@@ -12,12 +12,12 @@ and a rank may receive any number of experts.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import EXPERT, QUOTA, RANK, flash_copies, step_plan
@@ -45,21 +45,17 @@ class LeastLoaded:
     """fewest tokens of a chunk"""
 
     def __post_init__(self) -> None:
-        if self.trigger < 1 or self.capacity < 1 or self.min_chunk < 1:
-            raise InputError("trigger, capacity and min_chunk must be at least 1")
+        check_whole("min_chunk", self.min_chunk, low=1)
+        for name in ("trigger", "capacity"):
+            check_number(name, getattr(self, name), low=1)
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        num_ranks = problem.cluster.num_ranks
-
-        def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:
-            n: int = _spill(load, home, num_ranks, self.trigger, self.capacity, self.min_chunk, copies)
-            return n
-
+        solve = partial(_spill, problem.cluster.num_ranks, self.trigger, self.capacity, self.min_chunk)
         return step_plan(problem, self.name, flash_copies(problem, solve))
 
 
 @kernel
-def _spill(load, home, num_ranks, trigger, capacity, min_chunk, copies):  # type: ignore[no-untyped-def]
+def _spill(num_ranks, trigger, capacity, min_chunk, copies, load, home):  # type: ignore[no-untyped-def]
     """Copies of one micro-batch; returns their number, at most experts + ranks."""
     x = np.zeros(num_ranks, np.int64)
     for e in range(load.size):

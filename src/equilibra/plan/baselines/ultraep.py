@@ -13,12 +13,12 @@ smaller feasible T may be missed, as in the original.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from typing import ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError
+from equilibra.core.checks import check_whole
 from equilibra.core.kernel import kernel
 from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import EXPERT, QUOTA, RANK, flash_copies, step_plan
@@ -39,24 +39,16 @@ class UltraEP:
     """fewest tokens of a copy"""
 
     def __post_init__(self) -> None:
-        if self.min_tokens_per_copy < 0:
-            raise InputError(f"min_tokens_per_copy must be at least 0, not {self.min_tokens_per_copy}")
+        check_whole("min_tokens_per_copy", self.min_tokens_per_copy, low=0)
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        cluster = problem.cluster
-
-        def solve(load: NDArray[np.int64], home: NDArray[np.int32], copies: NDArray[np.int64]) -> int:
-            n: int = _smallest_threshold(
-                load, home, cluster.num_nodes, cluster.ranks_per_node, problem.spare_slots,
-                self.min_tokens_per_copy, copies,
-            )  # fmt: skip
-            return n
-
+        nodes, group = problem.cluster.num_nodes, problem.cluster.ranks_per_node
+        solve = partial(_smallest_threshold, nodes, group, problem.spare_slots, self.min_tokens_per_copy)
         return step_plan(problem, self.name, flash_copies(problem, solve))
 
 
 @kernel
-def _smallest_threshold(load, home, num_nodes, group, slots, floor, copies):  # type: ignore[no-untyped-def]
+def _smallest_threshold(num_nodes, group, slots, floor, copies, load, home):  # type: ignore[no-untyped-def]
     """Copies of all nodes; returns their number."""
     by_home = np.argsort(home, kind="mergesort")
     first = np.searchsorted(home[by_home], np.arange(num_nodes * group + 1))
