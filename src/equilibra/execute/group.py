@@ -9,7 +9,7 @@ the others why this rank fails, and stops the watch thread (`watch.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
@@ -17,7 +17,7 @@ from enum import StrEnum
 from math import inf
 from threading import Thread
 from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -32,14 +32,12 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
 from equilibra.execute.watch import ADVICE, STORE_S, Watch, first_line, nccl_of, without_torch_watchdog
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 __all__ = [
-    "Channel", "ExpertGroup", "Pending", "Ready", "device_name", "join_expert_group", "lost_rank_is_an_error",
+    "Channel", "ExpertGroup", "Pending", "Ready", "Then", "device_name", "join_expert_group", "lost_rank_is_an_error",
     "new_group", "patient_group", "watch_over",
 ]  # fmt: skip
 
+T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """renamed in torch 2.13"""
 OWN_ERRORS: dict[str, type[EquilibraError]] = {name: getattr(errors, name) for name in errors.__all__}
@@ -79,6 +77,20 @@ class Ready:
 
     def wait(self) -> None:
         """Return at once."""
+
+
+@dataclass(eq=False)
+class Then:
+    """An operation with something to do once it is done: the first `wait` does it."""
+
+    moving: Pending
+    action: Callable[[], None] | None
+
+    def wait(self) -> None:
+        self.moving.wait()
+        action, self.action = self.action, None
+        if action is not None:
+            action()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -274,10 +286,13 @@ class ExpertGroup:
             dist.all_gather(every, mine, group=self.channels[Channel.CONTROL])
         return [part.numpy().tobytes() for part in every]
 
+    def gather_text(self, text: str, *, what: str) -> list[str]:
+        """Texts of all ranks."""
+        return [part.tobytes().decode() for part in self.gather(np.frombuffer(text.encode(), np.uint8), what=what)]
+
     def agree(self, value: str, *, what: str) -> None:
         """Raise MismatchError on every rank, naming both values, unless all ranks pass the same value."""
-        raw = value.encode()[:256].ljust(256, b"\0")
-        said = [part.tobytes().rstrip(b"\0").decode() for part in self.gather(np.frombuffer(raw, np.uint8), what=what)]
+        said = self.gather_text(value[:256], what=what)
         other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
         if other is not None:
             raise MismatchError(
@@ -285,22 +300,22 @@ class ExpertGroup:
                 "same version with the same settings"
             )
 
-    def all_succeed(self, attempt: Callable[[], None], *, what: str) -> None:
-        """Run `attempt`; if it fails on any rank, raise on every rank."""
+    def all_succeed(self, attempt: Callable[[], T], *, what: str) -> T:
+        """Run `attempt` and return its result; if it fails on any rank, raise on every rank."""
         failure: Exception | None = None
         try:
-            attempt()
+            result = attempt()
         except Exception as error:  # noqa: BLE001 - whatever it was, the others must hear of it
             failure = error
         text = f"{type(failure).__name__}: {first_line(failure)}" if failure else ""
-        said = self.gather(np.frombuffer(text.encode()[:600], np.uint8), what=what)
+        said = self.gather_text(text.encode()[:600].decode(errors="replace"), what=what)
         if failure is not None:
             raise failure
-        for rank, part in enumerate(said):
-            if part.size:
-                heard = part.tobytes().decode(errors="replace")
+        for rank, heard in enumerate(said):
+            if heard:
                 kind = OWN_ERRORS.get(heard.partition(":")[0], RankLostError)
                 raise kind(f"{what} failed on rank {rank}: {heard}")
+        return result
 
     def barrier(self, *, what: str) -> None:
         if self.channels:

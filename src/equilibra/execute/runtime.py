@@ -120,10 +120,10 @@ class Runtime:
     def armed(self) -> GroupPlan | None:
         return self._armed
 
-    def check_whole(self) -> None:
-        """Raise BrokenStateError if the state in memory is mixed."""
+    def check_whole(self, asked: str = "") -> None:
+        """Raise BrokenStateError if the state in memory is mixed; asked: what cannot be done then."""
         if self.broken is not None:
-            raise BrokenStateError(self.broken)
+            raise BrokenStateError(f"cannot {asked}: {self.broken}" if asked else self.broken)
 
     def disarm(self) -> None:
         """Return gradients of copies and drop the plan; tokens are then routed live to homes."""
@@ -285,8 +285,7 @@ class Runtime:
             self._copies.finish_returns()
             self._copies.standing.gradients_CP.zero_()
         for weights in self.weights:
-            for part in weights.parts():
-                part.grad = None
+            weights.drop_gradients()
         self.gradients_under_way = False
 
     def _sum_over_replicas(self) -> None:

@@ -105,7 +105,7 @@ class Copies:
             if path not in self._engines:
                 self._engines[path] = self._engine(path)
         for engine in self._engines.values():
-            engine.serve(source)
+            engine.source = source
 
     def _chosen(self, path: Path, stage: Stage) -> Path:
         """Resolve `auto` for this plan; equal on every rank."""

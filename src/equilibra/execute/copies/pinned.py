@@ -26,7 +26,8 @@ from equilibra.execute.copies.segment import (
     unregister,
     view_of,
 )
-from equilibra.execute.copies.transfer import Copied, ExpertSource
+from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.transfer import Copied
 from equilibra.execute.group import ExpertGroup
 
 __all__ = ["PinnedPath", "signals_of_node"]
@@ -76,7 +77,7 @@ class PinnedPath:
     def num_bytes(self) -> int:
         return sum(part.raw.nbytes for part in (self._signals, self._gradients, self._weights) if part is not None)
 
-    def publish(self, copied: Copied, source: ExpertSource) -> None:
+    def publish(self, copied: Copied, source: Sources) -> None:
         needed = copied.most_of_a_node
         if self._weights is None or len(self._weights.values) < needed:
             if self._weights is not None:
@@ -87,10 +88,7 @@ class PinnedPath:
             source.write_flat(int(copied.layer[entry]), int(copied.expert[entry]), self._weights.values[entry])
         self._copied = copied
 
-    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        self.pull_from(copies, slots_nP, first=0)
-
-    def pull_from(self, copies: CopyList, slots_nP: Tensor, *, first: int) -> None:
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor, *, first: int = 0) -> None:
         """Pull the values of every copy from `first` on."""
         assert self._weights is not None
         assert self._copied is not None

@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -159,24 +160,22 @@ def migrate(
 
     max_bytes: staging memory per rank.
     """
-    if runtime.broken is not None:
-        raise BrokenStateError(runtime.broken)
-    group, checked = runtime.group, _Checked()
-    group.all_succeed(lambda: checked.fill(runtime, migration, carried, max_bytes), what="checking which homes move")
+    runtime.check_whole()
+    group = runtime.group
+    checked = group.all_succeed(
+        lambda: _checked(runtime, migration, carried, max_bytes), what="checking which homes move"
+    )
     group.agree(checked.description, what="what moves with an expert")
     runtime.disarm()  # its standing copies are of the old homes, and their memory is free now
-
-    staging: list[Tensor] = []
-
-    def allocate() -> None:
-        staging.append(_staging(checked.staging_bytes, runtime.weights[0].device))
-
-    group.all_succeed(allocate, what=f"taking {checked.staging_bytes} bytes of memory to move homes")
+    staging = group.all_succeed(
+        lambda: _staging(checked.staging_bytes, runtime.weights[0].device),
+        what=f"taking {checked.staging_bytes} bytes of memory to move homes",
+    )
     done = _Counter()
     with _broken_if_cut_off(runtime, done, len(checked.moves)):
         for move in checked.moves:
             begin = perf_counter()
-            num_bytes = _move_layer(group, move, checked.tensors[move.layer], staging[0], done)
+            num_bytes = _move_layer(group, move, checked.tensors[move.layer], staging, done)
             _record(runtime, move, num_bytes, begin)
             done.layers += 1
         group.all_succeed(lambda: None, what="hearing from all ranks that their homes have moved")
@@ -197,34 +196,32 @@ class _Counter:
     num_bytes: int = 0
 
 
-class _Checked:
+class _Checked(NamedTuple):
     """What is to be done, once it is known that it can be."""
 
-    def __init__(self) -> None:
-        self.moves: list[LayerMove] = []
-        self.tensors: dict[int, list[Tensor]] = {}
-        """by layer, as bytes [H, B]"""
-        self.staging_bytes = 0
-        self.description = ""
+    moves: list[LayerMove]
+    tensors: dict[int, list[Tensor]]
+    """by layer, as bytes [H, B]"""
+    staging_bytes: int
+    description: str
 
-    def fill(self, runtime: Runtime, migration: Migration, carried: Carried | None, max_bytes: int) -> None:
-        """Look at everything and change nothing."""
-        _check_moment(runtime, migration)
-        hashed = hashlib.sha256(f"{max_bytes}".encode())
-        for placement in (migration.before, migration.after):
-            hashed.update(placement.home_of_expert.tobytes())
-        num_tensors = 0
-        for layer in np.unique(migration.moves()[:, 0]).tolist():
-            move = layer_move(migration, layer, runtime.group.rank)
-            names, tensors = _tensors_of(runtime, layer, carried)
-            hashed.update("\n".join(names).encode())
-            self.moves.append(move)
-            self.tensors[layer] = tensors
-            widest = max(tensor.shape[1] for tensor in tensors)
-            width = width_of(move, widest, max_bytes)
-            self.staging_bytes = max(self.staging_bytes, move.staging_rows * width)
-            num_tensors += len(tensors)
-        self.description = f"{migration.num_moves} moves, {num_tensors} tensors, {hashed.hexdigest()[:16]}"
+
+def _checked(runtime: Runtime, migration: Migration, carried: Carried | None, max_bytes: int) -> _Checked:
+    """Look at everything and change nothing."""
+    _check_moment(runtime, migration)
+    hashed = hashlib.sha256(f"{max_bytes}".encode())
+    for placement in (migration.before, migration.after):
+        hashed.update(placement.home_of_expert.tobytes())
+    layers = np.unique(migration.moves()[:, 0]).tolist()
+    moves, tensors, staging_bytes = [layer_move(migration, layer, runtime.group.rank) for layer in layers], {}, 0
+    for move in moves:
+        names, tensors[move.layer] = _tensors_of(runtime, move.layer, carried)
+        hashed.update("\n".join(names).encode())
+        width = width_of(move, max(tensor.shape[1] for tensor in tensors[move.layer]), max_bytes)
+        staging_bytes = max(staging_bytes, move.staging_rows * width)
+    num_tensors = sum(map(len, tensors.values()))
+    description = f"{migration.num_moves} moves, {num_tensors} tensors, {hashed.hexdigest()[:16]}"
+    return _Checked(moves, tensors, staging_bytes, description)
 
 
 def _check_moment(runtime: Runtime, migration: Migration) -> None:

@@ -138,9 +138,8 @@ class Balancer:
         ahead, self._ahead = self._ahead, None
         runtime, group = self.runtime, self.runtime.group
         asked = perf_counter()
-        group.all_succeed(lambda: self._wait_for(ahead.plan), what="planning the step")
+        planned = group.all_succeed(lambda: self._finished(ahead.plan), what="planning the step")
         waited = perf_counter() - asked
-        planned = ahead.plan.result()
         plan = planned.plan
         group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
@@ -156,9 +155,9 @@ class Balancer:
         runtime.arm(step.armed)
         return step
 
-    def _wait_for(self, plan: Future[Any]) -> None:
+    def _finished(self, plan: Future[PlannedStep]) -> PlannedStep:
         try:
-            plan.result(self.runtime.group.timeout_s)
+            return plan.result(self.runtime.group.timeout_s)
         except TimeoutError:
             message = f"the planner took more than the timeout of {self.runtime.group.timeout_s} s"
             raise ExecuteError(message) from None
