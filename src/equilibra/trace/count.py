@@ -9,24 +9,19 @@ before. Loads are returned a block of groups at a time, so memory is bounded wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.load import SequenceLoad
 from equilibra.events.imbalance import imbalance, spread
-from equilibra.trace.routing import check_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from equilibra.core.cluster import Cluster
-    from equilibra.trace.routing import Ids, Recording
+from equilibra.trace.routing import Ids, Recording, check_ids
 
 __all__ = [
     "TraceSummary",

@@ -16,17 +16,15 @@ them.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "INDEX_DTYPES", "MAX_EXPERTS", "Ids", "PolicySegments", "Recording", "RoutingPiece", "RoutingTrace",

@@ -16,18 +16,13 @@ load of an expert for long ones.
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.kernel import kernel
 from equilibra.trace.routing import Ids
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["draw_ids", "draw_loads"]
 

@@ -16,11 +16,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError, TraceFormatError
@@ -34,11 +36,6 @@ from equilibra.trace.routing import (
     index_fields,
     tokens_per_piece,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 __all__ = ["Manifest", "StoredArray", "StoredShard", "StoredTrace", "open_trace", "stored_trace", "to_json"]
 

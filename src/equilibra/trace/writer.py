@@ -7,23 +7,18 @@ error before that leaves nothing behind.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_folder
 from equilibra.core.errors import InputError
-from equilibra.trace.routing import INDEX_DTYPES, id_dtype, index_arrays, narrow_ids
+from equilibra.trace.routing import INDEX_DTYPES, Ids, PolicySegments, Recording, id_dtype, index_arrays, narrow_ids
 from equilibra.trace.store import Manifest, StoredArray, StoredShard, stored_trace, to_json
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from equilibra.trace.routing import Ids, PolicySegments, Recording
 
 __all__ = ["TraceWriter", "trace_writer", "write_trace"]
 
