@@ -141,7 +141,6 @@ class Schedule:
 
     @property
     def num_mini_batches(self) -> int:
-        """Number of optimizer steps."""
         return 1 if self.mini_batch_of_micro_batch is None else int(self.mini_batch_of_micro_batch[-1]) + 1
 
     @property

@@ -55,7 +55,6 @@ class Placement:
         return np.bincount(entry.ravel(), minlength=self.num_layers * num_ranks).reshape(-1, num_ranks)
 
     def homes_on(self, layer: int, rank: int) -> NDArray[np.int32]:
-        """Experts of a layer at home on a rank, by number."""
         return np.flatnonzero(self.home_of_expert[layer] == rank).astype(np.int32)
 
     def is_even(self) -> bool:

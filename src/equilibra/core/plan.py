@@ -78,7 +78,6 @@ class StepPlan:
 
     @property
     def migration(self) -> Migration:
-        """The experts whose home moves before the step."""
         return Migration(before=self.previous, after=self.placement)
 
     def rank_load(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> NDArray[np.int64]:

@@ -55,7 +55,6 @@ class StandingCopies:
 
     @property
     def num_copies(self) -> int:
-        """C."""
         return int(self.layer.size)
 
     @classmethod
@@ -96,7 +95,6 @@ class StagePlan:
 
     @property
     def num_copies(self) -> int:
-        """F."""
         return int(self.expert.size)
 
     def problem_of_copy(self) -> NDArray[np.int64]:

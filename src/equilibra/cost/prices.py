@@ -9,14 +9,12 @@ The grouped matrix products of a rank's experts take, as measured,
     fixed + max(instances * expert bytes / weight rate,
                 instances * expert bytes / instance rate + rows * (row bytes / row rate + FLOP / compute rate) * factor)
 
-With few rows the weights of all instances are the bottleneck, with many rows the products; then one more instance costs
-its gradient and a partly filled last tile, which nothing hides. One set of five constants per direction serves all
-shapes, because bytes and FLOP follow from hidden and FFN width: a small expert is slower per FLOP since its rows move
-as many bytes for less work. A measured shape has its own factor around 1. `calibrate` fits all constants. The curve is
-convex and rises with rows and instances, so even ranks are never slower than uneven ones.
+With few rows reading weights is the bottleneck; with many, the products, and one more instance costs its gradient and a
+partly filled tile. Five constants per direction serve all shapes; a measured shape has its own factor around 1. The
+curve is convex, so even ranks are never slower than uneven ones.
 
-Causal attention takes 2 * width * s² FLOP for a sequence of s tokens, and 2.5 times that backward (scores are
-recomputed); matrix products take twice theirs. Dense parts take 2 FLOP per weight and token.
+Causal attention takes 2 * width * s² FLOP for a sequence of s tokens, 2.5 times that backward (scores are recomputed);
+matrix products take twice theirs. Dense parts take 2 FLOP per weight and token.
 """
 
 from __future__ import annotations

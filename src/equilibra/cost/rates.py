@@ -78,7 +78,6 @@ class Rates:
 
     @property
     def step_row_us(self) -> float:
-        """Compute of one pair in both stages."""
         return sum(self.row_us.values())
 
     @property

@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from math import inf
 from threading import Thread
 from types import TracebackType
@@ -95,8 +96,6 @@ class Then:
 
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """A collective in flight."""
-
     what: str
     work: dist.Work | None
     keep: tuple[Tensor, ...]
@@ -182,12 +181,10 @@ class ExpertGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the expert-parallel group."""
         return self.cluster.num_ranks
 
     @property
     def world_size(self) -> int:
-        """Ranks of all groups."""
         return self.num_ranks * self.num_groups
 
     @property
@@ -210,31 +207,21 @@ class ExpertGroup:
         if len(sent_sizes) == 1 or channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        self._connect(channel, sent.device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = dist.all_to_all_single(
-                received, sent, list(received_sizes), list(sent_sizes), group=self.channels[channel], async_op=True
-            )
-        return self._under_way(channel, what, work, (sent, received))
+        exchange = partial(dist.all_to_all_single, received, sent, list(received_sizes), list(sent_sizes))
+        return self._start(channel, what, (sent, received), exchange)
 
     def all_gather(self, channel: Channel, sent: Tensor, received: Tensor, *, what: str) -> Pending:
         """Start filling `received` with the members' `sent` in order; sizes are equal on all members."""
         if channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        self._connect(channel, sent.device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = _all_gather(received, sent, group=self.channels[channel], async_op=True)
-        return self._under_way(channel, what, work, (sent, received))
+        return self._start(channel, what, (sent, received), partial(_all_gather, received, sent))
 
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
         """Start summing a tensor over the members in place."""
         if channel not in self.channels:
             return Ready()
-        self._connect(channel, tensor.device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = dist.all_reduce(tensor, group=self.channels[channel], async_op=True)
-        return self._under_way(channel, what, work, (tensor,))
+        return self._start(channel, what, (tensor,), partial(dist.all_reduce, tensor))
 
     def _connect(self, channel: Channel, device: torch.device, what: str) -> None:
         """Make a communicator in a thread, because NCCL waits for all ranks without a time limit."""
@@ -257,8 +244,14 @@ class ExpertGroup:
                 raise error
         self.connected.add(channel)
 
-    def _under_way(self, channel: Channel, what: str, work: dist.Work | None, keep: tuple[Tensor, ...]) -> Pending:
-        blocks = nccl_of(self.channels[channel]) is None
+    def _start(
+        self, channel: Channel, what: str, keep: tuple[Tensor, ...], collective: Callable[..., dist.Work | None]
+    ) -> Pending:
+        group = self.channels[channel]
+        self._connect(channel, keep[0].device, what)
+        with lost_rank_is_an_error(what, self.watch):
+            work = collective(group=group, async_op=True)
+        blocks = nccl_of(group) is None
         return _Work(what=what, work=work, keep=keep, channel=channel, watch=self.watch, blocks=blocks)
 
     def gather(self, values: NDArray[np.generic], *, what: str) -> list[NDArray[np.generic]]:

@@ -53,7 +53,6 @@ class Tables:
 
     @property
     def num_bytes(self) -> int:
-        """Memory on host and device."""
         arrays = (self.sent_tokens, self.row_of_pair, self.received_of_grouped, self.grouped_of_received)
         return sum(array.nbytes for array in arrays if array is not None)
 

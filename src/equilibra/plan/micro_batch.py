@@ -2,11 +2,9 @@
 
 Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the layer, I = E + C instances.
 
-`scratch_for` puts what is constant over a layer's micro-batches (its instances in rank order) and scratch memory into
-one array, because every array argument costs a compiled call about 0.1 us. `balance_micro_batches` balances all
-micro-batches of a layer; `balance` does one, for other runtimes. There is one kernel for a single node and one for
-several: numba compiles all that a kernel may call, so a single node need not wait for the rest. Nodes with too few
-slots are handled in Python.
+`scratch_for` packs a layer's constants and scratch memory into one array, because every array argument costs a compiled
+call 0.1 us. `balance_micro_batches` plans all micro-batches of a layer, `balance` one, for other runtimes. One node and
+several have separate kernels, so one node never waits for the other's compilation; scarce slots are handled in Python.
 """
 
 from __future__ import annotations
@@ -103,7 +101,6 @@ def scratch_for(
 
 @inlined
 def _sum_sources(tokens_ER, b):  # type: ignore[no-untyped-def]
-    """Load of each expert."""
     num_experts, num_ranks = tokens_ER.shape
     for e in range(num_experts):
         load = np.int64(0)
@@ -351,8 +348,7 @@ def balance_micro_batches(
 ) -> FlashCopies:  # fmt: skip
     """Flash copies of every micro-batch of a layer; tokens that standing copies serve into standing_MCR, zero before.
 
-    b: from `scratch_for`. row_slack: see `across`; copies are made also to even out traffic across nodes, unless it is
-    below 0. One node has no standing copies.
+    b: from `scratch_for`. row_slack: see `across`; below 0, no copies are made for traffic.
     """
     num_micro_batches, num_ranks = len(tokens_MLER), cluster.num_ranks
     most = num_micro_batches * num_ranks * slots + 1
@@ -417,7 +413,6 @@ class Balanced:
 
     @property
     def imbalance(self) -> float:
-        """Slowest rank over mean rank."""
         total = int(self.rank_load.sum())
         return float(self.rank_load.max() * self.rank_load.size / total) if total else 1.0
 
@@ -445,9 +440,9 @@ def balance(
 ) -> Balanced:
     """Balance one layer of one micro-batch: tokens [experts, source ranks] in, copies and split out.
 
-    Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean
-    rank of the fullest node. hold_rows, serve_rows: what a copy costs the rank that holds it and the one it comes from,
-    in rows; what is levelled is rows and these together.
+    Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean rank
+    of the fullest node. hold_rows, serve_rows: cost of a copy to the rank that holds it and the one it comes from, in
+    rows.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
     check_whole("spare_slots", spare_slots, low=0, high=None)

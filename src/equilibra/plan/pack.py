@@ -2,17 +2,12 @@
 
 Symbols: S sequences, M micro-batches, R ranks, N nodes, L layers; a cell is one rank's part of one micro-batch.
 
-Cost. A sequence of s tokens costs a * s + s^2 (dense parts and attention; a as for a 7B-class model, the constant that
-verl uses). Ranks wait for each other in every micro-batch, so the cost of a schedule is sum_m max_r cost[m, r].
-
-Method, in whole numbers throughout:
-1. Cells: longest first into the cheapest cell with room; then items are moved and swapped out of the costliest cell
-   while that lowers it. M is the smallest number for which all sequences find a cell.
-2. Micro-batches: cells in falling order of cost, R at a time, so that cells that wait for each other cost the same;
-   then items are moved and swapped out of the slowest cell of each, where no other micro-batch gets slower.
-3. Experts: `spread.py`.
-
-Promises: no cell above the budget; never more micro-batches than longest-first needs; step 3 costs no attention time.
+A sequence of s tokens costs a * s + s^2 (dense parts and attention; a as in verl). Ranks wait for each other in every
+micro-batch, so a schedule costs sum_m max_r cost[m, r]. In whole numbers throughout:
+1. Cells: longest first into the cheapest cell with room, with the smallest M that fits; then sequences are moved and
+   swapped out of the costliest cell while that lowers it.
+2. Micro-batches: cells by falling cost, R at a time; then the same out of each micro-batch's slowest cell.
+3. Experts: `spread.py`, at no cost in attention time.
 """
 
 from __future__ import annotations
@@ -47,10 +42,9 @@ def joined(
     mini_batch_of_sequence: NDArray[np.integer],
     schedule_of: Callable[[SequenceLoad], Schedule],
 ) -> Schedule:
-    """Schedule each mini-batch separately and join them: micro-batches of mini-batch 0 first, then 1, ...
+    """Schedule each mini-batch separately and join them in order; empty micro-batches are left out.
 
-    The sequences of an optimizer step belong to the training recipe, so packing never moves them to another. Empty
-    micro-batches are left out.
+    The sequences of an optimizer step belong to the training recipe, so packing never moves them to another.
     """
     micro_batch, rank = np.zeros((2, sequences.num_sequences), np.int32)
     width = 1

@@ -106,7 +106,6 @@ class StepProblem(PlanLimits):
 
     @cached_property
     def home_now(self) -> Placement:
-        """Homes before the step."""
         if self.previous is not None:
             return self.previous
         load = self.load
@@ -145,7 +144,7 @@ def respects_slots(planner: Planner) -> bool:
     """Whether no rank holds more copies than the problem allows.
 
     That is spare_slots flash copies at a time and standing_slots standing copies per node and layer; for planners whose
-    redundant experts stay the whole step, spare_slots experts per layer above an even share of homes.
+    redundant experts stay all step, spare_slots experts per layer above an even share of homes.
     """
     return bool(getattr(planner, "respects_slots", True))
 

@@ -1,10 +1,7 @@
 """Solve many problems of one layer and micro-batch, and time each.
 
-Symbols: P problems, E experts, R source ranks.
-
-Timed is the compiled call a runtime makes: load sums, copies and the split over sources, with memory allocated before.
-All problems are first solved once, so that nothing is compiled during timing. Timed passes then go over all problems in
-turn, so that no problem finds its own data in the nearest cache.
+Symbols: P problems, E experts, R source ranks. Timed is the call a runtime makes, compiled before; each pass goes over
+all problems, so none finds its own data in the nearest cache.
 """
 
 from __future__ import annotations

@@ -21,18 +21,20 @@ from equilibra.core.limits import PlanLimits
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.plan.fill import fill, real_cost_us
-from equilibra.plan.layer import Choice, LayerProblem, Search, choose, stay
+from equilibra.cost.rates import Rates
+from equilibra.plan.layer import Choice, LayerProblem, Search, choose, fill, real_cost_us, stay
 from equilibra.plan.micro_batch import NO_EXCHANGE, TRIES, CopyCosts
 from equilibra.plan.pack import check_budget, joined, pack
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.relevel import relevel
 
-__all__ = ["Equilibra", "usable_cores"]
+__all__ = ["Equilibra", "late_stages", "usable_cores"]
 
 T = TypeVar("T")
 DEARER_FACTOR = 4
 """factor on the fewest tokens of a flash copy where links are too slow for all copies that would pay"""
+LATE = 0.01
+"""share of the layers' time by which flash copies may be late before a second link is used"""
 
 
 class _Filled(NamedTuple):
@@ -83,7 +85,6 @@ class Equilibra(Search):
         return plan
 
     def _plan(self, problem: StepProblem, schedule: Schedule | None) -> tuple[StepPlan, float]:
-        """The plan under a schedule, and its cost."""
         load = problem.load_under(schedule)
         layers = self._layers(problem, load)
         choices = self._each(lambda layer: choose(layers[layer]), len(layers))
@@ -198,10 +199,25 @@ def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[N
 
 
 def _standing(choices: list[Choice], ranks: list[NDArray[np.int64]]) -> StandingCopies:
-    """The layers' standing copies as one list."""
     layer = np.repeat(np.arange(len(choices)), [rank.size for rank in ranks])
     return StandingCopies(
         layer=layer.astype(np.int32),
         expert=np.concatenate([choice.standing_expert for choice in choices]).astype(np.int32),
         rank=np.concatenate(ranks).astype(np.int32),
     )
+
+
+def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
+    """Stages in which the busiest link takes longer than the layers that hide it, by more than LATE of their time.
+
+    The second link is not free: weights are written to it every step.
+    """
+    late = []
+    for stage in Stage:
+        rows_PR = plan.rank_load(load, stage).reshape(-1, plan.cluster.num_ranks)
+        link_us = np.maximum(*plan.stages[stage].on_links()).max(axis=1) * rates.link_us[stage]
+        layer_us = rows_PR.max(axis=1) * rates.row_us[stage] + rows_PR.mean(axis=1) * rates.gap_row_us[stage]
+        hidden_us = layer_us + rates.gap_us[stage]
+        if np.maximum(link_us - hidden_us, 0.0).sum() > LATE * hidden_us.sum():
+            late.append(stage)
+    return frozenset(late)

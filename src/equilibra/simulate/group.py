@@ -99,8 +99,6 @@ def _ready(
 
 
 class _PipelineStage:
-    """State of the ranks and links of one pipeline stage."""
-
     def __init__(self, times: Times, setting: RunSetting, number: int, layers: range, window: int) -> None:
         _, num_micro_batches, num_ranks, num_nodes = times.shape
         self.times = times
@@ -125,7 +123,6 @@ class _PipelineStage:
 
     @property
     def now(self) -> float:
-        """When the last rank is free."""
         return float(self.rank_free.max())
 
     def run(self, one: Pass, ready: float) -> float:
@@ -187,8 +184,6 @@ class _PipelineStage:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Links:
-    """State of one kind of link on every node."""
-
     done: NDArray[np.float64]
     free: NDArray[np.float64]
     at: NDArray[np.int64]

@@ -3,8 +3,8 @@
     records = beside(measured, plan, sequences, pricing)       # {"equilibra": measured, "predicted": ...}
     save_run(Run(about={"kind": "measured"}, planners=records), "step.run")        # then: equilibra report step.run
 
-Constants that the measured step determines (experts, links, copies, counts) are fitted to it. So the prediction tests
-whether times follow from rows and bytes as the cost model says, not how fast the machine is.
+Constants that the measured step determines are fitted to it, so the prediction tests whether times follow from rows and
+bytes as the cost model says, not how fast the machine is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ PREDICTED = "predicted"
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A planner that returns a given plan."""
-
     timing: ClassVar[Timing] = Timing.AHEAD
 
     given: StepPlan

@@ -1,18 +1,17 @@
 """The timeline: every rank and link of one expert-parallel group, from visit to visit.
 
 The log-prob stage runs all micro-batches forward. The update runs one forward, one backward (1F1B): a pipeline stage
-with n stages behind it starts n + 1 forward passes before its first backward pass. Micro-batches of different optimizer
-steps do not mix. A visit is one pass of one micro-batch through one layer; under activation recompute a backward pass
-visits each layer twice, forward again and then backward. In a forward visit, rank r
+with n stages behind it starts n + 1 forward passes first. Optimizer steps do not mix. A visit is one pass of one
+micro-batch through one layer; activation recompute adds a forward visit before each backward one. In a forward visit,
+rank r
 
     computes attention ─► dispatches (waits for all) ─► computes its experts (waits for its copies) ─► combines (waits)
 
-and in a backward visit the same from right to left. An all-to-all starts when the last rank arrives and ends for all
-when its busiest rank is done, so only the maxima of loads count. It occupies NVLink and the network; copies run
-in the gaps it leaves. Each link serves its copies in the order they are needed, up to the prefetch depth ahead, and
-an all-to-all always goes first. A queue is therefore two numbers per visit: `need`, the work to finish before the
-visit's experts start, and `limit`, the work known by then. Only additions and maxima of the given times occur, so
-nothing gets faster when a time grows.
+and in a backward visit the same from right to left. An all-to-all starts when the last rank arrives, ends when its
+busiest rank is done, and occupies NVLink and the network; copies run in the gaps. Each link serves its copies in the
+order they are needed, up to the prefetch depth ahead. So a queue is two numbers per visit: `need`, the work to finish
+before the visit's experts start, and `limit`, the work known by then. Only additions and maxima occur, so nothing gets
+faster when a time grows.
 
 Queues: inside each node, over each node's host link (never interrupted), and one across nodes.
 """

@@ -1,9 +1,8 @@
-"""Times: the work of a plan, priced for a model and a machine.
+"""Times: the work of a plan, priced for a model and a machine, in microseconds.
 
 Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is log-prob forward, update forward or update backward
-(`events.run.PASSES`). Times are in microseconds. `ideal` is the same step with experts and their traffic at the mean
-on every rank and nothing to copy, plan or exchange. Prices are convex in a rank's work, so no plan with this schedule
-and traffic is faster. `without_overhead` keeps the balance of the plan and drops its cost.
+(`events.run.PASSES`). `ideal` has experts and traffic at the mean on every rank and no overhead; prices are convex in a
+rank's work, so no plan with this schedule is faster. `without_overhead` keeps the plan's balance and drops its cost.
 """
 
 from __future__ import annotations
@@ -85,7 +84,6 @@ class Times:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(L, M, R, N)."""
         return (*self.experts_us.shape[1:], self.flash_us.shape[3])
 
     def without_overhead(self) -> Times:

@@ -5,8 +5,7 @@ crosses NVLink (inside a node) or the network (across nodes), once to be dispatc
 
 Memory: weights, accumulated gradients, optimizer state (sharded over data-parallel replicas), spare slots, standing
 copies and activations. Under activation recompute a rank keeps the input of every layer of every micro-batch in flight
-and the internals of one layer. Those of the experts grow with its rows, so the hottest rank needs most. Logits are
-assumed to be computed in pieces and do not count.
+and the internals of one layer. Logits are assumed to be computed in pieces and do not count.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.load import SequenceLoad
 from equilibra.events.imbalance import imbalance, spread
-from equilibra.trace.routing import Ids, Recording, check_ids
+from equilibra.trace.routing import Recording, check_ids
 
 __all__ = [
     "TraceSummary",
@@ -73,16 +73,7 @@ def _check_group_sizes(recording: Recording, token_offsets: NDArray[np.int64]) -
 
 
 @kernel
-def _count(
-    ids: Ids,
-    recorded: NDArray[np.bool_],
-    token_offsets: NDArray[np.int64],
-    first_token: int,
-    start: int,
-    stop: int,
-    first_group: int,
-    counts: NDArray[np.int32],
-) -> None:
+def _count(ids, recorded, token_offsets, first_token, start, stop, first_group, counts):  # type: ignore[no-untyped-def]
     """Count tokens start to stop in counts[group - first_group]; ids[0] is token first_token."""
     _, num_layers, top_k = ids.shape
     group = np.searchsorted(token_offsets, start, side="right") - 1
@@ -136,7 +127,7 @@ def require_distinct_experts(recording: Recording) -> None:
 
 
 @kernel
-def _tokens_with_repeats(ids: Ids, recorded: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - numba integer
+def _tokens_with_repeats(ids, recorded):  # type: ignore[no-untyped-def]
     num_tokens, num_layers, top_k = ids.shape
     tokens = 0
     for t in range(num_tokens):

@@ -2,15 +2,12 @@
 
 Symbols: T tokens, S sequences, L MoE layers, K experts per token (top-k), E experts, P policy-version segments.
 
-A `Recording` has its ids in memory (`RoutingTrace`) or on disk (`equilibra.trace.store.StoredTrace`). Functions read
-ids through `pieces()`, a few MiB at a time, so they work on both and never hold a whole recording.
+A `Recording` has its ids in memory (`RoutingTrace`) or on disk (`trace.store.StoredTrace`); functions read them through
+`pieces()`, a few MiB at a time. Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have
+`recorded` False: they count in lengths, their ids are neither checked nor counted.
 
-Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have `recorded` False. They count in the
-length of their sequence; their ids are neither checked nor counted as load.
-
-A token's K experts should differ, but frameworks fill unknown rows with zeros or one repeated expert, and such files
-must still open. Repeats are therefore accepted and counted; `equilibra.trace.count.require_distinct_experts` refuses
-them.
+Frameworks fill unknown rows with zeros or one repeated expert, so repeats within a token are accepted and counted;
+`trace.count.require_distinct_experts` refuses them.
 """
 
 from __future__ import annotations
@@ -183,7 +180,6 @@ class Recording(ABC):
 
     @property
     def tokens_without_routing(self) -> int:
-        """Tokens that will be routed live."""
         return 0 if self.recorded is None else int(self.num_tokens - np.count_nonzero(self.recorded))
 
 

@@ -6,9 +6,8 @@
     ids-00001.bin     the tokens after them, and so on; every shard but the last has the same number of tokens
     offsets.bin, ...  the index arrays of `routing.py`, one file each: little-endian int64; recorded: bytes 0 or 1
 
-Symbols: T tokens, S sequences, L layers, K experts per token. Nothing is pickled, and a manifest cannot name a file
-outside the folder. Ids are memory-mapped in windows, and checksums are computed while reading: a shard that does not
-match its checksum raises an error at its last token.
+Symbols: T tokens, S sequences, L layers, K experts per token. Nothing is pickled, and no file outside the folder can be
+named. A shard that does not match its checksum raises an error at its last token.
 """
 
 from __future__ import annotations
@@ -90,7 +89,6 @@ class Manifest:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's ids."""
         return self.num_layers * self.top_k * id_dtype(self.num_experts).itemsize
 
 

@@ -59,8 +59,6 @@ class CopySetting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Return:
-    """Gradients of a visit's flash copies in flight."""
-
     moving: Pending
     key: VisitKey
     copies: CopyList
@@ -186,7 +184,6 @@ class Copies:
         return self._lists[key]
 
     def _look_ahead(self, key: VisitKey, direction: Direction) -> None:
-        """Start to fetch what the next visits need."""
         layer, number, last = key.layer, key.micro_batch, len(self.weights) - 1
         backward, turns = direction is not Direction.FORWARD, key.stage is Stage.UPDATE
         for _ in range(self.setting.prefetch_depth):

@@ -11,9 +11,8 @@ Symbols: S spare slots per rank, R ranks of the node, P values of one expert in 
                  compute stream waits for them a layer later
                  holder: before list n + 2 its compute stream waits until all have taken list n
 
-`DevicePath` is where weights and gradients are pulled from: `ipc` another GPU's memory, `host` shared host memory.
-Gradients in the same GPU's memory are added in place and then marked taken. All ranks of a node make the same calls, so
-their list numbers agree.
+`DevicePath` is where weights and gradients are pulled from: `ipc` another GPU's memory, `host` shared host memory. All
+ranks of a node make the same calls, so their list numbers agree.
 """
 
 from __future__ import annotations
@@ -205,8 +204,6 @@ class DeviceEngine(TransferEngine):
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Weights being pulled on the side stream."""
-
     span: tuple[torch.cuda.Event, torch.cuda.Event]
     """start and end events"""
     device: torch.device
@@ -234,7 +231,6 @@ class _Coming:
 
     @property
     def span(self) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Start and end events, set once waited for."""
         return self.start, self.end
 
     def wait(self) -> None:

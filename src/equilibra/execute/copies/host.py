@@ -102,8 +102,6 @@ class HostEngine(TransferEngine):
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Layout of a segment."""
-
     num_entries: int
     num_ranks: int
     num_slots: int

@@ -35,8 +35,6 @@ __all__ = ["PinnedPath", "signals_of_node"]
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """Registered shared memory."""
-
     values: Tensor
     raw: Tensor
     """uint8"""

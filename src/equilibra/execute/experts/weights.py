@@ -54,7 +54,7 @@ class FlatLayout:
     def experts(self, rows_nP: Tensor) -> list[ExpertParts]:
         """Every row as an expert, without copying."""
         parts = {name: self.part(name, rows_nP).unbind(0) for name in self.shapes}
-        return [ExpertParts.named({name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
+        return [ExpertParts(**{name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
 
 
 class ExpertWeights(nn.Module):
@@ -86,7 +86,6 @@ class ExpertWeights(nn.Module):
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts, in the order of the flat form."""
         return list(self.layout.shapes)
 
     def parts(self) -> list[nn.Parameter]:
@@ -129,7 +128,7 @@ class ExpertWeights(nn.Module):
         if keep and self._homes is not None and self._homes[0] == now:
             return self._homes[1]
         every = {name: part.detach().unbind(0) for name, part in zip(self.names, parts, strict=True)}
-        of_expert = [ExpertParts.named({n: every[n][i] for n in every}) for i in range(self.experts.size)]
+        of_expert = [ExpertParts(**{n: every[n][i] for n in every}) for i in range(self.experts.size)]
         self._homes = (now, of_expert) if keep else None
         return of_expert
 

@@ -1,9 +1,7 @@
 """The expert layer on a GPU: `expert_math`'s forward and backward pass as grouped products.
 
-Symbols: N rows, D width, F inner width, I instances.
-
-Tables are made on the host, where sizes are known, and uploaded asynchronously (`Upload`): nothing synchronises with
-the device.
+Symbols: N rows, D width, F inner width, I instances. Tables are made on the host, where sizes are known, and uploaded
+asynchronously: nothing synchronises with the device.
 """
 
 from __future__ import annotations

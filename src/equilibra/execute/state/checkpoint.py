@@ -127,7 +127,6 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
 
 def _set_aside(path: Path, named: Path) -> None:
-    """Rename to something nothing here reads or removes."""
     number = 1
     while (aside := named.with_name(f"{named.name}.aside{f'-{number}' if number > 1 else ''}")).exists():
         number += 1
@@ -168,7 +167,6 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is written, or has failed."""
         return self.future is None or self.future.done()
 
     def wait(self) -> None:

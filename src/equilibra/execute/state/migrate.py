@@ -3,13 +3,12 @@
 Symbols: H homes on this rank, B bytes of one expert in one tensor, w columns at a time, R ranks, S experts that leave
 (as many arrive: every rank has H homes before and after).
 
-An expert is one row of several stacked tensors [H, ...]: parameters, masters, moments. A tensor moves as bytes [H, B],
-a few columns at a time: leaving rows are packed and exchanged, rows that only change slot wait in staging, then all
-are written to their new slots. Tensors keep their storage, so optimizers and views stay valid.
+An expert is one row of several stacked tensors [H, ...]. A tensor moves as bytes [H, B], a few columns at a time:
+leaving rows are packed and exchanged, rows that only change slot wait in staging, then all are written to their new
+slots. Tensors keep their storage, so optimizers and views stay valid.
 
-Promises. Staging memory is bounded and allocated before anything moves; if any rank cannot allocate it, no rank moves
-anything. There and back is the identity to the bit. An interrupted move marks the runtime broken, so nothing computes
-with or saves a mixed state.
+Staging is allocated before anything moves; if any rank cannot, no rank moves. An interrupted move marks the runtime
+broken, so nothing computes with or saves a mixed state.
 """
 
 from __future__ import annotations

@@ -11,10 +11,8 @@ dense: everything but experts, by name in the file, on every rank; `dense_tensor
     config.json, tokenizer.json, ...    other given files, by world rank 0
     model.safetensors.index.json        the file of every tensor; its metadata names the other files
 
-File contents follow from placement and shapes alone. The folder appears atomically, once complete. A rank reads only
-its homes. Optimizer state is not included: see `checkpoint`.
-
-An export only replaces a folder that holds nothing but an earlier export.
+The folder appears atomically, and only replaces one that holds nothing but an earlier export. Optimizer state is not
+included: see `checkpoint`.
 """
 
 from __future__ import annotations
@@ -57,8 +55,6 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """One file to write."""
-
     rank: int
     """of the first group; writes the file"""
     names: dict[str, int]

@@ -64,7 +64,6 @@ class Naming:
 
     @property
     def stacked(self) -> bool:
-        """Whether a layer's experts are one tensor."""
         return bool(self.stacked_gate_up)
 
     def with_layers(self, numbers: Iterable[int]) -> Naming:
