@@ -195,7 +195,7 @@ def whole_layer(shape: str, rows: int) -> Works:
             rows_ND = Dispatch.apply(x, weights, visit)  # type: ignore[no-untyped-call]
             results_ND = Experts.apply(rows_ND, visit, *moe.experts.parts())  # type: ignore[no-untyped-call]
             out = Combine.apply(results_ND, weights.detach(), visit)  # type: ignore[no-untyped-call]
-            out.backward(dout)  # type: ignore[no-untyped-call]
+            out.backward(dout)
 
     def first() -> None:
         """Gradients are written, not added, as where there are none yet; but always in the same memory."""

@@ -93,7 +93,6 @@ class Latent(NamedTuple):
         return self.heads * (self.plain + self.rotary + self.value) // 2
 
     def parameters(self, hidden: int) -> int:
-        """Weights of one layer's attention."""
         query = self.heads * (self.plain + self.rotary)
         into = self.query_rank * (hidden + query) if self.query_rank else hidden * query
         latent = hidden * (self.rank + self.rotary) + self.rank * self.heads * (self.plain + self.value)
@@ -111,7 +110,6 @@ class Heads(NamedTuple):
         return self.heads * self.size
 
     def parameters(self, hidden: int) -> int:
-        """Weights of one layer's attention."""
         return 2 * hidden * self.size * (self.heads + self.key_value_heads)
 
 

@@ -59,7 +59,6 @@ class StandingCopies:
 
     @classmethod
     def none(cls) -> StandingCopies:
-        """No standing copies."""
         empty = np.zeros(0, np.int32)
         return cls(layer=empty, expert=empty, rank=empty)
 
@@ -145,7 +144,6 @@ class StagePlan:
 
     @classmethod
     def joined(cls, layers: Sequence[StagePlan]) -> StagePlan:
-        """One stage of consecutive layers."""
         num = np.concatenate([np.diff(layer.first_of_problem) for layer in layers])
         parts = {name: np.concatenate([getattr(layer, name) for layer in layers]) for name in STAGE_ARRAYS[1:]}
         return cls(first_of_problem=np.concatenate([[0], np.cumsum(num)]).astype(np.int64), **parts)

@@ -39,7 +39,6 @@ class Stage(StrEnum):
 
     @classmethod
     def numbered(cls, number: int) -> Stage:
-        """The stage of a number."""
         return list(cls)[number]
 
 

@@ -77,7 +77,6 @@ class ExpertLaw:
         return model.expert_bytes * 1e-3 / self.instance_gb_per_s if self.instance_gb_per_s else 0.0
 
     def row_us(self, model: MoEModel, *, backward: bool) -> float:
-        """One more row."""
         passes = 2 if backward else 1
         moved = row_bytes(model) * 1e-3 / self.row_gb_per_s if self.row_gb_per_s else 0.0
         multiplied = 2 * model.expert_parameters * 1e-6 / self.tflops if self.tflops else 0.0
@@ -117,7 +116,6 @@ class KernelPrices:
                 check_number(f"kernels: {one.name}", getattr(self, one.name), low=least, high=inf)
 
     def scaled(self, *, compute: float, memory: float) -> KernelPrices:
-        """The prices on a device with these multiples of the compute and memory rates; copies scale with memory."""
         us = {one.name: getattr(self, one.name) / memory for one in fields(self) if one.name.endswith("_us_per_mb")}
         return replace(self, tflops=self.tflops * compute, **us)
 

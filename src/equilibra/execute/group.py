@@ -17,7 +17,6 @@ from enum import StrEnum
 from functools import partial
 from math import inf
 from threading import Thread
-from types import TracebackType
 from typing import Protocol, Self, TypeVar
 
 import numpy as np
@@ -164,9 +163,7 @@ class ExpertGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Tell the others of an error, so that nobody waits for this rank, and stop the watch."""
         heard = self.watch.cause
         if error is not None:
@@ -280,7 +277,6 @@ class ExpertGroup:
         return [part.numpy().tobytes() for part in every]
 
     def gather_text(self, text: str, *, what: str) -> list[str]:
-        """Texts of all ranks."""
         return [part.tobytes().decode() for part in self.gather(np.frombuffer(text.encode(), np.uint8), what=what)]
 
     def agree(self, value: str, *, what: str) -> None:

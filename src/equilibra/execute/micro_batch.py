@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -142,9 +141,7 @@ class MicroBatch:
                 "the step that began last"
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.runtime.current = self._outer.pop()
         if self not in self._outer and self.runtime.current is not self:
             self._forget()

@@ -300,7 +300,6 @@ class Runtime:
             under_way.wait()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Memory of copies and tables on this rank, by kind."""
         copies = self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
         return {**copies, "tables": self.most_table_bytes}
 
@@ -316,7 +315,6 @@ class Runtime:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Release threads and shared memory."""
         if self._copies is not None:
             self._copies.close()
             self._copies = self._armed = None

@@ -104,7 +104,6 @@ class Watch:
             self._releases.remove(release)
 
     def check(self, what: str) -> None:
-        """Raise RankLostError if a rank is lost."""
         if self.cause is not None:
             raise self.lost(what)
 

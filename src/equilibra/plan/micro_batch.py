@@ -28,22 +28,9 @@ from equilibra.plan.replicate import BASE, ITEM, RANK, SCARCE, TOKENS, level_nod
 from equilibra.plan.split import split_expert
 
 __all__ = [
-    "EXPERT",
-    "NO_EXCHANGE",
-    "ORIGIN",
-    "QUICK_TRIES",
-    "QUOTA",
-    "TARGET",
-    "TRIES",
-    "Balanced",
-    "CopyCosts",
-    "FlashCopies",
-    "balance",
-    "balance_micro_batches",
-    "balance_on_node",
-    "balance_on_nodes",
-    "scratch_for",
-]
+    "EXPERT", "NO_EXCHANGE", "ORIGIN", "QUOTA", "TARGET", "TRIES", "Balanced", "CopyCosts", "balance",
+    "balance_micro_batches", "scratch_for",
+]  # fmt: skip
 
 TRIES = 6
 """orders of exporters tried when planning ahead; each takes a few microseconds for 64 ranks"""

@@ -26,15 +26,9 @@ from equilibra.core.placement import Placement
 from equilibra.plan.spread import spread_experts
 
 __all__ = [
-    "DENSE_COST",
-    "cell_cost",
-    "check_budget",
-    "fewest_micro_batches",
-    "in_order",
-    "joined",
-    "pack",
+    "DENSE_COST", "cell_cost", "check_budget", "fewest_micro_batches", "in_order", "joined", "pack",
     "turn_in_mini_batch",
-]
+]  # fmt: skip
 
 
 def joined(

@@ -21,17 +21,9 @@ from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
 
 __all__ = [
-    "Planner",
-    "StepProblem",
-    "Timing",
-    "online_us_of",
-    "planner_named",
-    "planner_names",
-    "register",
-    "respects_nodes",
-    "respects_slots",
-    "timing_of",
-]
+    "Planner", "StepProblem", "Timing", "online_us_of", "planner_named", "planner_names", "register",
+    "respects_nodes", "respects_slots", "timing_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -63,8 +63,6 @@ class Equilibra(Search):
     """flash copies inside a node"""
     tolerance: float = 0.005
     """imbalance accepted for fewer flash copies"""
-    min_tokens_per_copy: int | None = None
-    """fewest tokens of a flash copy; None: from what a copy costs"""
     threads: int | None = None
     """threads to plan with; None: one per processor"""
 
@@ -164,9 +162,9 @@ class Equilibra(Search):
         """Copies of both stages; equal prices give the same copies."""
         costs = {}
         for stage in Stage:
-            least, rates = self.min_tokens_per_copy, layer.rates
-            least = dearer * (rates.min_tokens_per_copy(stage) if least is None else least)
-            costs[stage] = CopyCosts(self.tolerance, rates.hold_rows(stage), rates.serve_rows(stage), least, TRIES)
+            hold, serve = layer.rates.hold_rows(stage), layer.rates.serve_rows(stage)
+            least = dearer * layer.rates.min_tokens_per_copy(stage)
+            costs[stage] = CopyCosts(self.tolerance, hold, serve, least, TRIES)
         by_cost = {cost: fill(layer, choice, ranks, cost, row_slack) for cost in set(costs.values())}
         return {stage: by_cost[costs[stage]] for stage in Stage}
 

@@ -33,16 +33,9 @@ from equilibra.simulate.step import StepResult, simulate_step
 from equilibra.simulate.times import Pricing
 
 __all__ = [
-    "BALANCED",
-    "DEFAULT_PLANNERS",
-    "STATIC",
-    "Answer",
-    "Comparison",
-    "Question",
-    "compare",
-    "simulate",
+    "BALANCED", "DEFAULT_PLANNERS", "STATIC", "Answer", "Comparison", "Question", "compare", "simulate",
     "step_metrics",
-]
+]  # fmt: skip
 
 STATIC, BALANCED = "static", "balanced"
 DEFAULT_PLANNERS = (STATIC, "eplb-history", "eplb-oracle", "lplb", "ultraep", "equilibra", BALANCED)

@@ -73,7 +73,6 @@ class StepResult:
         return self.step_s - _together_s([group.free_timeline for group in self.groups])
 
     def imbalances(self) -> NDArray[np.float64]:
-        """Imbalance of every layer and micro-batch of every group."""
         return np.concatenate([imbalance(group.plan.rank_load(group.load)).ravel() for group in self.groups])
 
 

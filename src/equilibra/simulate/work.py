@@ -23,15 +23,9 @@ from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
 
 __all__ = [
-    "LayerMoves",
-    "MemoryNeed",
-    "StageWork",
-    "dense_activation_bytes",
-    "expert_activation_bytes",
-    "layer_moves",
-    "memory_need",
-    "stage_work",
-]
+    "LayerMoves", "MemoryNeed", "StageWork", "dense_activation_bytes", "expert_activation_bytes", "layer_moves",
+    "memory_need", "stage_work",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -58,14 +52,10 @@ class StageWork:
 class LayerMoves:
     """Experts moved once a step, counted on the busiest rank of each layer."""
 
-    standing_inside_L: NDArray[np.float64]
-    """[L] standing copies on the busiest rank's links inside its node"""
-    standing_across_L: NDArray[np.float64]
-    """[L] the same across nodes"""
-    moved_inside_L: NDArray[np.float64]
-    """[L] homes that move inside a node"""
-    moved_across_L: NDArray[np.float64]
-    """[L] the same across nodes"""
+    standing_2L: NDArray[np.float64]
+    """[2, L] standing copies on the busiest rank's links inside its node, and across nodes"""
+    moved_2L: NDArray[np.float64]
+    """[2, L] homes that move inside a node, and across nodes"""
     standing_of_rank: NDArray[np.int64]
     """[R] standing copies each rank holds, all layers"""
 
@@ -104,31 +94,24 @@ def layer_moves(plan: StepPlan) -> LayerMoves:
     """Standing copies and moved homes of a plan."""
     home, before, standing = plan.placement.home_of_expert, plan.previous.home_of_expert, plan.standing
     layer, expert = np.nonzero(home != before)
-    from_home = home[standing.layer, standing.expert]
-    standing_inside, standing_across = _busiest(plan, standing.layer, from_home, standing.rank)
-    moved_inside, moved_across = _busiest(plan, layer, before[layer, expert], home[layer, expert])
     return LayerMoves(
-        standing_inside_L=standing_inside,
-        standing_across_L=standing_across,
-        moved_inside_L=moved_inside,
-        moved_across_L=moved_across,
+        standing_2L=_busiest(plan, standing.layer, home[standing.layer, standing.expert], standing.rank),
+        moved_2L=_busiest(plan, layer, before[layer, expert], home[layer, expert]),
         standing_of_rank=np.bincount(standing.rank, minlength=plan.cluster.num_ranks),
     )
 
 
 def _busiest(
     plan: StepPlan, layer: NDArray[np.integer], origin: NDArray[np.integer], target: NDArray[np.integer]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """([L], [L]) experts on the busiest rank's links inside and across nodes, in their busier direction."""
+) -> NDArray[np.float64]:
+    """[2, L] experts on the busiest rank's links inside and across nodes, in their busier direction."""
     num_ranks, group = plan.cluster.num_ranks, plan.cluster.ranks_per_node
     inside = origin // group == target // group
-    found = []
-    for chosen in (inside, ~inside):
-        busy = np.zeros((2, plan.num_layers, num_ranks))
-        np.add.at(busy[0], (layer[chosen], origin[chosen]), 1.0)
-        np.add.at(busy[1], (layer[chosen], target[chosen]), 1.0)
-        found.append(busy.max(axis=(0, 2)))
-    return found[0], found[1]
+    busy = np.zeros((2, 2, plan.num_layers, num_ranks))
+    for direction, rank in enumerate((origin, target)):
+        np.add.at(busy[direction], (np.where(inside, 0, 1), layer, rank), 1.0)
+    busiest: NDArray[np.float64] = busy.max(axis=(0, 3))
+    return busiest
 
 
 @kernel

@@ -24,13 +24,9 @@ from equilibra.events.imbalance import imbalance, spread
 from equilibra.trace.routing import Recording, check_ids
 
 __all__ = [
-    "TraceSummary",
-    "loads_of_groups",
-    "micro_batches_in_file_order",
-    "require_distinct_experts",
-    "sequence_loads",
+    "TraceSummary", "loads_of_groups", "micro_batches_in_file_order", "require_distinct_experts", "sequence_loads",
     "summarize",
-]
+]  # fmt: skip
 
 BLOCK_BYTES = 64 << 20
 ALL_RECORDED = np.zeros(0, dtype=np.bool_)

@@ -151,7 +151,6 @@ class Recording(ABC):
         """All tokens in order, a few MiB at a time. Trust them only after the last piece: checksums come at the end."""
 
     def load(self) -> RoutingTrace:
-        """The whole recording in memory."""
         ids = np.empty(self.shape, dtype=id_dtype(self.num_experts))
         for piece in self.pieces():
             ids[piece.first_token : piece.first_token + len(piece.ids)] = piece.ids

@@ -59,7 +59,6 @@ class Signals:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Let every waiting stream go on."""
         self.values[:] = FOREVER
 
 

@@ -98,7 +98,6 @@ class StandingStore:
         return int(self._rows[layer].start + np.flatnonzero(self._lists[layer].held_expert == expert)[0])
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether this rank holds a standing copy of an expert."""
         return layer in self._lists and bool((self._lists[layer].held_expert == expert).any())
 
     def parts(self, layer: int) -> tuple[list[ExpertParts], list[ExpertParts]]:

@@ -83,7 +83,6 @@ class SpareSlots:
         self._banks.append(bank)
 
     def take(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
-        """Wait for the copies of a visit."""
         if copies.num_in_node == 0:
             return Taken(rows_nP=self._banks[0].rows_SP[:0], span=None)
         self.start(key, copies, engine, version)

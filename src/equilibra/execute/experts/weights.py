@@ -111,7 +111,6 @@ class ExpertWeights(nn.Module):
         return self.parts()[0].device
 
     def slot_of(self, expert: int) -> int:
-        """Row of an expert in the stack."""
         slot = int(np.searchsorted(self.experts, expert))
         if slot >= self.experts.size or self.experts[slot] != expert:
             raise InputError(f"expert {expert} is not at home on this rank, which has {self.experts.tolist()}")
@@ -133,7 +132,6 @@ class ExpertWeights(nn.Module):
         return of_expert
 
     def forget_homes(self) -> None:
-        """Drop cached views of the weights."""
         self._homes = None
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:

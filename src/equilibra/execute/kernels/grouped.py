@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels.device import Upload, has_triton, launch, multiprocessors
+from equilibra.execute.kernels import Upload, has_triton, launch, multiprocessors
 from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.kernels.shares import launches_of
 
@@ -234,7 +234,6 @@ class Shares(NamedTuple):
 
     @property
     def work(self) -> Tensor:
-        """Int32: numbers of tiles."""
         return self.table.values[: self.num_tiles]
 
     @property
@@ -272,7 +271,6 @@ class ShareTask(NamedTuple):
     """P"""
 
     def share_out(self) -> tuple[NDArray[np.int32], ...]:
-        """See `launches_of`."""
         weight, dx = self.tiles
         each = [_num_tiles(self.width, self.inner, weight), _num_tiles(2 * self.inner, self.width, weight)]
         num_dx = sum(-(-size // dx.bm) for size in self.sizes) * -(-self.width // dx.bn)

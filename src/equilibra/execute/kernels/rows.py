@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equilibra.execute.kernels.device import launch, multiprocessors
+from equilibra.execute.kernels import launch, multiprocessors
 
 __all__ = ["add_in_order", "plain_sum", "spread", "weighted_sum"]
 

@@ -79,7 +79,8 @@ class Laden(NamedTuple):
     def sum_of_choices(self, row_of_pair_TK: Tensor, pairs_TK: Tensor) -> Tensor:
         """[T, D] each token's rows summed in the order of its choices; numbers are written to `pairs_TK`."""
         if on_gpu(self.rows_ND):
-            return row_kernels().plain_sum(self.rows_ND, row_of_pair_TK, self.numbers_N, pairs_TK)
+            out_TD: Tensor = row_kernels().plain_sum(self.rows_ND, row_of_pair_TK, self.numbers_N, pairs_TK)
+            return out_TD
         pairs_TK.copy_(self.numbers_N.index_select(0, row_of_pair_TK.flatten()).view_as(pairs_TK))
         whole = self.rows_ND if self.every is None else self.every  # strided rows are summed slowly
         return embedding_bag(row_of_pair_TK, whole, mode="sum")[:, : self.rows_ND.shape[1]]
@@ -153,7 +154,8 @@ def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
 def _weighted_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """[T, D] each token's rows, weighted and summed in the order of its choices."""
     if on_gpu(rows_ND):
-        return row_kernels().weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
+        out_TD: Tensor = row_kernels().weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
+        return out_TD
     if rows_ND.dtype == weights_TK.dtype:
         return embedding_bag(row_of_pair_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
     total_TD = rows_ND.new_zeros(len(weights_TK), rows_ND.shape[1], dtype=weights_TK.dtype)

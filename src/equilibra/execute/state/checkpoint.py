@@ -281,7 +281,6 @@ class Checkpoints:
         pending.wait()
 
     def close(self) -> None:
-        """Wait for a pending save, and stop the thread."""
         try:
             self.wait()
         finally:

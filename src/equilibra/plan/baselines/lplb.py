@@ -39,11 +39,9 @@ class Lplb:
     online_us: ClassVar[float] = 100.0
 
     name: str = "lplb"
-    reorder: bool = True
-    """pack homes by the batch total first"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        home = longest_first_homes(problem) if self.reorder else problem.home_now.home_of_expert
+        home = longest_first_homes(problem)
         origin_RS = origin_of_slot(problem.cluster, problem.spare_slots)
         rows = [
             (layer, expert, rank)
