@@ -67,11 +67,8 @@ class HostEngine(TransferEngine):
             return Ready()
         if self._segment is None or self._copied is None:
             raise StaleError("cannot fetch copies over the host path: no weights are published yet")
-        entries = [
-            self._copied.entry_of(copies.layer, expert, origin)
-            for expert, origin in zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
-        ]
-        return _Read(self._reader.submit(self._segment.read, entries, version, slots_nP), self.group.timeout_s)
+        reading = self._reader.submit(self._segment.read, self._copied.entries(copies), version, slots_nP)
+        return _Read(reading, self.group.timeout_s)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
         if self._segment is None:

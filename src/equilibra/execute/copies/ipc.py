@@ -161,10 +161,8 @@ class IpcPath:
         """Pull the values of every copy before `last`, which ends a row of a part."""
         assert self._copied is not None
         names, last = list(self._layout.shapes), self.row.numel() if last is None else last
-        for slot, (expert, origin) in enumerate(
-            zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
-        ):
-            at = int(self._location[self._copied.entry_of(copies.layer, expert, origin)])
+        locations = self._location[self._copied.entries(copies)].tolist()
+        for slot, (at, origin) in enumerate(zip(locations, copies.held_origin.tolist(), strict=True)):
             tensors = self._tensors[origin]
             if at < 0:
                 slots_nP[slot, :last].copy_(tensors[-1][-1 - at, :last], non_blocking=True)

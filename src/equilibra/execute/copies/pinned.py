@@ -90,10 +90,7 @@ class PinnedPath:
         """Pull the values of every copy from `first` on."""
         assert self._weights is not None
         assert self._copied is not None
-        for slot, (expert, origin) in enumerate(
-            zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
-        ):
-            entry = self._copied.entry_of(copies.layer, expert, origin)
+        for slot, entry in enumerate(self._copied.entries(copies)):
             slots_nP[slot, first:].copy_(self._weights.values[entry, first:], non_blocking=True)
 
     def push_gradients(self, bank: int, count: int) -> None:

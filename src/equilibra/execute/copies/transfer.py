@@ -135,8 +135,11 @@ class Copied:
     most_served: int
     """most copies made of one rank's instances for one layer and micro-batch"""
 
-    def entry_of(self, layer: int, expert: int, origin: int) -> int:
-        return int(np.flatnonzero((self.layer == layer) & (self.expert == expert) & (self.origin == origin))[0])
+    def entries(self, copies: CopyList) -> list[int]:
+        """Entries of the copies this rank holds, in the order of slots."""
+        of_layer = self.layer == copies.layer
+        held = zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
+        return [int(np.flatnonzero(of_layer & (self.expert == e) & (self.origin == r))[0]) for e, r in held]
 
 
 def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Copied:

@@ -50,7 +50,8 @@ class RouterSpec:
     group_score: GroupScore = GroupScore.TOP2
 
     def __post_init__(self) -> None:
-        check_whole("top_groups", self.top_groups, low=1, high=self.num_groups)
+        if not 1 <= self.top_groups <= self.num_groups:
+            raise InputError(f"top_groups must be from 1 to num_groups ({self.num_groups}), not {self.top_groups}")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,15 +123,15 @@ Carried = Callable[[nn.Parameter], Mapping[str, Tensor]]
 DEFAULT_STAGING_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Migrated:
     """Statistics of a migration."""
 
     num_moves: int
     """experts that changed home, over all ranks of the group"""
-    num_bytes: int
+    num_bytes: int = 0
     """sent by this rank"""
-    num_exchanges: int
+    num_exchanges: int = 0
     """all-to-all calls"""
     staging_bytes: int
     """temporary memory on this rank"""
@@ -170,29 +170,19 @@ def migrate(
         lambda: _staging(checked.staging_bytes, runtime.weights[0].device),
         what=f"taking {checked.staging_bytes} bytes of memory to move homes",
     )
-    done = _Counter()
-    with _broken_if_cut_off(runtime, done, len(checked.moves)):
+    done, moved = Migrated(num_moves=migration.num_moves, staging_bytes=checked.staging_bytes), list[LayerMove]()
+    with _broken_if_cut_off(runtime, moved, len(checked.moves)):
         for move in checked.moves:
             begin = perf_counter()
             num_bytes = _move_layer(group, move, checked.tensors[move.layer], staging, done)
             _record(runtime, move, num_bytes, begin)
-            done.layers += 1
+            moved.append(move)
         group.all_succeed(lambda: None, what="hearing from all ranks that their homes have moved")
         for layer, weights in enumerate(runtime.weights):
             weights.experts = np.flatnonzero(migration.after.home_of_expert[layer] == group.rank).astype(np.int32)
         runtime.placement = migration.after
     runtime.weights_changed()
-    return Migrated(
-        num_moves=migration.num_moves, num_bytes=done.num_bytes, num_exchanges=done.exchanges,
-        staging_bytes=checked.staging_bytes,
-    )  # fmt: skip
-
-
-@dataclass(kw_only=True)
-class _Counter:
-    layers: int = 0
-    exchanges: int = 0
-    num_bytes: int = 0
+    return done
 
 
 class _Checked(NamedTuple):
@@ -275,7 +265,7 @@ def _staging(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _move_layer(
-    group: ExpertGroup, move: LayerMove, tensors: list[Tensor], staging: Tensor, counter: _Counter
+    group: ExpertGroup, move: LayerMove, tensors: list[Tensor], staging: Tensor, done: Migrated
 ) -> int:  # fmt: skip
     """Move everything of one layer; returns the bytes of one expert."""
     expert_bytes = 0
@@ -285,19 +275,19 @@ def _move_layer(
         width = width_of(move, num_columns, staging.numel())
         for first in range(0, num_columns, width):
             move_columns(group, move, rows_HB[:, first : first + width], staging)
-            counter.exchanges += 1
-    counter.num_bytes += expert_bytes * len(move.leaving_slots)
+            done.num_exchanges += 1
+    done.num_bytes += expert_bytes * len(move.leaving_slots)
     return expert_bytes
 
 
 @contextmanager
-def _broken_if_cut_off(runtime: Runtime, done: _Counter, num_layers: int) -> Iterator[None]:
+def _broken_if_cut_off(runtime: Runtime, moved: list[LayerMove], num_layers: int) -> Iterator[None]:
     """Whatever ends the block early leaves experts in two places or none: mark it, and say so."""
     try:
         yield
     except BaseException as error:
         runtime.broken = (
-            f"a migration was cut off after {done.layers} of {num_layers} layers ({type(error).__name__}): experts, "
+            f"a migration was cut off after {len(moved)} of {num_layers} layers ({type(error).__name__}): experts, "
             "their masters and moments are mixed and must not be used or saved; load the last checkpoint"
         )
         if isinstance(error, Exception) and not isinstance(error, EquilibraError):
