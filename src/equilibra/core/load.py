@@ -152,10 +152,7 @@ class Schedule:
 def check_mini_batches(
     mini_batch_of_sequence: NDArray[np.integer], num_sequences: int, *, complete: bool = True
 ) -> None:
-    """Raise InputError unless every sequence has a mini-batch and every mini-batch up to the last has a sequence.
-
-    With complete=False these are the sequences of one rank, which may leave mini-batches out.
-    """
+    """Raise InputError unless every sequence has a mini-batch and, if complete, every mini-batch has a sequence."""
     mini = mini_batch_of_sequence
     required = f"mini-batches of {num_sequences} sequences must be as many whole numbers from 0 on"
     if mini.shape != (num_sequences,) or mini.dtype.kind not in "iu":

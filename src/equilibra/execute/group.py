@@ -326,9 +326,8 @@ def patient_group(group: ExpertGroup, *, timeout_s: float, what: str) -> ExpertG
 
 
 def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
-    """Collective over all processes: the group of this one. Without torch.distributed, a group of one.
-
-    The world size must be a multiple of the cluster's ranks.
+    """Collective over all processes, a multiple of the cluster's ranks: this one's group; without torch.distributed,
+    alone.
     """
     check_number("timeout_s", timeout_s, above=0, high=1e6, below=True)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1

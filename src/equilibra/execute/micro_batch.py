@@ -147,10 +147,7 @@ class MicroBatch:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep only the routing, because training loops hold all micro-batches of a step.
-
-        A pass whose backward comes later holds its own tables; activation recompute makes them again.
-        """
+        """Keep only the routing: training loops hold all micro-batches of a step, and a pass holds its own tables."""
         self._experts.clear()
         self._tables.clear()
         self.table_bytes = 0

@@ -304,10 +304,7 @@ class Runtime:
         return {**copies, "tables": self.most_table_bytes}
 
     def release(self) -> None:
-        """Collective, before weights leave the device: free copies and close other ranks' memory.
-
-        The next plan allocates again.
-        """
+        """Collective, before weights leave the device: free copies and other ranks' memory until the next plan."""
         self.disarm()
         self.close()
         self.group.barrier(what="releasing copies")

@@ -201,10 +201,7 @@ def _instance_on(e, r, home, expert, on):  # type: ignore[no-untyped-def]
 
 @kernel
 def _best(source, target, local, can_copy, home, at_home, expert, quota, remote, remote_home, on):  # type: ignore[no-untyped-def]
-    """What `source` can hand to `target` most of, rows of its own node or of others: (expert, from, to, rows).
-
-    `to` is -2 where a copy would have to be made.
-    """
+    """(expert, from, to, rows) that `source` can hand to `target` most of; to: -2 where a copy must be made."""
     best_e, best_from, best_to, most = np.int64(-1), np.int64(-2), np.int64(-2), np.int64(0)
     for i in range(on[_FIRST, source], on[_FIRST, source + 1]):
         e = on[_HOMES, i]

@@ -117,9 +117,8 @@ def pack(
     least_micro_batches: int = 1,
     token_cost: int = DENSE_COST,
 ) -> Schedule:
-    """A schedule with few micro-batches, even cells and, if homes are given, experts spread over micro-batches.
-
-    With several ranks per sequence a cell is that many neighbouring ranks with their joint budget.
+    """Few micro-batches, even cells of ranks_per_sequence ranks and, if homes are given, experts spread over
+    micro-batches.
     """
     lengths = sequences.length_of_sequence.astype(np.int64)
     budget, num_cells = tokens_per_rank * ranks_per_sequence, cluster.num_ranks // ranks_per_sequence

@@ -29,10 +29,7 @@ _EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges 
 def _best_candidates(  # type: ignore[no-untyped-def]
     load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, num_copies, best
 ):
-    """The copies that would lower the sum of squares of the node loads most, best first; returns how many.
-
-    best [3, width]: their gain, expert and node.
-    """
+    """Into best [3, width] (gain, expert, node) copies that lower squares of node loads most; returns how many."""
     width = best.shape[1]
     num_experts, num_micro_batches = load_EM.shape
     num_nodes = x_NM.shape[0]

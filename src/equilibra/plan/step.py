@@ -177,10 +177,7 @@ class Equilibra(Search):
 
 
 def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[NDArray[np.int64]]:
-    """A rank for every standing copy: the one of its node that holds fewest, then the least loaded in the layer.
-
-    So the ranks of a node hold equally many standing copies over all layers, and memory is even.
-    """
+    """A rank for every standing copy: of its node the one that holds fewest (memory is even), then the least loaded."""
     group = cluster.ranks_per_node
     held = np.zeros(cluster.num_ranks, np.int64)
     batch_LE = load.tokens_MLER.sum(axis=(0, 3), dtype=np.int64)
@@ -206,10 +203,7 @@ def _standing(choices: list[Choice], ranks: list[NDArray[np.int64]]) -> Standing
 
 
 def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
-    """Stages in which the busiest link takes longer than the layers that hide it, by more than LATE of their time.
-
-    The second link is not free: weights are written to it every step.
-    """
+    """Stages in which the busiest link exceeds the layers that hide it by more than LATE; a second link is not free."""
     late = []
     for stage in Stage:
         rows_PR = plan.rank_load(load, stage).reshape(-1, plan.cluster.num_ranks)

@@ -59,10 +59,7 @@ def compare(
     keep_records: bool = False,
     tell: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
 ) -> Comparison:
-    """Simulate the step under each planner in turn; only one plan is in memory at a time.
-
-    tell(name, done, all) is called before each planner.
-    """
+    """Simulate the step under each planner, one plan in memory at a time; tell(name, done, all) comes before each."""
     named = [planner_named(planner) if isinstance(planner, str) else planner for planner in planners]
     plans = [planner for planner in named if planner.name not in (STATIC, BALANCED)]
     plans.insert(0, planner_named(STATIC))

@@ -94,10 +94,7 @@ def sequence_loads(recording: Recording) -> SequenceLoad:
 
 
 def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatch: int) -> NDArray[np.int64]:
-    """[M + 1] sequence offsets of micro-batches: whole sequences in file order, up to the token budget.
-
-    A sequence longer than the budget gets its own micro-batch. The last micro-batch may be short.
-    """
+    """[M + 1] offsets of micro-batches: whole sequences in file order up to the budget, a longer one alone."""
     if tokens_per_microbatch < 1:
         raise InputError(f"tokens per micro-batch must be at least 1, not {tokens_per_microbatch}")
     ends = np.cumsum(lengths)

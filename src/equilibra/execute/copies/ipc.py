@@ -101,10 +101,7 @@ def share_a_gpu(group: ExpertGroup, device: torch.device) -> bool:
 
 
 def check_peers(group: ExpertGroup, device: torch.device) -> None:
-    """Collective: ExecuteError if a GPU of the node is known to lack peer access to another.
-
-    A process that sees only its own GPU cannot ask; there, opening the memory fails instead.
-    """
+    """Collective: ExecuteError if GPUs lack peer access; one that cannot see the others fails when it opens memory."""
     names = gpus_of_node(group, device)
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
 

@@ -132,10 +132,7 @@ def _add_products(
     wanted: ExpertParts | ExpertGradients, second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor],
     weights_N1: Tensor | None,
 ) -> None:  # fmt: skip
-    """Gradients of both matrices from (gradient of the product, its input), and of biases.
-
-    Rows of the second input are weighted already; the bias beside it has weights of its own.
-    """
+    """Add gradients of both matrices from (gradient of the product, its weighted input), and of biases."""
     for weight, bias, (gradient, rows), weights in (
         (wanted.down, wanted.down_bias, second, weights_N1), (wanted.gate_up, wanted.gate_up_bias, first, None)
     ):  # fmt: skip

@@ -99,10 +99,7 @@ def begin_part(folder: Path, step: int, *, last: int | None) -> str:
 
 
 def commit(folder: Path, part: Path, step: int, *, keep: int, last: int | None) -> None:
-    """Make a finished part the checkpoint of its step, and only then remove others.
-
-    Checkpoints of steps after `last` are from an earlier attempt, and are set aside.
-    """
+    """Make a finished part its step's checkpoint, set later ones of an earlier attempt aside, then remove others."""
     final = _named(folder, step)
     with disk_errors("write", final):
         for other in checkpoint_steps(folder):

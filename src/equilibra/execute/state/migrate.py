@@ -155,10 +155,7 @@ def optimizer_tensors(
 def migrate(
     runtime: Runtime, migration: Migration, carried: Carried | None = None, *, max_bytes: int = DEFAULT_STAGING_BYTES
 ) -> Migrated:
-    """Collective over all groups, between optimizer steps: move every expert to its home in `migration.after`.
-
-    max_bytes: staging memory per rank.
-    """
+    """Collective, between optimizer steps: move experts to their homes in `migration.after`; max_bytes: of staging."""
     runtime.check_whole()
     group = runtime.group
     checked = group.all_succeed(

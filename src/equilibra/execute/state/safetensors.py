@@ -65,10 +65,7 @@ def export_safetensors(
     folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *,
     others: Mapping[str, bytes] | None = None, overwrite: bool = False, max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Collective: write the weights to a shared file system.
-
-    others: further files by name, from world rank 0 only.
-    """
+    """Collective: write the weights to a shared file system; others: more files by name, from world rank 0 only."""
     runtime.check_whole("export weights")
     group, target, what = runtime.group, Path(folder), f"exporting weights to {folder}"
     more = dict(others or {}) if group.world_rank == 0 else {}

@@ -236,10 +236,7 @@ class Balancer:
         self._sums = 0
 
     def release(self) -> None:
-        """Collective, between steps, before weights are offloaded: free copies and close other ranks' memory.
-
-        CUDA does not free memory that another rank has open.
-        """
+        """Collective, between steps, before weights are offloaded: CUDA keeps memory that another rank has open."""
         self.runtime.release()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:  # noqa: ANN401

@@ -45,10 +45,7 @@ class Route:
 
 
 def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -> list[Tensor]:
-    """Collective: send one tensor [n, ...] per owned sequence; get one per sequence run here, by sequence number.
-
-    Dtype and trailing shape are the same for all tensors; n may differ.
-    """
+    """Collective: one tensor [n, ...] per owned sequence in, one per sequence run here out; only n may differ."""
     me, world = group.world_rank, group.world_size
     mine = route.owned(me)
     if len(values) != mine.size:

@@ -41,10 +41,7 @@ STEP, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 @torch.no_grad()
 def check_replicated(module: nn.Module, runtime: Runtime) -> None:
-    """Collective: MismatchError on every rank unless dense parameters and persistent buffers are equal to the bit.
-
-    Experts and sharded tensors (DTensor) are skipped.
-    """
+    """Collective: MismatchError unless dense parameters and persistent buffers (no DTensors) are equal to the bit."""
     group = runtime.group
     if group.world_size == 1:
         return
