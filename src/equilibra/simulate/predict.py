@@ -47,7 +47,7 @@ class _Given:
 def predict(
     plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int = 2, window: int | None = None
 ) -> PlannerRecord:
-    """The record of a simulated step under this plan and its schedule; window: micro-batch to record, None: the worst."""
+    """The record of a simulated step under this plan and its schedule; window: micro-batch to record (None: worst)."""
     problem = StepProblem(
         cluster=plan.cluster, sequences=sequences, schedule=plan.schedule, previous=plan.previous, rates=Rates.free(),
         spare_slots=spare_slots,
