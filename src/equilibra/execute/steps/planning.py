@@ -29,10 +29,9 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import StepCounts, recorded_experts
 from equilibra.plan.pack import turn_in_mini_batch
-from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.setting import PlannerSetting
-from equilibra.plan.step import Equilibra
+from equilibra.plan.step import Equilibra, late_stages
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
@@ -209,10 +208,7 @@ def own_schedule(
     lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.integer], *,
     num_ranks: int, tokens_per_rank: int,
 ) -> OwnSchedule:  # fmt: skip
-    """Pack each world rank's sequences of a mini-batch in order, up to the token budget.
-
-    A group has as many micro-batches in a mini-batch as its fullest rank needs, possibly none.
-    """
+    """Pack each world rank's sequences of a mini-batch in order; a group makes as many as its fullest rank needs."""
     if lengths.max() > tokens_per_rank:
         raise BudgetError(
             f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, tokens_per_rank is {tokens_per_rank}: "
