@@ -117,9 +117,9 @@ class StepPlan:
             flash_tokens_FR=part.tokens_FR[flash],
         )  # fmt: skip
 
-    def gap(self, load: StepLoad) -> float:
+    def gap(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> float:
         """Slowest ranks summed over layers and micro-batches, relative to the lower bound, minus 1 (0 is optimal)."""
-        slowest, bound = self.rank_load(load).max(axis=2).sum(), int(self.bound_LM.sum())
+        slowest, bound = self.rank_load(load, stage).max(axis=2).sum(), int(self.bound_LM.sum())
         return float(slowest / bound - 1) if bound else 0.0
 
     @cached_property
