@@ -199,9 +199,13 @@ def _engine() -> None:
 
 
 def _checkpoints() -> None:
-    """P9 of the shims, and two more of torch's Adam: it has no state before its first step, and in float32 the
-    optimizer's masters are the weights, which autograd protects while they are loaded."""
+    """What loading needs beyond P9 of the shims.
+
+    torch's Adam has no state before its first step. In float32 the optimizer's masters are the weights, which autograd
+    protects while they are loaded. Random states are CUDA's, so there are none, and verl refuses that (P8).
+    """
     from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
     from verl.workers.engine.megatron.transformer_impl import MegatronEngine
 
     shard = DistributedOptimizer.sharded_state_dict
@@ -217,3 +221,4 @@ def _checkpoints() -> None:
 
     DistributedOptimizer.sharded_state_dict = with_state
     MegatronEngine.load_checkpoint = torch.no_grad()(MegatronEngine.load_checkpoint)
+    MegatronCheckpointManager.load_rng_states = lambda *_, **__: None
