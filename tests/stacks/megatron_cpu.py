@@ -34,6 +34,7 @@ def install() -> None:
         shims._megatron()
         _bridge()
         _engine()
+        _checkpoints()
 
 
 def _literals() -> None:
@@ -195,3 +196,29 @@ def _engine() -> None:
         build(self)
 
     MegatronEngine._build_tf_config = in_float32
+
+
+def _checkpoints() -> None:
+    """What loading needs beyond P9 of the shims.
+
+    torch's Adam has no state before its first step. In float32 the optimizer's masters are the weights, which autograd
+    protects while they are loaded. Random states are CUDA's, so there are none, and verl refuses that (P8).
+    """
+    from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+    from verl.utils.checkpoint.megatron_checkpoint_manager import MegatronCheckpointManager
+    from verl.workers.engine.megatron.transformer_impl import MegatronEngine
+
+    shard = DistributedOptimizer.sharded_state_dict
+
+    def with_state(self: Any, *arguments: Any, **options: Any) -> Any:
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                state = self.optimizer.state[parameter]
+                if not state:
+                    moments = {name: torch.zeros_like(parameter.data) for name in ("exp_avg", "exp_avg_sq")}
+                    state.update(step=torch.zeros(()), **moments)
+        return shard(self, *arguments, **options)
+
+    DistributedOptimizer.sharded_state_dict = with_state
+    MegatronEngine.load_checkpoint = torch.no_grad()(MegatronEngine.load_checkpoint)
+    MegatronCheckpointManager.load_rng_states = lambda *_, **__: None
