@@ -49,7 +49,7 @@ def train(folder, *options):
     command = [
         sys.executable, "-m", "equilibra", "train", "--plain", "--output", str(folder), "rollout.engine=vllm",
         "cluster.nodes=1", "cluster.ranks_per_node=2", "run.evaluate_every=0", "run.checkpoint_every=0",
-        "rollout.prompts=8", "warm_up.steps=20", *options,
+        "warm_up.steps=20", *options,
     ]  # fmt: skip
     done = subprocess.run(
         command, cwd=folder.parent, env=environment(), capture_output=True, text=True, timeout=500, check=False
@@ -106,7 +106,7 @@ def test_a_run_of_twenty_steps_in_which_all_experts_change(twenty):
     before, after = tensors(start), tensors(folder / "run" / "engine-weights")
     experts = [name for name in before if ".experts." in name]
     assert len(experts) == 4 * 16 * 3
-    assert all((before[name] != after[name]).any() for name in experts)
+    assert not [name for name in experts if torch.equal(before[name], after[name])]
     printed = "".join(file.read_text() for file in (folder / "run" / "output").iterdir())
     assert "starts it anew" not in printed
 
