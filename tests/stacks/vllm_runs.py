@@ -98,7 +98,7 @@ def common(folder, files_folder):
 
 def in_process(where):
     """Our update; then, as controls, vLLM's own reload alone, compared with a fresh start, and believed."""
-    found = {"ours": with_engine(where, 4)}
+    found = {"ours": with_engine(where, 20)}
     WeightUpdate.equilibra_load = lambda self, folder: self.reload_weights(weights_path=folder)
     found["compared"] = with_engine(where, 3)
     VLLMEngine._verify = lambda self: setattr(self, "in_place", True)

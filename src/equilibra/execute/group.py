@@ -383,12 +383,13 @@ def device_name(device: torch.device | None) -> str | None:
 def watch_over(channels: Mapping[Channel, dist.ProcessGroup], timeout_s: float) -> Watch:
     """A watch over the ranks that these channels connect; they share the keys of one store."""
     control = channels[Channel.CONTROL]
+    name = getattr(control, "group", control).group_name  # slime's group that stands for another has no name
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
     if hasattr(store, "clone"):  # blocking calls of others must not hold up the watch
         store = store.clone()
         store.set_timeout(timedelta(seconds=STORE_S))
     return Watch(
         rank=control.rank(), world=control.size(), timeout_s=timeout_s,
-        store=PrefixStore(f"equilibra {control.group_name}", store),
+        store=PrefixStore(f"equilibra {name}", store),
         backends=[nccl for group in set(channels.values()) if (nccl := nccl_of(group)) is not None],
     )  # fmt: skip
