@@ -78,6 +78,8 @@ def train(verl: Any, *, replay: bool = True, **of_engine: Any) -> dict[str, Any]
     log_probs = np.stack([engines.of_responses(0, output) for output in outputs]) if last else None
     outputs = [engines.update(engine, number, **given) for number in range(STEPS)]
     outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, **given))
+    if engine.module[0].ddp_config.overlap_param_gather:  # the next forward would gather them
+        engine.module[0].start_param_sync(force_sync=True)
     with engine.eval_mode():  # offloaded weights have no storage
         weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
     return {

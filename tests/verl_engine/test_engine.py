@@ -97,5 +97,5 @@ def of_refusals(said: dict) -> None:
     assert "cannot plan without replay" in said["replay is off"]
     assert "router_replay.mode=R3" in said["replay is off"]
     assert "cannot replay routing with moe_router_fusion=True" in said["router fusion"]
-    assert "has no option spare_slot: it has enabled, planner, spare_slots" in said["unknown option"]
+    assert "has no option spare_slot: it has enabled, mode, planner" in said["unknown option"]
     assert said["reference model"] == "None"

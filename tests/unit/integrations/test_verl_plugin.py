@@ -35,7 +35,7 @@ def test_options_come_from_the_block() -> None:
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"spare_slot": 1}, "has no option spare_slot: it has enabled, planner"),
+        ({"spare_slot": 1}, "has no option spare_slot: it has enabled, mode, planner"),
         ({"spare_slots": "1"}, "equilibra.spare_slots must be a whole number from 0 to 65535, not '1'"),
         ({"spare_slots": True}, "spare_slots must be a whole number from 0 to 65535, not True"),
         ({"ranks_per_node": 2.0}, "equilibra.ranks_per_node must be a whole number from 1 to 65535, not 2.0"),
