@@ -83,7 +83,11 @@ class VLLMEngine:
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
         """Collective: start vLLM with these weights, or load them into the live model."""
+        known = self.in_place is not None
         hand_over(self.group, self.folder, weights, self.files, take=self._take)
+        if not known and self.in_place is not None:  # starting vLLM is collective: all ranks do, or none
+            said = self.group.gather(np.array([self.in_place]), what="comparing vLLM's updates on all ranks")
+            self.in_place = bool(np.concatenate(said).all())
         self._version = version
 
     def _take(self) -> None:
