@@ -77,63 +77,25 @@ class Norm(torch.nn.RMSNorm):
 
 
 def packed_attention() -> type:
-    from megatron.core import parallel_state as groups
     from megatron.core.transformer.module import MegatronModule
 
     class PackedAttention(MegatronModule):
-        """Causal attention with grouped queries inside every sequence of a pack.
-
-        Under context parallelism every rank computes all of it and keeps its part: slow, and obviously right.
-        """
+        """Causal attention with grouped queries inside every sequence of a pack."""
 
         def __init__(self, config: Any, *_arguments: Any, **_options: Any) -> None:
             super().__init__(config)
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Any:
-            ends = packed_seq_params.cu_seqlens_q.tolist()
-            num_ranks, length = groups.get_context_parallel_world_size(), len(query)
-            if num_ranks > 1:
-                order = rows_of_ranks(ends, num_ranks)
-                group = groups.get_context_parallel_group()
-                query, key, value = (whole(one, order, group) for one in (query, key, value))
-            out = attend(query, key, value, ends)
-            if num_ranks > 1:
-                out = out[order.view(num_ranks, length)[groups.get_context_parallel_rank()]]
-            return out
+            ends, parts = packed_seq_params.cu_seqlens_q.tolist(), []
+            for start, end in pairwise(ends):
+                q, k, v = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
+                out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+                parts.append(out[0].transpose(0, 1).reshape(end - start, -1))
+            if ends[-1] < query.shape[0]:
+                parts.append(query.new_zeros(query.shape[0] - ends[-1], parts[0].shape[1]))
+            return torch.cat(parts)
 
     return PackedAttention
-
-
-def attend(query: Tensor, key: Tensor, value: Tensor, ends: list[int]) -> Tensor:
-    parts = []
-    for start, end in pairwise(ends):
-        q, k, v = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
-        out = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        parts.append(out[0].transpose(0, 1).reshape(end - start, -1))
-    if ends[-1] < query.shape[0]:
-        parts.append(query.new_zeros(query.shape[0] - ends[-1], parts[0].shape[1]))
-    return torch.cat(parts)
-
-
-def rows_of_ranks(ends: list[int], num_ranks: int) -> Tensor:
-    """Rows of the pack that each rank has, one rank after another: of 2 R pieces of a sequence, the r-th from each end.
-
-    That balances causal attention, and is how Megatron cuts sequences for context parallelism.
-    """
-    rows: list[Tensor] = []
-    for rank in range(num_ranks):
-        for start, end in pairwise(ends):
-            pieces = torch.arange(start, end).chunk(2 * num_ranks)
-            rows += [pieces[rank], pieces[-1 - rank]]
-    return torch.cat(rows)
-
-
-def whole(part: Tensor, order: Tensor, group: Any) -> Tensor:
-    """The rows of all ranks in the order of the pack; its gradient returns to the ranks, summed."""
-    from torch.distributed.nn.functional import all_gather
-
-    gathered = torch.cat(all_gather(part.contiguous(), group=group))
-    return gathered[order.argsort()]
 
 
 def _bridge() -> None:

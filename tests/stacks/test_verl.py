@@ -115,13 +115,3 @@ def test_killed_and_resumed(work: Path, plain: Run) -> None:
     shutil.rmtree(first.folder / "rows")
     found = run(work, "resumed", step + 2, [*settings, "trainer.resume_mode=auto"])
     same(found, plain, range(step + 1, step + 3))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("split", ["pipeline_model_parallel_size", "context_parallel_size"])
-def test_on_four_ranks(work: Path, plain: Run, split: str) -> None:
-    """Two expert-parallel ranks in each of two pipeline stages, or each with half of every sequence."""
-    four = ["trainer.n_gpus_per_node=4", "++ray_kwargs.ray_init.num_gpus=4", f"{MEGATRON}.{split}=2"]
-    found = run(work, split.partition("_")[0], 3, four)
-    same(found, plain, range(1, 4))
-    assert max(found.of("actor/equilibra/imbalance_after")) < 1.05
