@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 TORCH ?=# cpu: PyTorch without CUDA, from the index that PyTorch documents for it
 PYTHONS := 3.11 3.12 3.13
+MEGATRONS := 0.16.1 0.18.2 0.19.2
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
 DOCS_READY := $(VENV)/.ready-docs
+STACKS_VENV ?= .venv-stacks
+STACKS_READY := $(STACKS_VENV)/.ready
+STACKS_INSTALL := $(STACKS_VENV)/bin/pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CHECKED := $(wildcard tests/unit/core tests/unit/cost tests/unit/events tests/unit/trace tests/unit/simulate tests/unit/report tests/golden tests/unit/rl/test_loss.py tests/unit/rl/test_gae.py tests/unit/plan/test_plan_[a-q]*.py)
 OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
@@ -48,6 +52,17 @@ $(DOCS_READY): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing what the documentation needs: no PyTorch, 0.1 GB to download"
 	@$(INSTALL) --editable '.[docs]'
+	@touch $@
+
+# vLLM for CPUs brings builds of torchvision, torchaudio and torchcodec for another torch: with them, transformers
+# cannot be imported
+$(STACKS_READY): tests/stacks/requirements.txt tests/stacks/without_dependencies.txt
+	@echo "installing verl, Ray, vLLM and Megatron-Core for CPUs into $(STACKS_VENV): about 4 GB on disk, several minutes"
+	@$(PYTHON) -m venv $(STACKS_VENV)
+	@$(STACKS_INSTALL) --requirement tests/stacks/requirements.txt
+	@$(STACKS_VENV)/bin/pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	@$(STACKS_INSTALL) --no-deps --requirement tests/stacks/without_dependencies.txt
+	@$(STACKS_VENV)/bin/python -c 'import ray, vllm'
 	@touch $@
 
 .PHONY: docs
@@ -111,11 +126,28 @@ test-pythons: ## the tests under every supported Python that is found, each in a
 test-here: $(TESTS_READY)
 	$(BIN)/pytest -n 2 -m 'not slow'
 
+.PHONY: test-megatron
+test-megatron: $(TESTS_READY) ## the tests of the Megatron integration with every supported version of Megatron-Core
+	@for version in $(MEGATRONS); do folder=build/megatron-core-$$version; echo "testing with megatron-core $$version"; \
+	  test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
+	    --ignore-requires-python --target $$folder megatron-core==$$version || exit 1; \
+	  PYTHONPATH=$$folder $(BIN)/pytest -n 2 -q -m 'not slow' tests/megatron_core || exit 1; done
+
 .PHONY: test-all
-test-all: lint resolve docs chromium ## the same, the slow proofs, and the tests under every supported Python
+test-all: lint resolve docs chromium ## the same, the slow proofs, every supported Python and Megatron-Core, and whole programs
 	$(BIN)/pytest -n 2
 	@$(MAKE) --no-print-directory test-arithmetic
+	@$(MAKE) --no-print-directory test-megatron
 	@$(MAKE) --no-print-directory test-pythons
+	@$(MAKE) --no-print-directory test-stacks
+
+.PHONY: stacks
+stacks: $(STACKS_READY) ## create .venv-stacks with verl, Ray, vLLM and Megatron-Core for CPUs (STACKS_VENV: another folder)
+
+.PHONY: test-stacks
+test-stacks: ## whole programs: verl's trainer under Ray with real vLLM, plain and balanced; a quarter of an hour
+	@if $(MAKE) --no-print-directory stacks; then $(STACKS_VENV)/bin/python -m pytest tests/stacks; \
+	  else echo "tests/stacks skipped: verl, Ray, vLLM or Megatron-Core could not be installed into $(STACKS_VENV)"; fi
 
 .PHONY: test-gpu
 test-gpu: $(READY) ## tests that need a GPU: four processes share it, over NCCL and gloo; about ten minutes
@@ -136,5 +168,5 @@ bench-gpu: $(TESTS_READY) ## measure expert layers on a GPU into benchmarks/resu
 
 .PHONY: clean
 clean: ## remove the environments and caches
-	rm -rf $(VENV) $(PYTHONS:%=.venv-%) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
+	rm -rf $(VENV) $(PYTHONS:%=.venv-%) $(STACKS_VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
 	find . -name __pycache__ -prune -exec rm -rf {} +

@@ -3,7 +3,7 @@
 | what | how it is run |
 |---|---|
 | planner, paper, runtime, train, gpu | `equilibra bench NAME` (`command`, `gpu.command`) |
-| chaos, mutants, million_plans, megatron_steps, slime_schedule, verl_micro_batches | `python -m benchmarks.NAME` |
+| chaos, mutants, million_plans, megatron_steps, slime_schedule | `python -m benchmarks.NAME` |
 | training_runs, probes.measure_device | `python benchmarks/FILE.py`: they import nothing from here |
 | the other probes | `python -m benchmarks.probes.NAME` |
 

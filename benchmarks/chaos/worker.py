@@ -20,6 +20,7 @@ from typing import Any
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies import segment
 from equilibra.execute.steps import balancer
+from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import run_worker
 
@@ -134,15 +135,15 @@ class Order:
             limit_files(0)
 
 
-class Watched:
+class Watched(Observer):
     """The run's observer, and the order's."""
 
     def __init__(self, observer: Any, note: Notes, order: Order | None) -> None:  # noqa: ANN401
-        self.observer, self.note, self.order = observer, note, order
+        self.observer, self.tell, self.order = observer, note, order
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
         """A stage begins, or is further."""
-        self.note("stage", name=name, step=step)
+        self.tell("stage", name=name, step=step)
         self.observer.stage(name, step=step, done=done, total=total)
         if self.order is not None:
             self.order.at(name, step)

@@ -36,7 +36,7 @@ from equilibra.execute.group import join_expert_group
 from equilibra.execute.kernels import grouped, rows
 from equilibra.execute.kernels.grouped import Groups, Tile
 from equilibra.execute.kernels.parts import ExpertParts, RowWeights
-from equilibra.execute.moe.functions import LayerPass, combine, dispatch, experts
+from equilibra.execute.moe.functions import Combine, Dispatch, Experts, LayerPass
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
@@ -192,8 +192,10 @@ def whole_layer(shape: str, rows: int) -> Works:
     def both() -> None:
         with micro_batch:
             visit = LayerPass(runtime, runtime.tables(0, micro_batch.experts(0, DEVICE)))
-            out = combine(experts(dispatch(x, weights, visit), visit, moe.experts.parts()), weights, visit)
-            out.backward(dout)  # type: ignore[no-untyped-call]
+            rows_ND = Dispatch.apply(x, weights, visit)  # type: ignore[no-untyped-call]
+            results_ND = Experts.apply(rows_ND, visit, *moe.experts.parts())  # type: ignore[no-untyped-call]
+            out = Combine.apply(results_ND, weights.detach(), visit)  # type: ignore[no-untyped-call]
+            out.backward(dout)
 
     def first() -> None:
         """Gradients are written, not added, as where there are none yet; but always in the same memory."""

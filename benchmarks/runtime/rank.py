@@ -116,7 +116,7 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
     num_rows = max(case.num_tokens * case.top_k // problems, 1)
     rows_ND = torch.randn(num_rows, weights.spec.hidden)
     results, h = expert_math.forward(kind, rows_ND, [num_rows], home)
-    gradient = ExpertParts.named({name: torch.zeros(shape) for name, shape in weights.layout.shapes.items()})
+    gradient = ExpertParts(**{name: torch.zeros(shape) for name, shape in weights.layout.shapes.items()})
     weighted = RowWeights(torch.ones(num_rows), torch.empty(num_rows))
     row = torch.zeros(weights.layout.size)
     received = torch.empty_like(row)

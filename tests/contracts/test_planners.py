@@ -13,7 +13,6 @@ from equilibra.core.model import model_named
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.plan import bounds
 from equilibra.plan.planner import (
     StepProblem,
     Timing,
@@ -155,7 +154,7 @@ def test_every_plan_is_complete_and_within_its_limits(name: str, problem: StepPr
     assert plan.planner == planner.name == name
     assert set(plan.stages) == set(Stage)
     plan.check(load, spare_slots=problem.spare_slots if respects_slots(planner) else None)
-    np.testing.assert_array_equal(plan.bound_LM, bounds.any_plan(load))
+    np.testing.assert_array_equal(plan.bound_LM, load.lower_bound())
     for stage in Stage:
         rank_load = plan.rank_load(load, stage)
         np.testing.assert_array_equal(rank_load.sum(axis=2), load.expert_load().sum(axis=2).T)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from equilibra.core.errors import NonFiniteError
 from equilibra.rl import loop
 from equilibra.rl.learner import LossSums
-from equilibra.rl.observe import Silent
+from equilibra.rl.observe import Observer
 from equilibra.train.config import (
     AlgorithmConfig,
     BalanceConfig,
@@ -37,7 +37,7 @@ ABOUT_PLANS = ("imbalance", "imbalance_static", "copies", "moves")
 """reported numbers that differ between planners and clusters"""
 
 
-class Notes(Silent):
+class Notes(Observer):
     """Keeps everything that was reported."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ from equilibra.core.errors import BrokenStateError, EquilibraError, InputError, 
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.state import checkpoint as module
 from equilibra.execute.state import checkpoint_files
-from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps, latest_checkpoint
+from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps
 from equilibra.execute.state.checkpoint_files import read_manifest
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
 
@@ -235,7 +235,7 @@ def save_until_killed(folder: Path, seed: int) -> str:
 
 def loads_the_last(folder: Path, *, least: int) -> int:
     """The last checkpoint is good, and the next save clears away what is not; returns its step."""
-    found = latest_checkpoint(folder / "run")
+    found = max(checkpoint_steps(folder / "run"), default=None)
     assert found is not None
     assert found >= least
     world = make_world(1, 1, seed=5)
@@ -345,7 +345,7 @@ def restamp(folder: Path, change: Callable[[dict[str, Any]], None] | None = None
 def test_checkpoints_come_and_go(world: World, tmp_path: Path) -> None:
     folder = tmp_path / "deep" / "run"
     checkpoints = checkpoints_of(world, folder)
-    assert latest_checkpoint(folder) is None
+    assert max(checkpoint_steps(folder), default=None) is None
     with pytest.raises(InputError, match="no such folder"):
         checkpoints.load()
     digests = {}
@@ -633,7 +633,7 @@ def test_an_asynchronous_save_is_of_the_moment_it_was_asked_for(
     extra["list"].append("changed")  # type: ignore[union-attr]
     world.train(2)  # goes on, and must not show
     assert not saving.done
-    assert latest_checkpoint(tmp_path / "run") is None
+    assert max(checkpoint_steps(tmp_path / "run"), default=None) is None
     go.set()
     saving.wait()
     assert saving.done
@@ -685,4 +685,4 @@ def test_a_broken_state_is_not_saved_and_a_load_mends_it(world: World, tmp_path:
     assert world.digests() == saved
     assert world.runtime.broken is None
     world.train(1)
-    assert latest_checkpoint(tmp_path) == 1
+    assert max(checkpoint_steps(tmp_path), default=None) == 1

@@ -22,7 +22,7 @@ from equilibra.core.placement import Migration, Placement
 from equilibra.events.schema import Kind, Resource
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.state import migrate as module
-from equilibra.execute.state.checkpoint import Checkpoints, latest_checkpoint
+from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps
 from equilibra.execute.state.migrate import Carried, Migrated, migrate, optimizer_tensors
 
 WORLD = 4
@@ -246,10 +246,10 @@ def cut_off(folder: Path, when: str) -> tuple[str, str | None, bool, str, str, i
             os.kill(os.getpid(), signal.SIGKILL)
         move(*arguments)
 
-    def dies_at_last(group: ExpertGroup, attempt: Callable[[], None], *, what: str) -> None:
+    def dies_at_last(group: ExpertGroup, attempt: Callable[[], Any], *, what: str) -> Any:
         if what.startswith("hearing"):
             os.kill(os.getpid(), signal.SIGKILL)
-        vote(group, attempt, what=what)
+        return vote(group, attempt, what=what)
 
     if rank == 2:
         if when == "before":
@@ -264,7 +264,7 @@ def cut_off(folder: Path, when: str) -> tuple[str, str | None, bool, str, str, i
     broken, same = runtime.broken, world.digests() == before
     homes = error_of(lambda: world.train(1))
     saved = error_of(lambda: checkpoints.save(2))
-    return moved, broken, same, homes, saved, latest_checkpoint(folder / "run") or 0
+    return moved, broken, same, homes, saved, max(checkpoint_steps(folder / "run"), default=None) or 0
 
 
 @pytest.mark.parametrize("when", ["before", "while", "last", "after"])

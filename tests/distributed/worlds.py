@@ -15,7 +15,6 @@ from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.execute.experts.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
 from equilibra.execute.moe.layer import BalancedMoE, ReferenceMoE
 from equilibra.execute.runtime import Runtime
-from equilibra.plan import bounds
 from equilibra.plan.planner import StepProblem
 from equilibra.trace.routing import RoutingTrace, id_dtype
 
@@ -158,7 +157,7 @@ class RandomPlanner:
         }
         return StepPlan(
             planner=self.name, placement=Placement(home_of_expert=home, cluster=cluster), previous=problem.home_now,
-            standing=standing, stages=stages, bound_LM=bounds.any_plan(load), schedule=problem.schedule,
+            standing=standing, stages=stages, bound_LM=load.lower_bound(), schedule=problem.schedule,
         )  # fmt: skip
 
 

@@ -25,7 +25,7 @@ MOST_CYCLES = 3_000_000
 """under two milliseconds"""
 QUEUED: list[tuple[Any, str]] = [
     (expert_math, "forward"), (expert_math, "backward"), (ExpertGroup, "all_to_all"), (ExpertGroup, "sum"),
-    (ipc.IpcPath, "pull_until"), (ipc.IpcPath, "gradients"), (pinned.PinnedPath, "pull_from"),
+    (ipc.IpcPath, "pull_weights"), (ipc.IpcPath, "gradients"), (pinned.PinnedPath, "pull_weights"),
     (pinned.PinnedPath, "push_gradients"), (pinned.PinnedPath, "gradients"), (standing.Sources, "add_gradient"),
     (standing.StandingStore, "start"), (ExpertWeights, "write_flat"),
 ]  # fmt: skip

@@ -27,7 +27,9 @@ MICRO_BATCHES = 3
 class Training:
     """One model and its optimizer."""
 
-    def __init__(self, options: dict[str, Any], *, num_layers: int = 2, overlap: bool = False) -> None:
+    def __init__(
+        self, options: dict[str, Any], *, num_layers: int = 2, overlap: bool = False, gather: bool = False
+    ) -> None:
         from megatron.core import parallel_state as groups
         from megatron.core.distributed import (
             DistributedDataParallel,
@@ -43,14 +45,17 @@ class Training:
         model = models.gpt(self.config, pre=first, post=last)
         self.bare, short = model, self.config.bf16
         wrap = DistributedDataParallelConfig(
-            use_distributed_optimizer=True, overlap_grad_reduce=overlap, grad_reduce_in_fp32=short
+            use_distributed_optimizer=True,
+            overlap_grad_reduce=overlap,
+            overlap_param_gather=gather,
+            grad_reduce_in_fp32=short,
         )
         self.model = DistributedDataParallel(self.config, wrap, Float16Module(self.config, model) if short else model)
         self.model.broadcast_params()
         setting = OptimizerConfig(
             # a larger epsilon: Adam would make steps of equal size out of rounding; norms are summed as homes lie
             optimizer="adam", lr=0.01, adam_eps=1e-5, use_distributed_optimizer=True, clip_grad=0.0 if short else 1.0,
-            bf16=short, params_dtype=self.config.params_dtype,
+            bf16=short, params_dtype=self.config.params_dtype, overlap_param_gather=gather,
         )  # fmt: skip
         self.optimizer = get_megatron_optimizer(setting, [self.model], use_gloo_process_groups=False)
         self.balancer: Any = None
@@ -131,7 +136,8 @@ class Training:
             self.optimizer.step()
         self._begun = 0
         for layer in self.layers:
-            layer.router.router_replay.clear_indices()
+            if self.config.moe_enable_routing_replay:
+                layer.router.router_replay.clear_indices()
         return float(sum(one["loss"] for one in losses)) if losses else 0.0
 
     _begun = 0
@@ -154,6 +160,8 @@ class Training:
     def weights(self) -> dict[str, Tensor]:
         """Parameters of this stage by name, experts by number, from all expert-parallel ranks."""
         found: dict[str, Tensor] = {}
+        if self.model.ddp_config.overlap_param_gather:
+            self.model.start_param_sync(force_sync=True)
         for name, parameter in self.bare.named_parameters():
             head, at, tail = name.partition("local_experts.")
             if at:
@@ -202,6 +210,8 @@ class Case:
     """weight gradients go to main_grad in kernels"""
     overlap: bool = False
     """gradients are reduced during backward"""
+    gather: bool = False
+    """the optimizer's shards are gathered during the next forward"""
     verl: bool = False
     """replay through verl's class"""
     sabotage: str | None = None
@@ -215,14 +225,13 @@ def against_plain(case: Case) -> dict[str, Any]:
     if case.fused:
         shims.fake_fused_gradients()
     options = {**case.options, "gradient_accumulation_fusion": case.fused}
-    plain = Training(options, num_layers=case.num_layers, overlap=case.overlap)
+    shape = {"num_layers": case.num_layers, "overlap": case.overlap, "gather": case.gather}
+    plain = Training(options, **shape)
     if case.verl:
         plain.use_verl()
     wanted = [plain.step(number) for number in range(4)]
     RouterReplay.clear_global_router_replay_instances()
-    training = Training(options, num_layers=case.num_layers, overlap=case.overlap).balance(
-        case.homes, spare_slots=case.spare_slots
-    )
+    training = Training(options, **shape).balance(case.homes, spare_slots=case.spare_slots)
     if case.verl:
         training.use_verl()
     layer_runs.break_something(case.sabotage)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
-from tests.megatron_core import models
+from tests.megatron_core import fused_kernels, models
 from torch import Tensor
 from torch.nn import functional
 
@@ -81,24 +81,42 @@ def _gradients(layer: Any) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in layer.parameters()]
 
 
-def balanced_against_plain(world: int, sabotage: str | None = None, tensor: int = 1) -> dict[str, float]:
-    """Differences between a plain layer and the same layer under plans, over two micro-batches."""
+FLEX = {
+    kind: {"moe_token_dispatcher_type": "flex", "moe_flex_dispatcher_backend": kind, "moe_router_dtype": "fp32"}
+    for kind in ("deepep", "hybridep")
+}
+
+
+def balanced_against_plain(
+    world: int, sabotage: str | None = None, tensor: int = 1, dispatcher: str = "alltoall", padding: int = 0,
+    context: int = 1, expert_parallel: int = 0,
+) -> dict[str, float]:  # fmt: skip
+    """Differences between a plain layer and the same layer under plans, over two micro-batches.
+
+    padding: rows whose recorded routing is zeros.
+    """
     from equilibra.cost.rates import Rates
     from equilibra.integrations.megatron import MegatronSetting, balance
 
-    models.join(world, tensor=tensor)
-    settings = models.config(1)
+    models.join(expert_parallel or world, tensor=tensor, context=context)
+    fused_kernels.install()
+    settings = models.config(1, **FLEX.get(dispatcher, {}))
     ids = models.routing(3, dist.get_rank(), 2, 1, TOKENS, skew=2.5)
+    for layers in ids if padding else []:
+        layers[0][-padding:] = 0
     plain = models.moe_layer(settings)
     wanted = [_pass(plain, ids[m], m) for m in range(2)]
     layer = models.moe_layer(settings)
     names = [name for name, _ in layer.named_parameters()]
+    if sabotage == "choose any slot":
+        break_something(sabotage)
     state = torch.get_rng_state()
     balancer = balance(layer, MegatronSetting(spare_slots=2, rates=Rates.free()))
     assert torch.equal(state, torch.get_rng_state()), "balancing draws random numbers"
     assert [name for name, _ in layer.named_parameters()] == names
     step = balancer.begin(ids)
-    break_something(sabotage)
+    if sabotage != "choose any slot":
+        break_something(sabotage)
     found = [_pass(layer, ids[m], m) for m in range(2)]
     outside = _live(balancer, layer, plain)
     pairs = zip(_gradients(plain), _gradients(layer), strict=True)
@@ -113,6 +131,31 @@ def balanced_against_plain(world: int, sabotage: str | None = None, tensor: int 
     }
 
 
+class Optimizer:
+    """What Megatron's config reaches through `grad_scale_func` once training is set up: groups that nobody can copy."""
+
+    def __init__(self) -> None:
+        self.group = dist.group.WORLD
+
+    def scale_loss(self, loss: Tensor) -> Tensor:
+        return loss
+
+
+def with_own_width(world: int) -> dict[str, float]:
+    """Experts narrower than dense layers, as in real models, balanced after training was set up."""
+    from equilibra.integrations.megatron import MegatronSetting, balance
+
+    models.join(world)
+    settings = models.config(1, ffn_hidden_size=3 * models.FFN)
+    ids = models.routing(3, dist.get_rank(), 1, 1, TOKENS, skew=2.5)
+    plain, layer = models.moe_layer(settings), models.moe_layer(settings)
+    settings.grad_scale_func = Optimizer().scale_loss
+    balancer = balance(layer, MegatronSetting(spare_slots=2))
+    step = balancer.begin(ids)
+    apart = (_pass(plain, ids[0], 0) - _pass(layer, ids[0], 0)).abs().max()
+    return {"out": float(apart), "copies": step.plan.stages["update"].num_copies}
+
+
 def _live(balancer: Any, layer: Any, plain: Any) -> float:
     """Without a step, and without replay, tokens go to homes."""
     balancer.end()
@@ -125,7 +168,7 @@ def _live(balancer: Any, layer: Any, plain: Any) -> float:
 
 def break_something(how: str | None) -> None:
     """Negative controls: each breaks one thing that the comparison must notice."""
-    from equilibra.integrations.megatron import copies, homes, visits
+    from equilibra.integrations.megatron import copies, homes, layer, visits
 
     if how == "drop gradients of copies":
         copies._give = lambda parameter, total, *, fused: torch.zeros_like(parameter)
@@ -145,23 +188,36 @@ def break_something(how: str | None) -> None:
             self.parts = own
 
         visits.MegatronVisits.fetch_next = of_another
+    elif how == "do not wait for weights":
+        visits.MegatronVisits.wait_for_weights = lambda _self: None
+    elif how == "choose any slot":
+        layer._choose_slots = _any_slot
     elif how is not None:
         raise AssertionError(how)
+
+
+def _any_slot(manager: Any, choose: Any, map_TP: Tensor, probs_TP: Tensor) -> None:
+    """What topk may do with probabilities of zero: rows fall into the last slot."""
+    choose(map_TP, probs_TP)
+    chosen = map_TP.reshape(len(map_TP), -1).gather(1, manager.token_indices)
+    manager.token_indices = manager.token_indices.masked_fill(~chosen, manager.num_experts - 1)
 
 
 def built_from_spec(world: int) -> dict[str, Any]:
     """A layer from a balanced specification, with the arguments that Megatron's main branch gives."""
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.moe.moe_layer import MoELayer
-    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     from equilibra.integrations.megatron import balance, balanced_layer_spec
+    from equilibra.integrations.megatron.layer import balanced_class
 
     models.join(world)
     settings = models.config(1)
     spec = get_gpt_layer_local_spec(num_experts=models.NUM_EXPERTS, moe_grouped_gemm=False)
-    mlp = balanced_layer_spec(spec).submodules.mlp
-    layer = build_module(mlp, config=settings, is_mtp_layer=False, name="decoder.layers.0.mlp")
+    mlp, options = balanced_layer_spec(spec).submodules.mlp, {"is_mtp_layer": False, "name": "decoder.layers.0.mlp"}
+    built = isinstance(mlp, ModuleSpec)
+    layer = build_module(mlp, config=settings, **options) if built else mlp(config=settings, **options)
     layer.set_layer_number(1)
     models.fill(layer, 1)
     plain = models.moe_layer(settings)
@@ -169,8 +225,8 @@ def built_from_spec(world: int) -> dict[str, Any]:
     before = _pass(layer, ids, 0)
     balance(layer).begin([ids])
     return {
-        "is MoELayer": isinstance(layer, MoELayer),
-        "spec changed": spec.submodules.mlp.module is not MoELayer,
+        "is balanced": isinstance(layer, balanced_class()),
+        "spec changed": models.class_of_spec(spec.submodules.mlp) is not MoELayer,
         "out": float((_pass(layer, ids, 0) - before).abs().max() + (_pass(plain, ids, 0) - before).abs().max()),
     }
 

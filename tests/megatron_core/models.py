@@ -18,7 +18,9 @@ NUM_EXPERTS, TOP_K = 8, 2
 SKEW = 2.0
 
 
-def join(expert_parallel: int, pipeline: int = 1, virtual: int | None = None, tensor: int = 1) -> None:
+def join(
+    expert_parallel: int, pipeline: int = 1, virtual: int | None = None, tensor: int = 1, context: int = 1
+) -> None:
     """Megatron's process groups over the world of the test."""
     shims.install()
     from megatron.core import parallel_state
@@ -28,6 +30,7 @@ def join(expert_parallel: int, pipeline: int = 1, virtual: int | None = None, te
         expert_tensor_parallel_size=1,
         pipeline_model_parallel_size=pipeline,
         virtual_pipeline_model_parallel_size=virtual,
+        context_parallel_size=context,
         expert_model_parallel_size=expert_parallel,
         create_gloo_process_groups=False,
     )
@@ -51,6 +54,7 @@ def config(num_layers: int = 2, **options: Any) -> Any:
     values["pipeline_model_parallel_size"] = groups.get_pipeline_model_parallel_world_size()
     values["expert_tensor_parallel_size"] = 1
     values["tensor_model_parallel_size"] = groups.get_tensor_model_parallel_world_size()
+    values["context_parallel_size"] = groups.get_context_parallel_world_size()
     values["sequence_parallel"] = values["tensor_model_parallel_size"] > 1
     values["pipeline_dtype"] = options.get("params_dtype", torch.float32)
     return TransformerConfig(**{**values, **options})
@@ -59,13 +63,18 @@ def config(num_layers: int = 2, **options: Any) -> Any:
 def moe_layer(settings: Any, seed: int = 1) -> Any:
     """One layer, with the same experts by number however many ranks there are."""
     from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
-    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 
     spec = get_moe_module_spec(use_te=False, num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
-    layer = build_module(spec, config=settings)
+    layer = build_module(spec, config=settings) if isinstance(spec, ModuleSpec) else spec(config=settings)
     layer.set_layer_number(1)
     fill(layer, seed)
     return layer
+
+
+def class_of_spec(spec: Any) -> Any:
+    """The class that a specification builds: a ModuleSpec, since 0.18 a partial."""
+    return getattr(spec, "module", None) or spec.func
 
 
 def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True, vp_stage: int | None = None) -> Any:

@@ -103,7 +103,7 @@ def _keep_steps(kind: type) -> None:
 
     def with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
         own = self._get_main_param_and_optimizer_states(parameter)
-        write(self, parameter, {"step": own["step"], **tensors} if "step" in own else tensors)
+        write(self, parameter, {**tensors, "step": own["step"]} if "step" in own else tensors)
 
     def with_own_steps(self: Any, state: Any) -> None:
         load(self, state)

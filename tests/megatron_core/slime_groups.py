@@ -1,7 +1,8 @@
 """A stand-in for slime's process groups under `--offload-train`: destroyed while the rollout runs, then made again.
 
-slime hands out a group that stands for another, which can be replaced, and has torch.distributed unwrap it. Groups of
-gloo, and of one rank, are left as they are; here the backend is gloo throughout, so only those that ask for it are.
+slime hands out a group that stands for another, which can be replaced, and has torch.distributed unwrap it. Up to
+2026-08 it left groups of gloo and of one rank as they were; here the backend is gloo throughout, so only those that ask
+for it are. Since then it destroys WORLD, and with it every group, waits in a temporary one, and makes all of them anew.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from functools import wraps
 from typing import Any, ClassVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import PrefixStore, _get_default_store
 
 UNWRAPPING = (
     "get_rank", "get_world_size", "get_backend", "get_global_rank", "get_group_rank", "get_process_group_ranks",
@@ -45,13 +47,13 @@ for _name in dir(dist.ProcessGroup):  # Megatron has kept some of torch's own fu
 NEW_GROUP = dist.new_group
 
 
-def install() -> None:
-    """Before Megatron makes its groups."""
+def install(*, world: bool = False) -> None:
+    """Before Megatron makes its groups. world: WORLD will be destroyed too, so that every group is replaceable."""
 
     def new_group(*arguments: Any, **options: Any) -> Any:
         group = NEW_GROUP(*arguments, **options)
         wanted = arguments[0] if arguments else options.get("ranks")
-        if options.get("backend") == "gloo" or (wanted is not None and len(wanted) == 1):
+        if not world and (options.get("backend") == "gloo" or (wanted is not None and len(wanted) == 1)):
             return group
         return Replaceable(group, (arguments, options)) if isinstance(group, dist.ProcessGroup) else group
 
@@ -72,12 +74,30 @@ def _inner(value: Any) -> Any:
     return value.group if isinstance(value, Replaceable) else value
 
 
-def sleep_and_wake_up() -> int:
-    """All replaceable groups are destroyed, and made again in their order. Returns how many."""
+def sleep_and_wake_up(*, world: bool = False) -> int:
+    """All replaceable groups, or WORLD with all groups, are destroyed and made again in order. Returns how many."""
+    if world:
+        _replace_world()
     for one in Replaceable.made:
-        dist.destroy_process_group(one.group)
+        if not world:
+            dist.destroy_process_group(one.group)
         one.group = None
     for one in Replaceable.made:
         arguments, options = one.how
         one.group = NEW_GROUP(*arguments, **options)
     return len(Replaceable.made)
+
+
+def _replace_world() -> None:
+    """Destroy WORLD and join a temporary one; the same again when waking up. Every one has keys of its own."""
+    rank, size, store = dist.get_rank(), dist.get_world_size(), _get_default_store()
+    for time in ("asleep", "awake"):
+        dist.barrier()
+        dist.destroy_process_group()
+        keys = PrefixStore(f"{time} {len(WORLDS)}", store)
+        WORLDS.append(store)
+        dist.init_process_group("gloo", store=keys, rank=rank, world_size=size)
+
+
+WORLDS: list[Any] = []
+"""stores of all worlds: the first one's server ends with it"""

@@ -40,8 +40,8 @@ class Case:
     """of slime's `args`; None: a setting under which copies are free"""
     pipeline: int = 1
     rollouts: int = 1
-    offload: bool = False
-    """--offload-train: process groups are made again between rollouts"""
+    offload: str = ""
+    """--offload-train: process groups are made again between rollouts, "groups" or "world" with them"""
     sabotage: str | None = None
 
 
@@ -61,7 +61,7 @@ def actor(case: Case) -> Actor:
 def run(one: Actor, case: Case) -> None:
     for rollout_id in range(case.rollouts):
         if case.offload and rollout_id:
-            assert slime_groups.sleep_and_wake_up()
+            assert slime_groups.sleep_and_wake_up(world=case.offload == "world")
         rank, stage = _place()
         known = routes(rollout_id, rank, case.pipeline, stage) if case.rollout_routes else None
         one.train_actor(rollout_id, known, log_probs=case.log_probs)
@@ -77,7 +77,7 @@ def _place() -> tuple[int, int]:
 def against_plain(cases: dict[str, Case], pipeline: int = 1) -> dict[str, dict[str, Any]]:
     """Losses of all passes and weights afterwards, with hooks and without; what was logged, and what ranks computed."""
     if any(case.offload for case in cases.values()):
-        slime_groups.install()
+        slime_groups.install(world=any(case.offload == "world" for case in cases.values()))
     models.join(2, pipeline)
     os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     plain: dict[str, Actor] = {}
@@ -222,8 +222,8 @@ def from_spec() -> dict[str, Any]:
     except EquilibraError as refused:
         said = str(refused)
     return {
-        "block": [one.submodules.mlp.module.__name__ for one in block.layer_specs],
-        "other": other.submodules.mlp.module.__name__,
+        "block": [models.class_of_spec(one.submodules.mlp).__name__ for one in block.layer_specs],
+        "other": models.class_of_spec(other.submodules.mlp).__name__,
         "said": said,
     }
 

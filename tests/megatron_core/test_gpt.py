@@ -81,6 +81,21 @@ def test_fused_gradients_with_overlapped_reduction() -> None:
     same(run_ranks(2, gpt_runs.against_plain, Case(fused=True, overlap=True)))
 
 
+@pytest.mark.slow
+def test_four_pipeline_stages() -> None:
+    same(run_ranks(8, gpt_runs.against_plain, Case(pipeline=4, num_layers=4, options=FULL)))
+
+
+@pytest.mark.parametrize("homes", ["stay", "shuffled"])
+def test_weights_that_are_gathered_during_the_next_forward(homes: str) -> None:
+    case = Case(overlap=True, gather=True, homes=homes, options=FULL)
+    same(run_ranks(4, gpt_runs.against_plain, case), moves=homes == "shuffled")
+
+
+def test_copies_of_weights_that_were_not_gathered_are_noticed() -> None:
+    apart(run_ranks(4, gpt_runs.against_plain, Case(overlap=True, gather=True, sabotage="do not wait for weights")))
+
+
 def test_replay_through_verl_with_rows_that_are_routed_live() -> None:
     same(run_ranks(2, gpt_runs.against_plain, Case(options=SELECTIVE, verl=True)))
 

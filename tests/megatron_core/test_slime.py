@@ -101,9 +101,10 @@ def test_a_hook_that_is_not_set_is_noticed(runs: dict) -> None:
         assert "forward 6 of MoE layer 0 has no plan: the step has 5 micro-batches" in one["error"]
 
 
-def test_process_groups_that_are_made_again() -> None:
-    """--offload-train."""
-    found = run_ranks(2, slime_runs.against_plain, {"offload": Case(rollouts=2, offload=True, options={})})
+@pytest.mark.parametrize("what", ["groups", "world"])
+def test_process_groups_that_are_made_again(what: str) -> None:
+    """--offload-train, as it was up to 2026-08 and as it is."""
+    found = run_ranks(2, slime_runs.against_plain, {"offload": Case(rollouts=2, offload=what, options={})})
     same([of_rank["offload"] for of_rank in found], rollouts=2)
     assert slowest_over_mean(rows([of_rank["offload"] for of_rank in found], "replay_forward")) < 1.05
 

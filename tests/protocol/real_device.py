@@ -68,7 +68,7 @@ class RealDeviceRank(DeviceRank):
                 finish=lambda stream, what: self.follow(self.host, stream.agent),
             )  # fmt: skip
             self.engine = device.DeviceEngine(group, torch.zeros(2, self.plan.num_ranks, 1), row, self)
-        self.engine.serve(self)
+        self.engine.source = self
 
     # --- what the engine sees of torch ---
 

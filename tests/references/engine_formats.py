@@ -91,10 +91,12 @@ def sglang_result(one: Known, *, first: int = 0, model: RoutedModel = MODEL) -> 
     return {"text": "", "output_ids": list(range(one.answer)), "meta_info": meta}
 
 
-def sglang_choice(one: Known) -> dict[str, Any]:
+def sglang_choice(one: Known, *, before_0_5_9: bool = False) -> dict[str, Any]:
     """A body of SGLang's /v1/completions."""
     result = sglang_result(one)["meta_info"]
     usage = {"prompt_tokens": one.prompt, "completion_tokens": one.answer}
+    if not before_0_5_9:
+        return {"choices": [{"index": 0}], "usage": usage, "sglext": {"routed_experts": result["routed_experts"]}}
     return {"choices": [{"index": 0, "sgl_ext": {"routed_experts": result["routed_experts"]}}], "usage": usage}
 
 

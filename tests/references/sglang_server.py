@@ -56,6 +56,10 @@ class Served:
         self.lock = threading.Lock()
         self.spoil: Callable[[list[dict[str, Any]]], Any] = lambda results: results
 
+    def routes(self) -> dict[str, Callable[[Any], Any]]:
+        """What answers at each address; GET comes with None."""
+        return {"/generate": self.generate, "/update_weights_from_disk": self.update}
+
     def update(self, body: dict[str, Any]) -> dict[str, Any]:
         folder = open_model_folder(body["model_path"])
         index = json.loads((folder.path / "model.safetensors.index.json").read_text())["weight_map"]
@@ -106,14 +110,26 @@ class Served:
 def sglang_server(served: Served | None = None, port: int = 0) -> Iterator[tuple[str, Served]]:
     """The address of a running server, and what is behind it."""
     served = served or Served()
+    with serving(served, port) as url:
+        yield url, served
+
+
+@contextmanager
+def serving(served: Served, port: int = 0) -> Iterator[str]:
+    """The address of a server with these routes."""
 
     class Handler(BaseHTTPRequestHandler):
+        def do_GET(self):
+            self.answer(None)
+
         def do_POST(self):
-            body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+            self.answer(json.loads(self.rfile.read(int(self.headers["Content-Length"]))))
+
+        def answer(self, body):
+            routes = served.routes()
             with served.lock:
                 try:
-                    act = {"/generate": served.generate, "/update_weights_from_disk": served.update}[self.path]
-                    status, answer = 200, act(body)
+                    status, answer = (200, routes[self.path](body)) if self.path in routes else (404, {})
                 except Exception as error:  # noqa: BLE001 - the client must hear of it
                     status, answer = 400, {"error": {"message": f"{type(error).__name__}: {error}"}}
             content = answer if isinstance(answer, bytes) else json.dumps(answer).encode()
@@ -130,7 +146,7 @@ def sglang_server(served: Served | None = None, port: int = 0) -> Iterator[tuple
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
     thread.start()
     try:
-        yield f"http://127.0.0.1:{server.server_address[1]}", served
+        yield f"http://127.0.0.1:{server.server_address[1]}"
     finally:
         server.shutdown()
         thread.join()

@@ -105,7 +105,8 @@ def step_cost_us(plan: StepPlan, load: StepLoad, rates: Rates) -> float:
                 total += max(into) * rates.cross_row_us / plan.cluster.ranks_per_node
     # Copies and moves of all ranks travel at the same time, each on its own link.
     migration = plan.migration
-    across = migration.num_moves_across_nodes
+    per_node = plan.cluster.ranks_per_node
+    across = sum(source // per_node != target // per_node for _, _, source, target in migration.moves().tolist())
     total += plan.standing.num_copies * rates.standing_copy_us / num_ranks
     total += (across * rates.move_us + (migration.num_moves - across) * rates.move_inside_us) / num_ranks
     return total

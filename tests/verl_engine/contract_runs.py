@@ -5,19 +5,11 @@ from __future__ import annotations
 import importlib
 import sys
 import warnings
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-import torch
-from tests.megatron_core import models
-from tests.verl_engine import absent, engines
+from tests.verl_engine import absent
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-
-LENGTHS = (14, 3, 9, 14, 5, 9, 14, 3, 5, 14, 9, 3)
-LIMIT = 28
 
 
 def contract() -> dict[str, Any]:
@@ -34,7 +26,6 @@ def contract() -> dict[str, Any]:
     found["hooked once"] = verl.MegatronEngine.initialize is before
     found["broken"] = broken(verl, check)
     found["fields"] = unknown_key()
-    found["micro-batches"] = micro_batches()
     return found
 
 
@@ -102,54 +93,3 @@ def unknown_key() -> dict[str, Any]:
             except TypeError as error:
                 found[name] = str(error).rpartition(".")[2]
     return found
-
-
-def micro_batches() -> dict[str, Any]:
-    """verl's own rearrangement, and the one with sequences spread, of the same batch."""
-    from tensordict import TensorDict
-    from verl.utils import tensordict_utils as tu
-    from verl.utils.seqlen_balancing import rearrange_micro_batches, restore_dynamic_batch
-
-    from equilibra.integrations.verl.hooks import spread
-
-    parts = [torch.arange(length) + 100 * number for number, length in enumerate(LENGTHS)]
-    routed = [engines.routing(number % 2, number, length, skew=4.0) for number, length in enumerate(LENGTHS)]
-    batch = TensorDict(
-        {
-            "input_ids": torch.nested.as_nested_tensor(parts, layout=torch.jagged),
-            "routed_experts": torch.nested.as_nested_tensor(routed, layout=torch.jagged),
-        },
-        batch_size=[len(LENGTHS)],
-    )
-    tu.assign_non_tensor(batch, temperature=1.0)
-    balancer = SimpleNamespace(
-        model=SimpleNamespace(num_experts=models.NUM_EXPERTS),
-        group=SimpleNamespace(cluster=Cluster(num_nodes=1, ranks_per_node=4)),
-    )
-    balanced: Any = SimpleNamespace(balancer=balancer, verl=SimpleNamespace(tu=tu))
-    made = rearrange_micro_batches(batch, LIMIT)
-    found, partitions = spread(balanced, batch, LIMIT, made)
-    values = torch.nested.as_nested_tensor(
-        [one for part in found for one in part["input_ids"].unbind()], layout=torch.jagged
-    )
-    restored = restore_dynamic_batch(values, partitions)
-    return {
-        "verl": made[1],
-        "spread": partitions,
-        "tokens": [int(one["input_ids"].offsets()[-1]) for one in found],
-        "restored": all(torch.equal(a, b) for a, b in zip(restored.unbind(), parts, strict=True)),
-        "kept": [float(tu.get_non_tensor_data(one, "temperature", 0.0)) for one in found],
-        "skew": [skew(routed, one) for one in (made[1], partitions)],
-        "in groups": spread(balanced, batch, LIMIT, made, force_group_size=2)[1] is made[1],
-    }
-
-
-def skew(routed: list[torch.Tensor], partitions: list[list[int]]) -> float:
-    """Squares of ranks' loads around their mean, over micro-batches and layers."""
-    total = 0.0
-    for members in partitions:
-        ids = torch.cat([routed[s][:-1] for s in members]).long()
-        for layer in range(ids.shape[1]):
-            load = np.bincount(ids[:, layer].ravel().numpy(), minlength=models.NUM_EXPERTS).reshape(4, -1).sum(axis=1)
-            total += float(((load - load.mean()) ** 2).sum())
-    return total

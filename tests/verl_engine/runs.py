@@ -40,7 +40,11 @@ def on_two_ranks() -> dict[str, Any]:
     apply_patch_megatron_recomputation_backward()  # as on GPUs: inputs are freed once they were computed anew
     found["logprob"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
     found["static"] = train(verl, **options(planner="static"))
-    found["spread"] = train(verl, **options(spread_sequences=True))
+    found["gathered"] = train(
+        verl, **options(), override_ddp_config={"overlap_param_gather": True, "overlap_grad_reduce": True}
+    )
+    found["live"] = train(verl, **options(mode="live"), mode="disabled", replay=False)
+    found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
     found["recorded"] = [
         recorded(verl, override_mcore_model_config=OFF),
         recorded(verl, **options(spare_slots=2)),
@@ -52,23 +56,30 @@ def on_two_ranks() -> dict[str, Any]:
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
-    for name in ("balanced", "logprob", "static", "spread", "sabotaged"):
+    for name in ("balanced", "logprob", "static", "gathered", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
+    found["live"]["weights"] = apart(found["plain live"].pop("weights"), found["live"]["weights"])
     del plain["weights"]
     return found
 
 
-def train(verl: Any, **of_engine: Any) -> dict[str, Any]:
-    """Log-probabilities with replay, without, then optimizer steps; one of them over micro-batches of a fixed size."""
+def train(verl: Any, *, replay: bool = True, **of_engine: Any) -> dict[str, Any]:
+    """Log-probabilities with replay, without, then optimizer steps; one of them over micro-batches of a fixed size.
+
+    replay: False for batches without recorded routing.
+    """
     engine = engines.make(verl, **of_engine)
-    outputs = [engines.log_prob(engine, 0)]
+    given = {"replay": replay, "routed": replay}
+    outputs = [engines.log_prob(engine, 0, **given)]
     ours = engine.equilibra
     planned = dict(ours.waiting) if ours is not None else {}
     outputs.append(engines.log_prob(engine, 0, replay=False))
     last = "metrics" in outputs[0]
     log_probs = np.stack([engines.of_responses(0, output) for output in outputs]) if last else None
-    outputs = [engines.update(engine, number) for number in range(STEPS)]
-    outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2))
+    outputs = [engines.update(engine, number, **given) for number in range(STEPS)]
+    outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, **given))
+    if engine.module[0].ddp_config.overlap_param_gather:  # the next forward would gather them
+        engine.module[0].start_param_sync(force_sync=True)
     with engine.eval_mode():  # offloaded weights have no storage
         weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
     return {
@@ -202,7 +213,6 @@ def refused(verl: Any) -> dict[str, str]:
         "replay is off": {"mode": "disabled"},
         "router fusion": {"override_transformer_config": {"moe_router_fusion": True}},
         "unknown option": options(spare_slot=2),
-        "overlap": {"override_ddp_config": {"overlap_param_gather": True, "overlap_grad_reduce": True}},
     }
     said = {}
     for name, of_engine in cases.items():

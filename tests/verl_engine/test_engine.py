@@ -25,11 +25,12 @@ def test_two_ranks() -> None:
     for found in run_ranks(2, runs.on_two_ranks, timeout_s=300):
         plain = found["plain"]
         assert plain["metrics"] == [{}] * (runs.STEPS + 1)
-        for name in ("balanced", "logprob", "spread"):
+        for name in ("balanced", "logprob", "gathered"):
             same(found[name], plain)
         same(found["static"], plain, copies=False)
         assert found["static"]["weights"] == 0
         same(found["tensor parallel"]["balanced"], found["tensor parallel"]["plain"])
+        of_live(found["live"], found["plain live"])
         of_metrics(found["balanced"])
         of_recording(*found["recorded"])
         for planned, recorded in found["counted"].values():  # every pair once, however sequences are cut
@@ -59,6 +60,16 @@ def test_two_pipeline_stages() -> None:
             assert found["balanced"]["weights"] < 2e-5
 
 
+def of_live(found: dict, plain: dict) -> None:
+    """Without replay, planned from what the routers choose."""
+    np.testing.assert_allclose(found["losses"], plain["losses"], rtol=2e-5, atol=1e-6)
+    assert found["weights"] < 2e-5
+    assert plain["metrics"] == [{}] * (runs.STEPS + 1)
+    for metrics in found["metrics"]:
+        assert metrics["equilibra/imbalance_after"][0] < metrics["equilibra/imbalance_before"][0]
+        assert "equilibra/copies" not in metrics
+
+
 def of_metrics(found: dict) -> None:
     """The trainer gets a number for each; the plan of log-probabilities is used again for the same micro-batches."""
     names = {"imbalance_before", "imbalance_after", "predicted_gain", "copies", "moves", "plan_reused", "planning_s"}
@@ -86,6 +97,5 @@ def of_refusals(said: dict) -> None:
     assert "cannot plan without replay" in said["replay is off"]
     assert "router_replay.mode=R3" in said["replay is off"]
     assert "cannot replay routing with moe_router_fusion=True" in said["router fusion"]
-    assert "has no option spare_slot: it has enabled, planner, spare_slots" in said["unknown option"]
-    assert "overlap_param_gather=True" in said["overlap"]
+    assert "has no option spare_slot: it has enabled, mode, planner" in said["unknown option"]
     assert said["reference model"] == "None"

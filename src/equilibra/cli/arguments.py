@@ -1,15 +1,21 @@
-"""What several commands share: argument types, and progress on stderr."""
+"""What several commands share: argument types, targets that are checked early, and progress on stderr."""
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
+from pathlib import Path
 from time import monotonic
+from typing import Any
 
-__all__ = ["Progress", "add_cluster", "announced", "positive"]
+from equilibra.core.errors import InputError
+
+__all__ = ["Progress", "add_cluster", "announced", "check_target", "named_like", "positive"]
 
 WIDTH = 24
 
@@ -25,11 +31,31 @@ def positive(text: str) -> int:
     return value
 
 
-def add_cluster(parser: argparse.ArgumentParser, *, nodes: int = 1, ranks_per_node: int = 8) -> None:
-    """Add --nodes and --ranks-per-node."""
-    parser.add_argument("--nodes", type=positive, default=nodes, metavar="N", help=f"nodes ({nodes})")
+def add_cluster(parser: argparse.ArgumentParser, *, ranks_per_node: int | None = 8) -> None:
+    """Add --nodes and --ranks-per-node, named as in `Cluster`; without ranks_per_node, the hardware's."""
+    parser.add_argument("--nodes", dest="num_nodes", type=positive, default=1, metavar="N", help="nodes (1)")
     parser.add_argument("--ranks-per-node", type=positive, default=ranks_per_node, metavar="G",
-                        help=f"ranks per node ({ranks_per_node})")  # fmt: skip
+                        help=f"ranks per node ({ranks_per_node or 'as many as the hardware has'})")  # fmt: skip
+
+
+def named_like(kind: type[Any], arguments: argparse.Namespace) -> dict[str, Any]:
+    """The arguments that are named like fields of a dataclass."""
+    return {one.name: getattr(arguments, one.name) for one in fields(kind) if hasattr(arguments, one.name)}
+
+
+def check_target(path: str, *, overwrite: bool, option: str = "--overwrite", folder: bool = False) -> None:
+    """Refuse early a file, or a run folder, that could not be written after the work."""
+    target = Path(path).absolute()
+    if not target.parent.is_dir():
+        raise InputError(f"cannot write {path}: the folder {target.parent} does not exist")
+    if target.is_dir() and not folder:
+        raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
+    if target.exists() and not overwrite:
+        raise InputError(f"cannot write {path}: it exists; choose another name, or replace it with {option}")
+    if target.exists() and folder and not (target / "run.json").is_file():
+        raise InputError(f"cannot overwrite {path}: not a run folder (no run.json)")
+    if not os.access(target.parent, os.W_OK):
+        raise InputError(f"cannot write {path}: the folder {target.parent} cannot be written")
 
 
 class Progress:
@@ -54,7 +80,6 @@ class Progress:
             print(f"[{done}/{total}] {what} ({seconds:.0f} s)", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Remove the bar."""
         if self._drawn:
             print("\r\033[K", end="", file=sys.stderr, flush=True)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import equilibra
-from equilibra.cli.arguments import Progress, positive
+from equilibra.cli.arguments import Progress, check_target, named_like, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ def run(arguments: argparse.Namespace) -> int:
     from equilibra.doctor.node import as_table, as_text, examine
 
     _check(arguments)
-    ask = Ask(model=arguments.model, spare_slots=arguments.spare_slots, ranks_per_node=arguments.ranks_per_node)
+    ask = Ask(**named_like(Ask, arguments))
     progress = Progress()
     tell = progress.step if sys.stderr.isatty() else lambda *_: None  # a line for each short job would be noise
     try:
@@ -75,15 +75,9 @@ def _check(arguments: argparse.Namespace) -> None:
         return
     if arguments.no_measure:
         raise InputError("--write needs measurements: leave out --no-measure")
-    target = Path(arguments.write).absolute()
-    if target.suffix != ".toml":
+    if Path(arguments.write).suffix != ".toml":
         raise InputError(f"cannot write {arguments.write}: hardware files end in .toml")
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write {arguments.write}: the folder {target.parent} does not exist")
-    if target.is_dir():
-        raise InputError(f"cannot write {arguments.write}: it is a folder; give the name of a file")
-    if target.exists() and not arguments.force:
-        raise InputError(f"cannot write {arguments.write}: it exists; choose another name, or replace it with --force")
+    check_target(arguments.write, overwrite=arguments.force, option="--force")
 
 
 def _write(found: Examination, path: Path, *, overwrite: bool) -> None:

@@ -7,12 +7,15 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import add_cluster, positive
+from equilibra.cli.arguments import add_cluster, named_like, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
+
+    from equilibra.core.plan import StepPlan
+    from equilibra.plan.planner import StepProblem
 
 __all__ = ["add_parser"]
 
@@ -42,8 +45,8 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
                         "(without it they are free)")  # fmt: skip
     parser.add_argument("--hardware", metavar="NAME", help="with --model: preset or file whose prices count (an H200 "
                         "on which copies cost no more than their rows)")  # fmt: skip
-    parser.add_argument("--max-moves", type=int, default=-1, metavar="N", help="with --trace: homes that may move per "
-                        "layer (as many as pay)")  # fmt: skip
+    parser.add_argument("--max-moves", dest="max_moves_per_layer", type=int, default=-1, metavar="N",
+                        help="with --trace: homes that may move per layer (as many as pay)")  # fmt: skip
     parser.add_argument("--planner", metavar="NAME", help="with --trace: equilibra or a baseline")
     parser.add_argument("--previous", metavar="PLAN", help="with --trace: a plan file; its homes are where experts are")
     parser.add_argument("--output", metavar="PLAN", help="with --trace: write the plan to this file (.npz)")
@@ -72,7 +75,7 @@ def _plan_loads(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
     from equilibra.plan.solve import over_sources, solve_problems
 
-    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    cluster = Cluster(**named_like(Cluster, arguments))
     loads = _read_loads(arguments.loads, cluster.num_ranks)
     cluster.experts_per_rank(loads.shape[-1])
     tokens = (
@@ -129,16 +132,14 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
 def _plan_trace(arguments: argparse.Namespace) -> int:
     from equilibra.core.cluster import Cluster
     from equilibra.core.limits import PlanLimits
-    from equilibra.core.plan import Stage
     from equilibra.cost.files import AUTO
-    from equilibra.events.imbalance import imbalance, spread
     from equilibra.plan.entry import step_problem
     from equilibra.plan.planner import planner_named, respects_slots
     from equilibra.plan.step import Equilibra
     from equilibra.plan.store import load_plan, save_plan
     from equilibra.trace.open import load_trace
 
-    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node)
+    cluster = Cluster(**named_like(Cluster, arguments))
     ours = Equilibra(tolerance=arguments.tolerance)
     planner = ours if arguments.planner in (None, ours.name) else planner_named(arguments.planner)
     problem = step_problem(
@@ -147,23 +148,36 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         model=arguments.model,
         tokens_per_rank=arguments.tokens_per_rank,
         previous=load_plan(arguments.previous).placement if arguments.previous else None,
-        limits=PlanLimits(
-            spare_slots=arguments.spare_slots,
-            standing_slots=arguments.standing_slots,
-            max_moves_per_layer=arguments.max_moves,
-        ),
+        limits=PlanLimits(**named_like(PlanLimits, arguments)),
         hardware=arguments.hardware or AUTO,
     )
     plan = planner.plan(problem)
-    load = problem.load_under(plan.schedule)
-    plan.check(load, spare_slots=arguments.spare_slots if respects_slots(planner) else None)
-    static = planner_named("static").plan(problem)
-    before = spread(imbalance(static.rank_load(problem.load)))
-    after = spread(imbalance(plan.rank_load(load)))
+    plan.check(
+        problem.load_under(plan.schedule), spare_slots=arguments.spare_slots if respects_slots(planner) else None
+    )
+    result = _figures(plan, problem)
     if arguments.output:
         save_plan(plan, arguments.output, overwrite=arguments.overwrite)
+    if arguments.json:
+        print(json.dumps(result))
+        return 0
+    for key, value in result.items():
+        shown = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else value
+        print(f"{key:26} {shown:.5g}" if isinstance(shown, float) else f"{key:26} {shown}")
+    if arguments.output:
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    return 0
+
+
+def _figures(plan: StepPlan, problem: StepProblem) -> dict[str, Any]:
+    from equilibra.core.plan import Stage
+    from equilibra.events.imbalance import imbalance, spread
+    from equilibra.plan.planner import planner_named
+
+    load, static = problem.load_under(plan.schedule), planner_named("static").plan(problem)
+    before, after = spread(imbalance(static.rank_load(problem.load))), spread(imbalance(plan.rank_load(load)))
     num_problems = plan.num_layers * plan.num_micro_batches
-    result = {
+    return {
         "planner": plan.planner,
         "micro_batches": plan.num_micro_batches,
         "imbalance_before": before.mean,
@@ -175,12 +189,3 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         "moves": plan.migration.num_moves,
         "digest": plan.digest,
     }
-    if arguments.json:
-        print(json.dumps(result))
-        return 0
-    for key, value in result.items():
-        shown = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else value
-        print(f"{key:26} {shown:.5g}" if isinstance(shown, float) else f"{key:26} {shown}")
-    if arguments.output:
-        print(f"wrote {arguments.output}", file=sys.stderr)
-    return 0

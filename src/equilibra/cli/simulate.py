@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import shlex
 import sys
 from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import Progress, positive
+from equilibra.cli.arguments import Progress, add_cluster, check_target, named_like, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -39,8 +38,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
                         "files are joined); without it, synthetic routing")  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help="preset, .toml or config.json (the preset that fits --trace)")
     parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help="preset or .toml (h200)")
-    parser.add_argument("--nodes", type=positive, default=1, metavar="N", help="nodes of the group (1)")
-    parser.add_argument("--ranks-per-node", type=positive, metavar="G", help="ranks per node (the hardware's)")
+    add_cluster(parser, ranks_per_node=None)
     parser.add_argument("--tokens-per-microbatch", type=positive, metavar="T", help="tokens of the whole group (4096 "
                         "per rank)")  # fmt: skip
     parser.add_argument("--planner", nargs="+", metavar="NAME", help="planners to compare with static and balanced")
@@ -58,8 +56,10 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     step.add_argument("--data-parallel", type=positive, default=1, metavar="D", help="expert-parallel groups (1)")
     step.add_argument("--optimizer-steps", type=positive, default=1, metavar="O", help="mini-batches of the update (1)")
     step.add_argument("--ranks-per-sequence", type=positive, metavar="C", help="ranks that share a sequence (a node)")
-    step.add_argument("--no-activation-recompute", action="store_true", help="keep all activations")
-    step.add_argument("--no-logprob-stage", action="store_true", help="update only, no old log-probabilities")
+    step.add_argument("--no-activation-recompute", dest="activation_recompute", action="store_false",
+                      help="keep all activations")  # fmt: skip
+    step.add_argument("--no-logprob-stage", dest="logprob_stage", action="store_false",
+                      help="update only, no old log-probabilities")  # fmt: skip
     step.add_argument(
         "--history", metavar="FILE", help="the last step's routing, for eplb-history (first half of this)"
     )
@@ -86,13 +86,15 @@ def run(arguments: argparse.Namespace) -> int:
 
     targets = [path for path in (arguments.output, arguments.report, arguments.perfetto) if path is not None]
     for path in targets:
-        _check_target(path, overwrite=arguments.overwrite, folder=path is arguments.output)
+        check_target(path, overwrite=arguments.overwrite, folder=path is arguments.output)
     if len({Path(path).absolute() for path in targets}) < len(targets):
         raise InputError(f"--output, --report and --perfetto must be different files, not {', '.join(targets)}")
     progress = Progress()
     hardware = load_prices(arguments.hardware)
-    cluster = Cluster(num_nodes=arguments.nodes, ranks_per_node=arguments.ranks_per_node or hardware.ranks_per_node)
+    arguments.ranks_per_node = arguments.ranks_per_node or hardware.ranks_per_node
+    cluster = Cluster(**named_like(Cluster, arguments))
     model, sequences, inputs, history = _routing(arguments, cluster.num_ranks)
+    paths = {name: CopyPath(getattr(arguments, name)) for name in ("logprob_path", "update_path")}
     question = Question(
         sequences=sequences,
         model=model,
@@ -101,16 +103,7 @@ def run(arguments: argparse.Namespace) -> int:
         tokens_per_microbatch=arguments.tokens_per_microbatch or 4096 * cluster.num_ranks,
         planners=arguments.planner or DEFAULT_PLANNERS,
         limits=PlanLimits(spare_slots=arguments.spare_slots, standing_slots=arguments.standing_slots),
-        setting=RunSetting(
-            prefetch_depth=arguments.prefetch_depth,
-            activation_recompute=not arguments.no_activation_recompute,
-            pipeline_stages=arguments.pipeline_stages,
-            data_parallel=arguments.data_parallel,
-            optimizer_steps=arguments.optimizer_steps,
-            logprob_stage=not arguments.no_logprob_stage,
-            logprob_path=CopyPath(arguments.logprob_path),
-            update_path=CopyPath(arguments.update_path),
-        ),
+        setting=RunSetting(**named_like(RunSetting, arguments) | paths),
         ranks_per_sequence=arguments.ranks_per_sequence,
         history_LE=history,
     )
@@ -126,21 +119,6 @@ def run(arguments: argparse.Namespace) -> int:
     sys.stdout.flush()
     _write(answer.run, arguments)  # last: a full disk must not cost the answer
     return 0
-
-
-def _check_target(path: str, *, overwrite: bool, folder: bool) -> None:
-    """Refuse early what would fail after the simulation."""
-    target = Path(path).absolute()
-    if not target.parent.is_dir():
-        raise InputError(f"cannot write {path}: the folder {target.parent} does not exist")
-    if target.exists() and not overwrite:
-        raise InputError(f"cannot write {path}: it exists; choose another name, or ask to overwrite it (--overwrite)")
-    if target.is_dir() and not folder:
-        raise InputError(f"cannot write {path}: it is a folder; give the name of a file")
-    if target.exists() and folder and not (target / "run.json").is_file():
-        raise InputError(f"cannot overwrite {path}: not a run folder (no run.json)")
-    if not os.access(target.parent, os.W_OK):
-        raise InputError(f"cannot write {path}: the folder {target.parent} cannot be written")
 
 
 def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, SequenceLoad, list[dict[str, Any]], Any]:
@@ -199,7 +177,6 @@ def _fitting_model(recording: Recording, path: str) -> MoEModel:
 
 
 def _input(path: str, recording: Recording) -> dict[str, Any]:
-    """Name, size and hash of an input file."""
     file = Path(path)
     entry: dict[str, Any] = {
         "name": file.name, "sequences": recording.num_sequences, "tokens": int(recording.offsets[-1]),

@@ -14,12 +14,12 @@ from equilibra.cli.arguments import positive
 from equilibra.core.errors import EquilibraError, InputError
 
 if TYPE_CHECKING:
+    from equilibra.rl.observe import Observer
     from equilibra.train.config import TrainConfig
-    from equilibra.train.plain_log import Screen
     from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
-__all__ = ["add_parser", "finish"]
+__all__ = ["add_parser", "asked_of", "finish", "run_asked"]
 
 WORKER = "equilibra.train.worker:run_worker"
 """module:function that a rank runs; tests replace it"""
@@ -65,7 +65,6 @@ class _Asked:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process reports to the user."""
         return self.place is None or self.place.rank == 0
 
 
@@ -79,17 +78,17 @@ def run(arguments: argparse.Namespace) -> int:
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise InputError(f"equilibra train needs {', '.join(missing)}: pip install 'equilibra[train]'")
-    asked = _asked(arguments)
+    asked = asked_of(arguments)
     try:
-        stopped = _train(asked, arguments)
+        stopped = run_asked(asked, arguments)
     finally:
         if asked.lock is not None:
             asked.lock.close()
     return _end(asked, arguments, stopped=stopped)
 
 
-def _asked(arguments: argparse.Namespace) -> _Asked:
-    """Read the configuration, and create or open the run folder."""
+def asked_of(arguments: argparse.Namespace, *, default: Path | None = None) -> _Asked:
+    """Read the configuration, and create or open the run folder. default: the folder if --output is not given."""
     from equilibra.plan.planner import planner_named
     from equilibra.train.config import TrainConfig
     from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
@@ -112,7 +111,7 @@ def _asked(arguments: argparse.Namespace) -> _Asked:
     place = place_under_torchrun(config.cluster)
     if place is not None and folder is None:
         folder = _folder_under_torchrun(arguments, place)
-    return _opened(arguments, config, folder, place)
+    return _opened(arguments, config, folder, place, default)
 
 
 def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFolder | None:
@@ -126,9 +125,9 @@ def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFo
 
 
 def _opened(
-    arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None
+    arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None,
+    default: Path | None,
 ) -> _Asked:  # fmt: skip
-    """Create the folder, or open the given one."""
     from datetime import datetime
 
     from equilibra.train.config_files import load_config
@@ -136,7 +135,7 @@ def _opened(
 
     if folder is None:
         now = datetime.now().astimezone()
-        output = Path(arguments.output) if arguments.output is not None else default_output(now)
+        output = Path(arguments.output) if arguments.output is not None else default or default_output(now)
         folder, lock = begin_run(output, config)
         return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
     own = FolderLock(folder) if place is None or place.rank == 0 else None
@@ -147,7 +146,7 @@ def _opened(
     return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
 
 
-def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
+def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
     """Run all steps; returns whether the run was told to stop earlier."""
     from equilibra.train.plain_log import LogFile
     from equilibra.train.processes import launch
@@ -173,7 +172,7 @@ def _train(asked: _Asked, arguments: argparse.Namespace) -> bool:
         screen.close()
 
 
-def _screen(asked: _Asked, arguments: argparse.Namespace) -> Screen:
+def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
     """The live view on a terminal, plain lines elsewhere; with --json on stderr."""
     from equilibra.train.metrics_file import read_history
     from equilibra.train.plain_log import PlainLog, to_stream

@@ -1,8 +1,8 @@
 """Atomic writes: a reader sees the old file or the complete new one, never a part.
 
-Content goes to a hidden temporary path in the same folder, is flushed to disk, and is renamed over the target. If the
-`with` block ends early (an error, a full disk, Ctrl-C), the temporary path is removed and the target is unchanged. A
-folder cannot be renamed over another, so the old folder is moved aside first and restored if the rename fails.
+Content goes to a hidden temporary path in the same folder, is flushed to disk, and renamed over the target; if the
+`with` block ends early, it is removed. A folder cannot replace another, so the old one is moved aside first and
+restored if the rename fails.
 """
 
 from __future__ import annotations
@@ -10,14 +10,11 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING
+from pathlib import Path
 
 from equilibra.core.errors import InputError, UnreadableError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-    from pathlib import Path
 
 __all__ = ["atomic_file", "atomic_folder", "cannot", "flush_to_disk"]
 

@@ -31,7 +31,6 @@ class Cluster:
         return self.num_nodes * self.ranks_per_node
 
     def node_of_rank(self) -> NDArray[np.int64]:
-        """[R] node of each rank."""
         return np.arange(self.num_ranks) // self.ranks_per_node
 
     def experts_per_rank(self, num_experts: int) -> int:

@@ -1,8 +1,7 @@
 """`kernel`: compile a function with numba, without the GIL, and cache the machine code on disk.
 
-numba invalidates its cache by the function's own file only. A kernel that calls one from another file would keep
-running that one's old code after a change, and a stale planner makes wrong plans. So numba's stamp is replaced by a
-hash of all files of this package that have kernels: a change to any of them recompiles all of them once.
+numba invalidates its cache by the function's own file only, so a kernel that calls another file's would keep running
+old code after a change. So numba's stamp is replaced by a hash of all files of this package that have kernels.
 """
 
 from __future__ import annotations

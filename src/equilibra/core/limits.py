@@ -48,5 +48,4 @@ class PlanLimits(CopyLimits):
         check_whole(f"{self.section}seed", self.seed, low=0)
 
     def limits(self, **changes: int) -> dict[str, Any]:
-        """The same, with the seed."""
         return super().limits(seed=self.seed) | changes

@@ -93,6 +93,11 @@ class StepLoad:
         load_MLE: NDArray[np.int64] = self.tokens_MLER.sum(axis=3, dtype=np.int64)
         return load_MLE
 
+    def lower_bound(self) -> NDArray[np.int64]:
+        """[L, M] fewest tokens of the slowest rank under any plan: the mean, rounded up."""
+        total_ML = self.tokens_MLER.sum(axis=(2, 3), dtype=np.int64)
+        return np.ascontiguousarray(-(-total_ML.T // self.num_ranks))
+
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Schedule:
@@ -136,7 +141,6 @@ class Schedule:
 
     @property
     def num_mini_batches(self) -> int:
-        """Number of optimizer steps."""
         return 1 if self.mini_batch_of_micro_batch is None else int(self.mini_batch_of_micro_batch[-1]) + 1
 
     @property
@@ -148,10 +152,7 @@ class Schedule:
 def check_mini_batches(
     mini_batch_of_sequence: NDArray[np.integer], num_sequences: int, *, complete: bool = True
 ) -> None:
-    """Raise InputError unless every sequence has a mini-batch and every mini-batch up to the last has a sequence.
-
-    With complete=False these are the sequences of one rank, which may leave mini-batches out.
-    """
+    """Raise InputError unless every sequence has a mini-batch and, if complete, every mini-batch has a sequence."""
     mini = mini_batch_of_sequence
     required = f"mini-batches of {num_sequences} sequences must be as many whole numbers from 0 on"
     if mini.shape != (num_sequences,) or mini.dtype.kind not in "iu":

@@ -5,12 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from equilibra.core.checks import check_whole
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
 
 __all__ = ["MODELS", "Heads", "Latent", "MoEModel", "model_named", "moe_model"]
-
-AT_LEAST_ONE = ("num_layers", "hidden", "expert_ffn", "num_experts", "top_k", "weight_bytes")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,8 +50,7 @@ class MoEModel:
                   "state_bytes")  # fmt: skip
         for name in (*above_0, *others):
             check_whole(f"model {self.name}: {name}", getattr(self, name), low=int(name in above_0), high=2**50 - 1)
-        if not isinstance(self.quadratic_share, (int, float)) or not 0 <= self.quadratic_share <= 1:
-            raise InputError(f"model {self.name}: quadratic_share must be from 0 to 1, not {self.quadratic_share!r}")
+        check_number(f"model {self.name}: quadratic_share", self.quadratic_share, high=1)
         if self.dense_parameters == 0:
             object.__setattr__(self, "dense_parameters", 4 * self.hidden**2)
         if self.attention_width == 0:
@@ -96,7 +93,6 @@ class Latent(NamedTuple):
         return self.heads * (self.plain + self.rotary + self.value) // 2
 
     def parameters(self, hidden: int) -> int:
-        """Weights of one layer's attention."""
         query = self.heads * (self.plain + self.rotary)
         into = self.query_rank * (hidden + query) if self.query_rank else hidden * query
         latent = hidden * (self.rank + self.rotary) + self.rank * self.heads * (self.plain + self.value)
@@ -114,7 +110,6 @@ class Heads(NamedTuple):
         return self.heads * self.size
 
     def parameters(self, hidden: int) -> int:
-        """Weights of one layer's attention."""
         return 2 * hidden * self.size * (self.heads + self.key_value_heads)
 
 

@@ -55,7 +55,6 @@ class Placement:
         return np.bincount(entry.ravel(), minlength=self.num_layers * num_ranks).reshape(-1, num_ranks)
 
     def homes_on(self, layer: int, rank: int) -> NDArray[np.int32]:
-        """Experts of a layer at home on a rank, by number."""
         return np.flatnonzero(self.home_of_expert[layer] == rank).astype(np.int32)
 
     def is_even(self) -> bool:
@@ -89,12 +88,6 @@ class Migration:
     @property
     def num_moves(self) -> int:
         return int(np.count_nonzero(self.before.home_of_expert != self.after.home_of_expert))
-
-    @property
-    def num_moves_across_nodes(self) -> int:
-        node_of_rank = self.before.cluster.node_of_rank()
-        moved = node_of_rank[self.before.home_of_expert] != node_of_rank[self.after.home_of_expert]
-        return int(np.count_nonzero(moved))
 
 
 def contiguous(cluster: Cluster, *, num_layers: int, num_experts: int) -> Placement:

@@ -78,29 +78,13 @@ class StepPlan:
 
     @property
     def migration(self) -> Migration:
-        """The experts whose home moves before the step."""
         return Migration(before=self.previous, after=self.placement)
 
     def rank_load(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> NDArray[np.int64]:
         """[L, M, R] tokens that each rank computes."""
         if load.tokens_MLER.shape != self.shape:
             raise InputError(f"a plan for loads of shape {self.shape} was given loads of {load.tokens_MLER.shape}")
-        num_micro_batches, num_layers, _, num_ranks = self.shape
-        home, plan, standing = self.placement.home_of_expert, self.stages[stage], self.standing
-        result = np.zeros(num_layers * num_micro_batches * num_ranks, np.int64)
-        problem_LM = np.arange(num_layers * num_micro_batches).reshape(num_layers, num_micro_batches)
-        expert_load_LME = load.expert_load().transpose(1, 0, 2)
-        np.add.at(result, (problem_LM[:, :, None] * num_ranks + home[:, None, :]), expert_load_LME)
-        problem = plan.problem_of_copy() * num_ranks
-        served = plan.tokens_FR.sum(axis=1, dtype=np.int64)
-        layer = plan.problem_of_copy() // num_micro_batches
-        np.subtract.at(result, problem + home[layer, plan.expert], served)
-        np.add.at(result, problem + plan.rank, served)
-        served_CM = plan.standing_tokens_CMR.sum(axis=2, dtype=np.int64)
-        problem_CM = problem_LM[standing.layer] * num_ranks
-        np.subtract.at(result, problem_CM + home[standing.layer, standing.expert][:, None], served_CM)
-        np.add.at(result, problem_CM + standing.rank[:, None], served_CM)
-        return result.reshape(num_layers, num_micro_batches, num_ranks)
+        return self.stages[stage].rank_rows(load.expert_load(), self.placement.home_of_expert, self.standing)
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -260,10 +244,9 @@ def _check_instances(plan: StepPlan, stage: StagePlan, layer: NDArray[np.int64],
 
 def _check_slots(plan: StepPlan, stage: StagePlan, spare_slots: int) -> None:
     """No rank holds more flash copies at a time than it has spare slots."""
-    num_ranks = plan.cluster.num_ranks
-    used = np.bincount(stage.problem_of_copy() * num_ranks + stage.rank)
-    if used.size and used.max() > spare_slots:
-        raise PlanError(f"a rank needs {used.max()} spare slots, {spare_slots} are allowed")
+    used = int(stage.on_links()[0].max())
+    if used > spare_slots:
+        raise PlanError(f"a rank needs {used} spare slots, {spare_slots} are allowed")
     node_of_rank = plan.cluster.node_of_rank()
     abroad = np.flatnonzero(node_of_rank[stage.rank] != node_of_rank[stage.origin])
     if abroad.size:

@@ -39,7 +39,6 @@ class Stage(StrEnum):
 
     @classmethod
     def numbered(cls, number: int) -> Stage:
-        """The stage of a number."""
         return list(cls)[number]
 
 
@@ -49,7 +48,7 @@ def signed_ids(num_experts: int) -> np.dtype[np.signedinteger]:
 
 
 class VisitKey(NamedTuple):
-    """Which visit."""
+    """Stage, micro-batch and layer of a visit."""
 
     stage: Stage
     micro_batch: int
@@ -112,12 +111,10 @@ class CopyList:
 
     @cached_property
     def held_sizes(self) -> list[int]:
-        """Copies from each of the ranks."""
         return [int(n) for n in np.bincount(self.held_origin - self.first_rank, minlength=self.num_ranks)]
 
     @cached_property
     def served_sizes(self) -> list[int]:
-        """Copies to each of the ranks."""
         return [int(n) for n in np.bincount(self.served_target - self.first_rank, minlength=self.num_ranks)]
 
     @classmethod
@@ -168,7 +165,6 @@ class Visit:
 
     @property
     def num_ranks(self) -> int:
-        """R."""
         return int(self.flash_tokens_FR.shape[1])
 
     def on_rank(self, rank: int) -> NDArray[np.int32]:

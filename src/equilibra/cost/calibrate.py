@@ -5,9 +5,8 @@ instances, rows, direction), `dense` and `attention` (flop; attention has a dire
 `copy_engine`, `nvlink` and `nic` (bytes), `counts` (microseconds alone), `hidden_copy` (bytes, us with a copy,
 us_alone). `benchmarks/probes/measure_device.py` makes them; so does every measured run (`measurements_of_run`).
 
-Method. Non-negative least squares of relative errors, so small cases count as much as large ones. The law of the
-experts is a maximum of two linear parts: assign every case to the larger part, fit both, repeat until the assignment is
-stable, from two initial guesses, and keep the best fit. Rates are fitted as fixed + amount / rate.
+Non-negative least squares of relative errors; rates are fitted as fixed + amount / rate. The experts' law is a maximum
+of two linear parts: assign every case to the larger part, fit both, repeat until stable, from two initial guesses.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
 """Price lists by name.
 
 The H200 is measured: `measured/h200.json` is fitted on first use, and `H200_KERNELS` prices rows and copies in our
-kernels. The other devices are not measured: their prices are the H200's scaled by the ratio of data-sheet figures
-(dense bf16 FLOP/s, memory bandwidth), which assumes equal efficiency. Links are data-sheet rates times 0.85 for NVLink
-and 0.9 for the network, about what collectives reach. Latencies, counts and copy engines are assumptions until
-measured.
+kernels. The others are the H200's scaled by data-sheet ratios (dense bf16 FLOP/s, memory bandwidth), which assumes
+equal efficiency. Links are data-sheet rates times 0.85 for NVLink and 0.9 for the network; latencies, counts and copy
+engines are assumptions.
 """
 
 from __future__ import annotations

@@ -9,14 +9,12 @@ The grouped matrix products of a rank's experts take, as measured,
     fixed + max(instances * expert bytes / weight rate,
                 instances * expert bytes / instance rate + rows * (row bytes / row rate + FLOP / compute rate) * factor)
 
-With few rows the weights of all instances are the bottleneck, with many rows the products; then one more instance costs
-its gradient and a partly filled last tile, which nothing hides. One set of five constants per direction serves all
-shapes, because bytes and FLOP follow from hidden and FFN width: a small expert is slower per FLOP since its rows move
-as many bytes for less work. A measured shape has its own factor around 1. `calibrate` fits all constants. The curve is
-convex and rises with rows and instances, so even ranks are never slower than uneven ones.
+With few rows reading weights is the bottleneck; with many, the products, and one more instance costs its gradient and a
+partly filled tile. Five constants per direction serve all shapes; a measured shape has its own factor around 1. The
+curve is convex, so even ranks are never slower than uneven ones.
 
-Causal attention takes 2 * width * s² FLOP for a sequence of s tokens, and 2.5 times that backward (scores are
-recomputed); matrix products take twice theirs. Dense parts take 2 FLOP per weight and token.
+Causal attention takes 2 * width * s² FLOP for a sequence of s tokens, 2.5 times that backward (scores are recomputed);
+matrix products take twice theirs. Dense parts take 2 FLOP per weight and token.
 """
 
 from __future__ import annotations
@@ -79,7 +77,6 @@ class ExpertLaw:
         return model.expert_bytes * 1e-3 / self.instance_gb_per_s if self.instance_gb_per_s else 0.0
 
     def row_us(self, model: MoEModel, *, backward: bool) -> float:
-        """One more row."""
         passes = 2 if backward else 1
         moved = row_bytes(model) * 1e-3 / self.row_gb_per_s if self.row_gb_per_s else 0.0
         multiplied = 2 * model.expert_parameters * 1e-6 / self.tflops if self.tflops else 0.0
@@ -119,7 +116,6 @@ class KernelPrices:
                 check_number(f"kernels: {one.name}", getattr(self, one.name), low=least, high=inf)
 
     def scaled(self, *, compute: float, memory: float) -> KernelPrices:
-        """The prices on a device with these multiples of the compute and memory rates; copies scale with memory."""
         us = {one.name: getattr(self, one.name) / memory for one in fields(self) if one.name.endswith("_us_per_mb")}
         return replace(self, tflops=self.tflops * compute, **us)
 

@@ -78,7 +78,6 @@ class Rates:
 
     @property
     def step_row_us(self) -> float:
-        """Compute of one pair in both stages."""
         return sum(self.row_us.values())
 
     @property
@@ -117,6 +116,7 @@ def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int =
     backward_us = machine.experts_backward.row_us(model, backward=True)
     inside_us_per_byte, across_us_per_byte = 1e-3 / machine.flash_gb_per_s, 1e-3 / machine.nic_gb_per_s
     with_gradient = model.expert_bytes + model.expert_gradient_bytes
+    copy_us = model.expert_bytes * inside_us_per_byte
     squared_us = 2e-6 * model.attention_width * model.quadratic_share / machine.attention_tflops
     crossing = (num_nodes - 1) / num_nodes * 2 * model.hidden * model.weight_bytes * across_us_per_byte
     dense_us = 2e-6 * model.dense_parameters / machine.dense_tflops
@@ -132,18 +132,12 @@ def rates_for(model: MoEModel, prices: Prices | None = None, *, num_nodes: int =
     return Rates(
         row_us={Stage.LOGPROB: forward_us, Stage.UPDATE: update_us},
         cross_row_us=passes * 2 * model.hidden * model.weight_bytes * across_us_per_byte,
-        flash_copy_us={
-            Stage.LOGPROB: model.expert_bytes * inside_us_per_byte,
-            Stage.UPDATE: with_gradient * inside_us_per_byte,
-        },
+        flash_copy_us={Stage.LOGPROB: copy_us, Stage.UPDATE: with_gradient * inside_us_per_byte},
         standing_copy_us=with_gradient * across_us_per_byte,
         move_us=model.expert_home_bytes * across_us_per_byte,
         move_inside_us=model.expert_home_bytes * inside_us_per_byte,
         exposed_share=min(machine.flash_gb_per_s / machine.copy_loss_gb_per_s, 1.0),
-        link_us={
-            Stage.LOGPROB: model.expert_bytes * inside_us_per_byte,
-            Stage.UPDATE: (model.expert_bytes + with_gradient) * inside_us_per_byte,
-        },
+        link_us={Stage.LOGPROB: copy_us, Stage.UPDATE: (model.expert_bytes + with_gradient) * inside_us_per_byte},
         gap_us={
             Stage.LOGPROB: machine.experts_forward.fixed_us,
             Stage.UPDATE: 2 * machine.experts_forward.fixed_us + machine.experts_backward.fixed_us,

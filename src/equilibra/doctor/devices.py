@@ -10,24 +10,15 @@ from itertools import permutations
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, cast
 
-from equilibra.doctor.finding import Finding, State, first_line, without_gpu
+from equilibra.doctor.finding import Finding, first_line, has_gpu, missing, not_tested, ok, warning
 
 if TYPE_CHECKING:
     import torch
 
 __all__ = [
-    "DriverError",
-    "call",
-    "check_gpus",
-    "check_nvlink",
-    "check_peers",
-    "check_sharing",
-    "check_stream_values",
-    "driver_version",
-    "link_rates",
-    "load_driver",
-    "topology",
-]
+    "DriverError", "check_gpus", "check_nvlink", "check_peers", "check_sharing", "check_stream_values",
+    "driver_version", "link_rates", "load_driver", "topology",
+]  # fmt: skip
 
 LIBRARY = "libcuda.so.1"
 
@@ -67,8 +58,8 @@ def check_gpus() -> list[Finding]:
     """One finding per GPU: its name, free memory and compute capability."""
     import torch
 
-    if absent := without_gpu("gpu"):
-        return [_unseen() or absent]
+    if not has_gpu():
+        return [_unseen() or not_tested("no GPU here")]
     return [_gpu(index) for index in range(torch.cuda.device_count())]
 
 
@@ -76,22 +67,18 @@ def check_peers() -> Finding:
     """Whether every GPU can access every other's memory."""
     import torch
 
-    if absent := without_gpu("peer access"):
-        return absent
     count = torch.cuda.device_count()
     if count < 2:
-        return Finding(name="peer access", state=State.NOT_TESTED, text="only one GPU: no pair to test")
+        return not_tested("only one GPU: no pair to test")
     pairs = list(permutations(range(count), 2))
     without = [(a, b) for a, b in pairs if not torch.cuda.can_device_access_peer(a, b)]
-    values = {"pairs": len(pairs), "without": without}
     if not without:
-        text = f"all {len(pairs)} pairs of {count} GPUs"
-        return Finding(name="peer access", state=State.OK, text=text, values=values)
+        return ok(f"all {len(pairs)} pairs of {count} GPUs", pairs=len(pairs), without=without)
     some = ", ".join(f"{a}→{b}" for a, b in without[:6])
-    return Finding(
-        name="peer access", state=State.MISSING, text=f"{len(without)} of {len(pairs)} pairs have none: {some}",
-        advice="copies between them go through host memory; check ACS and IOMMU settings, or the container's devices",
-        values=values,
+    return missing(
+        f"{len(without)} of {len(pairs)} pairs have none: {some}",
+        "copies between them go through host memory; check ACS and IOMMU settings, or the container's devices",
+        pairs=len(pairs), without=without,
     )  # fmt: skip
 
 
@@ -106,9 +93,8 @@ def _unseen() -> Finding | None:
     try:
         cast("Any", torch.cuda).init()
     except (RuntimeError, AssertionError) as error:
-        text = f"there is an NVIDIA driver, but {first_line(error)}"
         advice = "does nvidia-smi show the GPUs? check CUDA_VISIBLE_DEVICES and the container's devices"
-        return Finding(name="gpu", state=State.MISSING, text=text, advice=advice)
+        return missing(f"there is an NVIDIA driver, but {first_line(error)}", advice)
     return None
 
 
@@ -117,16 +103,12 @@ def _gpu(index: int) -> Finding:
 
     about = torch.cuda.get_device_properties(index)
     free, total = torch.cuda.mem_get_info(index)
-    values = {
-        "index": index, "device": about.name, "total_bytes": total, "free_bytes": free,
-        "capability": [about.major, about.minor],
-    }  # fmt: skip
-    text = f"{about.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{about.major}{about.minor}"
-    name = f"gpu {index}"
-    if free < LITTLE * total:
-        advice = "another process uses it: measured rates will be too low"
-        return Finding(name=name, state=State.WARNING, text=text, advice=advice, values=values)
-    return Finding(name=name, state=State.OK, text=text, values=values)
+    found = ok if free >= LITTLE * total else warning
+    return found(
+        f"{about.name}, {free / GIB:.1f} of {total / GIB:.1f} GiB free, sm_{about.major}{about.minor}",
+        "" if found is ok else "another process uses it: measured rates will be too low", name=f"gpu {index}",
+        index=index, device=about.name, total_bytes=total, free_bytes=free, capability=[about.major, about.minor],
+    )  # fmt: skip
 
 
 # nvidia-smi: its reports are meant for people and change between versions, so lines of unknown form are skipped.
@@ -146,12 +128,10 @@ class ToolError(RuntimeError):
 
 def check_nvlink() -> Finding:
     """How many pairs of GPUs are connected by NVLink."""
-    if absent := without_gpu("nvlink"):
-        return absent
     try:
         pairs = topology(_ask("topo", "-m"))
     except ToolError as error:
-        return Finding(name="nvlink", state=State.NOT_TESTED, text=str(error))
+        return not_tested(str(error))
     try:
         rates = link_rates(_ask("nvlink", "-s"))
     except ToolError:  # older drivers lack this report; the matrix is enough
@@ -161,18 +141,14 @@ def check_nvlink() -> Finding:
 
 def check_sharing() -> Finding:
     """Whether several processes may use one GPU."""
-    if absent := without_gpu("sharing a gpu"):
-        return absent
     try:
         modes = {line.strip() for line in _ask("--query-gpu=compute_mode", "--format=csv,noheader").splitlines()} - {""}
     except ToolError as error:
-        return Finding(name="sharing a gpu", state=State.NOT_TESTED, text=str(error))
+        return not_tested(str(error))
     text = f"compute mode {', '.join(sorted(modes)) or 'unknown'}"
     if modes == {"Default"}:
-        text += ": several processes may share a GPU over gloo or CUDA IPC; NCCL needs one each"
-        return Finding(name="sharing a gpu", state=State.OK, text=text)
-    advice = "start one process per GPU, or set the mode with nvidia-smi -c DEFAULT"
-    return Finding(name="sharing a gpu", state=State.WARNING, text=text, advice=advice)
+        return ok(f"{text}: several processes may share a GPU over gloo or CUDA IPC; NCCL needs one each")
+    return warning(text, "start one process per GPU, or set the mode with nvidia-smi -c DEFAULT")
 
 
 def topology(report: str) -> dict[tuple[int, int], str]:
@@ -209,24 +185,21 @@ def link_rates(report: str) -> dict[int, list[float]]:
 def _nvlink(pairs: dict[tuple[int, int], str], rates: dict[int, list[float]]) -> Finding:
     totals = {gpu: round(sum(links), 1) for gpu, links in rates.items() if links}
     said = f"; {min(totals.values()):g} GB/s per GPU and direction" if totals else ""
-    values = {
+    values: dict[str, Any] = {
         "pairs": [{"from": a, "to": b, "by": by} for (a, b), by in sorted(pairs.items())],
         "gb_per_s_of_gpu": {str(gpu): total for gpu, total in totals.items()},
     }
     if not pairs:
-        text = f"no pair of GPUs{said}"
-        return Finding(name="nvlink", state=State.NOT_TESTED, text=text, values=values)
+        return not_tested(f"no pair of GPUs{said}", **values)
     linked = sum(LINK.match(by) is not None for by in pairs.values())
-    kinds = ", ".join(sorted(set(pairs.values())))
-    text = f"{linked} of {len(pairs)} pairs ({kinds}){said}"
+    text = f"{linked} of {len(pairs)} pairs ({', '.join(sorted(set(pairs.values())))}){said}"
     if linked == len(pairs):
-        return Finding(name="nvlink", state=State.OK, text=text, values=values)
+        return ok(text, **values)
     advice = "copies between the others go over slower PCIe; use --write so that the simulator knows"
-    return Finding(name="nvlink", state=State.WARNING, text=text, advice=advice, values=values)
+    return warning(text, advice, **values)
 
 
 def _ask(*words: str) -> str:
-    """The output of nvidia-smi."""
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
             ["nvidia-smi", *words],  # noqa: S607 - wherever the driver put it
@@ -257,8 +230,6 @@ def check_stream_values() -> Finding:
     """Whether a stream can wait for a value in device memory that another stream writes."""
     import torch
 
-    if absent := without_gpu(STREAM_VALUES):
-        return absent
     driver, cuda = load_driver(), cast("Any", torch.cuda)
     flag = torch.zeros(1, dtype=torch.int64, device="cuda")
     waiting, writing, passed = cuda.Stream(), cuda.Stream(), cuda.Event()
@@ -272,21 +243,19 @@ def check_stream_values() -> Finding:
         return _stuck()
     written = int(flag.item())
     if not held:
-        return Finding(name=STREAM_VALUES, state=State.MISSING, text="a stream did not wait for a value")
+        return missing("a stream did not wait for a value")
     if written != VALUE:
-        return Finding(name=STREAM_VALUES, state=State.MISSING, text=f"read {written} where {VALUE} was written")
-    return Finding(name=STREAM_VALUES, state=State.OK, text="a stream waited for a value that another stream wrote")
+        return missing(f"read {written} where {VALUE} was written")
+    return ok("a stream waited for a value that another stream wrote")
 
 
 def _stuck() -> Finding:
-    text = f"a stream still waited {LIMIT_S:g} s after the value was written"
     setting = os.environ.get(QUEUES)
     advice = f"{QUEUES}={setting} makes streams wait for each other; unset it and try again" if setting else ""
-    return Finding(name=STREAM_VALUES, state=State.MISSING, text=text, advice=advice)
+    return missing(f"a stream still waited {LIMIT_S:g} s after the value was written", advice)
 
 
 def _value(driver: ctypes.CDLL, what: str, stream: torch.cuda.Stream, flag: torch.Tensor, mode: int) -> None:
-    """cuStreamWaitValue64 or cuStreamWriteValue64."""
     name = f"cuStream{what}Value64"
     if hasattr(driver, f"{name}_v2"):  # the first version must be enabled in the driver
         name += "_v2"

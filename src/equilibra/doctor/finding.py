@@ -14,26 +14,16 @@ Every path needs gloo: counts, votes and plan hashes always go through host memo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
+from functools import partial
 from typing import Any
 
 __all__ = [
-    "RUNTIME_PATHS",
-    "Ask",
-    "Finding",
-    "Measured",
-    "PathState",
-    "State",
-    "Verdict",
-    "first_line",
-    "guarded",
-    "num_gpus",
-    "summary_line",
-    "verdicts",
-    "without_gpu",
-]
+    "RUNTIME_PATHS", "Ask", "Finding", "Measured", "PathState", "State", "Verdict", "first_line", "guarded", "has_gpu",
+    "missing", "not_tested", "num_gpus", "ok", "summary_line", "verdicts", "warning",
+]  # fmt: skip
 
 RUNTIME_PATHS = "transfer paths"
 """name of the finding that lists the paths this version of the runtime has"""
@@ -124,47 +114,31 @@ def first_line(error: BaseException | str) -> str:
     return line if len(line) <= MOST_LETTERS else f"{line[: MOST_LETTERS - 1]}…"
 
 
+def _found(state: State, text: str, advice: str = "", /, *, name: str = "", **values: Any) -> Finding:  # noqa: ANN401
+    """A finding; without a name, `guarded` gives it that of its check."""
+    return Finding(name=name, state=state, text=text, advice=advice, values=values)
+
+
+ok, warning, missing, not_tested = (partial(_found, state) for state in State)
+
+
 def guarded(name: str, check: Callable[[], Finding | Sequence[Finding]], *, on_error: State) -> list[Finding]:
-    """The findings of a check, or one finding with its error if it raises."""
+    """The findings of a check under its name, or one finding with its error if it raises."""
     try:
         found = check()
     except ImportError as error:
-        return [Finding(name=name, state=State.MISSING, text=first_line(error))]
+        found = missing(first_line(error))
     except Exception as error:  # noqa: BLE001 - whatever breaks in a probe is what the doctor is there to report
-        return [Finding(name=name, state=on_error, text=first_line(error))]
-    return [found] if isinstance(found, Finding) else list(found)
+        found = _found(on_error, first_line(error))
+    found = [found] if isinstance(found, Finding) else found
+    return [replace(one, name=one.name or name) for one in found]
 
 
-def without_gpu(name: str) -> Finding | None:
-    """A not-tested finding if the machine has no GPU, else None."""
+def has_gpu() -> bool:
+    """Whether torch can use a GPU."""
     import torch
 
-    if torch.cuda.is_available():
-        return None
-    return Finding(name=name, state=State.NOT_TESTED, text="no GPU here")
-
-
-class _Findings:
-    """Findings by name."""
-
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        self._of_name = {finding.name: finding for finding in findings}
-
-    def state(self, name: str) -> State:
-        found = self._of_name.get(name)
-        return found.state if found else State.NOT_TESTED
-
-    def reason(self, name: str) -> str:
-        found = self._of_name.get(name)
-        return f"{name}: {found.text}" if found else f"{name}: not looked at"
-
-    def first_unusable(self, names: Sequence[str]) -> Verdict | None:
-        """Verdict of the first missing, else first untested, finding; the caller fills in the path."""
-        for state, path_state in ((State.MISSING, PathState.FAILS), (State.NOT_TESTED, PathState.NOT_TESTED)):
-            for name in names:
-                if self.state(name) is state:
-                    return Verdict(path="", state=path_state, text=self.reason(name))
-        return None
+    return torch.cuda.is_available()
 
 
 def num_gpus(findings: Sequence[Finding]) -> int:
@@ -172,18 +146,59 @@ def num_gpus(findings: Sequence[Finding]) -> int:
     return sum("capability" in finding.values for finding in findings)
 
 
+class _Findings:
+    def __init__(self, findings: Sequence[Finding]) -> None:
+        self._of_name = {finding.name: finding for finding in findings}
+
+    def state(self, name: str) -> State:
+        return self._of_name[name].state if name in self._of_name else State.NOT_TESTED
+
+    def reason(self, name: str) -> str:
+        return f"{name}: {self._of_name[name].text if name in self._of_name else 'not looked at'}"
+
+    def unusable(self, *names: str) -> tuple[PathState, str] | None:
+        """What the first missing, else the first untested, finding rules out."""
+        for state, ruled_out in ((State.MISSING, PathState.FAILS), (State.NOT_TESTED, PathState.NOT_TESTED)):
+            for name in names:
+                if self.state(name) is state:
+                    return ruled_out, self.reason(name)
+        return None
+
+
 def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
-    """One verdict per transfer path."""
+    """One verdict per transfer path; a path that this version of the runtime lacks does not work."""
     found, gpus = _Findings(findings), num_gpus(findings)
     listed = next((finding.values.get("paths") for finding in findings if finding.name == RUNTIME_PATHS), None)
-    judges: dict[str, Callable[[_Findings, int], Verdict]] = {
-        "collective": _collective, "host": _host, "ipc": _ipc, "both": _both,
-    }  # fmt: skip
+    host = ["shared memory", *(["registering"] if gpus else [])]
+    ipc = ["cuda ipc", "stream values", *(["peer access"] if gpus > 1 else [])]
     made = []
-    for path, judge in judges.items():
-        one = found.first_unusable(["torch", "gloo"]) or judge(found, gpus)
-        made.append(_in_runtime(Verdict(path=path, state=one.state, text=one.text), listed))
+    for path, needed in {"collective": [], "host": host, "ipc": ipc, "both": [*ipc, *host]}.items():
+        no_gpu = (PathState.FAILS, "no GPU here") if path in ("ipc", "both") and not gpus else None
+        ruled_out = found.unusable("torch", "gloo") or no_gpu or found.unusable(*needed)
+        state, text = ruled_out or (PathState.WORKS, _how(path, found, gpus))
+        if listed is not None and path not in listed and state is not PathState.FAILS:
+            state, text = PathState.FAILS, f"this version of the runtime has no such path (the machine: {text})"
+        made.append(Verdict(path=path, state=state, text=text))
     return made
+
+
+def _how(path: str, found: _Findings, gpus: int) -> str:
+    """How a path works here."""
+    little = "; it may be too small" if found.state("shared memory") is State.WARNING else ""
+    collective = f"over gloo only, which is slow ({found.reason('nccl')})"
+    if found.state("nccl") in (State.OK, State.WARNING):
+        collective = f"over NCCL, one process for each of {gpus} GPUs"
+    if gpus < 2:
+        collective = "over gloo, between processes without GPUs"
+    if gpus == 1:
+        collective = "over gloo, for processes that share the GPU; NCCL refuses two processes on one GPU"
+    alone = "between processes that share the GPU; between GPUs not tested"
+    return {
+        "collective": collective,
+        "host": f"through /dev/shm{', registered with CUDA' if gpus else ''}{little}",
+        "ipc": f"between all {gpus} GPUs" if gpus > 1 else alone,
+        "both": "ipc and the host link at once",
+    }[path]
 
 
 def summary_line(made: Sequence[Verdict]) -> str:
@@ -194,50 +209,3 @@ def summary_line(made: Sequence[Verdict]) -> str:
         if paths := [one.path for one in made if one.state is state]:
             parts.append(f"{', '.join(paths)} {word}")
     return f"transfer paths: {'; '.join(parts)}"
-
-
-def _collective(found: _Findings, gpus: int) -> Verdict:
-    if gpus == 0:
-        return Verdict(path="", state=PathState.WORKS, text="over gloo, between processes without GPUs")
-    if gpus == 1:
-        return Verdict(path="", state=PathState.WORKS, text="over gloo, for processes that share the GPU; NCCL refuses "
-                       "two processes on one GPU")  # fmt: skip
-    if found.state("nccl") in (State.OK, State.WARNING):
-        return Verdict(path="", state=PathState.WORKS, text=f"over NCCL, one process for each of {gpus} GPUs")
-    return Verdict(path="", state=PathState.WORKS, text=f"over gloo only, which is slow ({found.reason('nccl')})")
-
-
-def _host(found: _Findings, gpus: int) -> Verdict:
-    needs = ["shared memory", "registering"] if gpus else ["shared memory"]
-    if ruled_out := found.first_unusable(needs):
-        return ruled_out
-    little = found.state("shared memory") is State.WARNING
-    text = "through /dev/shm" + (", registered with CUDA" if gpus else "")
-    return Verdict(path="", state=PathState.WORKS, text=text + ("; it may be too small" if little else ""))
-
-
-def _ipc(found: _Findings, gpus: int) -> Verdict:
-    if gpus == 0:
-        return Verdict(path="", state=PathState.FAILS, text="no GPU here")
-    needs = ["cuda ipc", "stream values", *(["peer access"] if gpus > 1 else [])]
-    if ruled_out := found.first_unusable(needs):
-        return ruled_out
-    text = f"between all {gpus} GPUs" if gpus > 1 else "between processes that share the GPU; between GPUs not tested"
-    return Verdict(path="", state=PathState.WORKS, text=text)
-
-
-def _both(found: _Findings, gpus: int) -> Verdict:
-    needed = [_ipc(found, gpus), _host(found, gpus)]
-    for state in (PathState.FAILS, PathState.NOT_TESTED):
-        for one in needed:
-            if one.state is state:
-                return one
-    return Verdict(path="", state=PathState.WORKS, text="ipc and the host link at once")
-
-
-def _in_runtime(verdict: Verdict, listed: Collection[str] | None) -> Verdict:
-    """The verdict, turned to FAILS if this version of the runtime lacks the path."""
-    if listed is None or verdict.path in listed or verdict.state is PathState.FAILS:
-        return verdict
-    text = f"this version of the runtime has no such path (the machine: {verdict.text})"
-    return Verdict(path=verdict.path, state=PathState.FAILS, text=text)

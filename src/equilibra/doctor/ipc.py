@@ -13,11 +13,10 @@ import sys
 from multiprocessing.reduction import ForkingPickler
 from typing import Any, cast
 
-from equilibra.doctor.finding import Finding, State, first_line, without_gpu
+from equilibra.doctor.finding import Finding, first_line, missing, ok, warning
 
 __all__ = ["answer", "check_ipc", "expandable_segments"]
 
-NAME = "cuda ipc"
 NUM_VALUES = 2**18
 TIMEOUT_S = 45
 SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
@@ -25,17 +24,15 @@ SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
 
 def check_ipc() -> Finding:
     """Whether another process can read and write a tensor of this one."""
-    if absent := without_gpu(NAME):
-        return absent
-    advice = ""
-    if setting := expandable_segments():
-        advice = f"remove expandable_segments from {setting}: it can break CUDA IPC"
+    setting = expandable_segments()
+    advice = f"remove expandable_segments from {setting}: it can break CUDA IPC" if setting else ""
     try:
         text = _shared()
     except (RuntimeError, OSError, subprocess.SubprocessError) as error:
-        advice = advice or "in a container, share the IPC and PID namespaces (docker: --ipc=host)"
-        return Finding(name=NAME, state=State.MISSING, text=first_line(error), advice=advice)
-    return Finding(name=NAME, state=State.WARNING if advice else State.OK, text=text, advice=advice)
+        return missing(
+            first_line(error), advice or "in a container, share the IPC and PID namespaces (docker: --ipc=host)"
+        )
+    return (warning if advice else ok)(text, advice)
 
 
 def expandable_segments() -> str:

@@ -40,17 +40,6 @@ def measure_dense() -> Measured:
     return measured_of("dense bf16 products", cases, amount="flop")
 
 
-def measure_device_copy() -> Measured:
-    """A copy inside device memory: bytes read and written."""
-    import torch
-
-    cases = []
-    for num_bytes in COPIES:
-        source, target = (torch.empty(num_bytes, dtype=torch.uint8, device="cuda") for _ in range(2))
-        cases.append({"kind": "device_copy", "bytes": 2 * num_bytes, **_clock(partial(target.copy_, source))})
-    return measured_of("device memory, copied", cases)
-
-
 def measure_rows() -> Measured:
     """Permuted rows, as in dispatch: bytes read and written."""
     import torch
@@ -64,21 +53,30 @@ def measure_rows() -> Measured:
     return measured_of("device memory, rows permuted", cases)
 
 
-def measure_to_device() -> Measured:
-    """A copy from pinned host memory to the device."""
-    return _host_link("pinned host to device", "host_copy", to_device=True)
+def measure_copy(name: str, kind: str, source: str, target: str) -> Measured:
+    """A copy between two devices; cpu is pinned memory. Inside one device bytes count twice, as read and written."""
+    import torch
 
-
-def measure_to_host() -> Measured:
-    """A copy from the device to pinned host memory."""
-    return _host_link("device to pinned host", "host_copy_back", to_device=False)
+    cases, seconds = [], PAIR_S if kind == "nvlink" else CASE_S
+    here = next(device for device in (source, target) if device != "cpu")  # between GPUs: a stream of the source
+    about = {"from": int(source[5:]), "to": int(target[5:])} if kind == "nvlink" else {}
+    with torch.cuda.device(here):
+        for num_bytes in COPIES:
+            old, new = (
+                torch.empty(num_bytes, dtype=torch.uint8, device=device, pin_memory=device == "cpu")
+                for device in (source, target)
+            )
+            timed = _clock(partial(new.copy_, old, non_blocking=True), seconds=seconds)
+            cases.append({"kind": kind, "bytes": num_bytes * (1 + (source == target)), **about, **timed})
+    return measured_of(name, cases)
 
 
 def measure_pairs() -> list[Measured]:
     """Copies between every pair of GPUs, one pair at a time."""
     import torch
 
-    return [_pair(a, b) for a, b in permutations(range(torch.cuda.device_count()), 2)]
+    pairs = permutations(range(torch.cuda.device_count()), 2)
+    return [measure_copy(f"gpu {a} to gpu {b}", "nvlink", f"cuda:{a}", f"cuda:{b}") for a, b in pairs]
 
 
 def measured_of(name: str, cases: list[dict[str, Any]], *, amount: str = "bytes") -> Measured:
@@ -91,49 +89,22 @@ def measured_of(name: str, cases: list[dict[str, Any]], *, amount: str = "bytes"
     )  # fmt: skip
 
 
-def _host_link(name: str, kind: str, *, to_device: bool) -> Measured:
-    import torch
-
-    cases = []
-    for num_bytes in COPIES:
-        host = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=True)
-        device = torch.empty(num_bytes, dtype=torch.uint8, device="cuda")
-        target, source = (device, host) if to_device else (host, device)
-        cases.append({"kind": kind, "bytes": num_bytes, **_clock(partial(target.copy_, source, non_blocking=True))})
-    return measured_of(name, cases)
-
-
-def _pair(a: int, b: int) -> Measured:
-    import torch
-
-    cases = []
-    with torch.cuda.device(a):  # a copy between devices runs on a stream of its source
-        for num_bytes in COPIES:
-            source = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{a}")
-            target = torch.empty(num_bytes, dtype=torch.uint8, device=f"cuda:{b}")
-            timed = _clock(partial(target.copy_, source, non_blocking=True), seconds=PAIR_S)
-            cases.append({"kind": "nvlink", "bytes": num_bytes, "from": a, "to": b, **timed})
-    return measured_of(f"gpu {a} to gpu {b}", cases)
-
-
 def _clock(run: Callable[[], object], *, seconds: float = CASE_S) -> dict[str, Any]:
     """Median and quartiles in microseconds on the current device."""
     import torch
 
-    event = partial(cast("Any", torch.cuda).Event, enable_timing=True)
-    for _ in range(3):
-        run()
-    torch.cuda.synchronize()
-    times: list[float] = []
-    begin = perf_counter()
-    while len(times) < FEWEST or (len(times) < MOST and perf_counter() - begin < seconds):
-        start, end = event(), event()
+    def once() -> float:
+        start, end = (cast("Any", torch.cuda).Event(enable_timing=True) for _ in range(2))
         start.record()
         run()
         end.record()
         end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return summary(times)
+        return float(start.elapsed_time(end)) * 1e3
+
+    for _ in range(3):
+        run()
+    torch.cuda.synchronize()
+    return _repeated(once, seconds)
 
 
 def measure_host_dense() -> Measured:
@@ -156,13 +127,20 @@ def measure_host_copy() -> Measured:
 
 
 def _host_clock(run: Callable[[], object]) -> dict[str, Any]:
-    run()
-    times: list[float] = []
-    begin = perf_counter()
-    while len(times) < FEWEST or (len(times) < MOST and perf_counter() - begin < HOST_CASE_S):
+    def once() -> float:
         start = perf_counter()
         run()
-        times.append((perf_counter() - start) * 1e6)
+        return (perf_counter() - start) * 1e6
+
+    run()
+    return _repeated(once, HOST_CASE_S)
+
+
+def _repeated(once: Callable[[], float], seconds: float) -> dict[str, Any]:
+    times: list[float] = []
+    begin = perf_counter()
+    while len(times) < FEWEST or (len(times) < MOST and perf_counter() - begin < seconds):
+        times.append(once())
     return summary(times)
 
 
@@ -175,15 +153,13 @@ def summary(times_us: list[float]) -> dict[str, Any]:
     }  # fmt: skip
 
 
-GPU_MEASUREMENTS: dict[str, Callable[[], Measured | list[Measured]]] = {
+Measure = Callable[[], Measured | list[Measured]]
+GPU_MEASUREMENTS: dict[str, Measure] = {
     "dense products": measure_dense,
-    "device copy": measure_device_copy,
+    "device copy": partial(measure_copy, "device memory, copied", "device_copy", "cuda", "cuda"),
     "permuted rows": measure_rows,
-    "host to device": measure_to_device,
-    "device to host": measure_to_host,
+    "host to device": partial(measure_copy, "pinned host to device", "host_copy", "cpu", "cuda"),
+    "device to host": partial(measure_copy, "device to pinned host", "host_copy_back", "cuda", "cpu"),
     "pairs of gpus": measure_pairs,
 }
-HOST_MEASUREMENTS: dict[str, Callable[[], Measured | list[Measured]]] = {
-    "dense products": measure_host_dense,
-    "host copy": measure_host_copy,
-}
+HOST_MEASUREMENTS: dict[str, Measure] = {"dense products": measure_host_dense, "host copy": measure_host_copy}

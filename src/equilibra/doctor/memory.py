@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from equilibra.core.model import MoEModel
-from equilibra.doctor.finding import Ask, Finding, State, first_line, without_gpu
+from equilibra.doctor.finding import Ask, Finding, first_line, missing, ok, warning
 
 __all__ = ["check_locked", "check_pinning", "check_registering", "check_shared_memory", "segment_bytes"]
 
@@ -29,38 +29,35 @@ INFINIBAND = Path("/dev/infiniband")
 PAGE, MIB, GIB = 4096, 2**20, 2**30
 PINNED_BYTES, REGISTERED_BYTES = 64 * MIB, 4 * MIB
 RANKS_WITHOUT_GPUS = 2
+TOO_SMALL = "make it larger (docker: --shm-size, kubernetes: an emptyDir of medium Memory), or use the collective path"
 
 
 def check_locked() -> Finding:
     """RLIMIT_MEMLOCK, which limits InfiniBand but not CUDA."""
     limit, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
-    values = {"bytes": None if limit == resource.RLIM_INFINITY else limit}
     if limit == resource.RLIM_INFINITY:
-        return Finding(name="locked memory", state=State.OK, text="unlimited", values=values)
+        return ok("unlimited", bytes=None)
     text = f"{limit / MIB:g} MiB (RLIMIT_MEMLOCK)"
     if not INFINIBAND.exists():
-        text += "; only InfiniBand needs more, and this machine has none"
-        return Finding(name="locked memory", state=State.OK, text=text, values=values)
+        return ok(f"{text}; only InfiniBand needs more, and this machine has none", bytes=limit)
     advice = "NCCL over InfiniBand needs more: ulimit -l unlimited (docker: --ulimit memlock=-1)"
-    return Finding(name="locked memory", state=State.WARNING, text=text, advice=advice, values=values)
+    return warning(text, advice, bytes=limit)
 
 
 def check_pinning() -> Finding:
     """Pin 64 MiB and copy it to the device and back."""
     import torch
 
-    if absent := without_gpu("pinned memory"):
-        return absent
     try:
         host = torch.empty(PINNED_BYTES, dtype=torch.uint8, pin_memory=True)
     except RuntimeError as error:
         advice = "raise the container's memory limit; copies from host memory will not overlap with compute"
-        return Finding(name="pinned memory", state=State.MISSING, text=first_line(error), advice=advice)
+        return missing(first_line(error), advice)
     host.fill_(7)
     back = torch.empty_like(host).copy_(host.to("cuda", non_blocking=True))
     if not host.is_pinned() or not bool((back == 7).all()):
-        return Finding(name="pinned memory", state=State.MISSING, text="pinned 64 MiB, but they came back changed")
-    return Finding(name="pinned memory", state=State.OK, text=f"pinned {PINNED_BYTES // MIB} MiB, to the GPU and back")
+        return missing("pinned 64 MiB, but they came back changed")
+    return ok(f"pinned {PINNED_BYTES // MIB} MiB, to the GPU and back")
 
 
 def check_shared_memory(ask: Ask) -> Finding:
@@ -70,12 +67,11 @@ def check_shared_memory(ask: Ask) -> Finding:
     about = os.statvfs(SHARED_MEMORY)
     total, free = about.f_blocks * about.f_frsize, about.f_bavail * about.f_frsize
     text = f"{free / GIB:.1f} of {total / GIB:.1f} GiB free"
-    values: dict[str, object] = {"total_bytes": total, "free_bytes": free}
+    values: dict[str, Any] = {"total_bytes": total, "free_bytes": free}
     if ask.model is None:
         if free < 64 * MIB:
-            return _too_small(text, values, State.WARNING)
-        return Finding(name="shared memory", state=State.OK, text=f"{text} (--model tells whether it is enough)",
-                       values=values)  # fmt: skip
+            return warning(text, TOO_SMALL, **values)
+        return ok(f"{text} (--model tells whether it is enough)", **values)
     from equilibra.cost.files import load_model
 
     model, ranks = load_model(ask.model), ask.ranks_per_node or _ranks_here()
@@ -86,28 +82,20 @@ def check_shared_memory(ask: Ask) -> Finding:
         f"; {model.name}, {ranks} ranks, {ask.spare_slots} spare slots: {one / GIB:.1f} GiB (one micro-batch) "
         f"to {most / GIB:.1f} GiB (every expert)"
     )
-    if free < fewest:
-        return _too_small(text, values, State.MISSING)
-    if free < most:
-        return _too_small(text, values, State.WARNING)
-    return Finding(name="shared memory", state=State.OK, text=text, values=values)
+    if free >= most:
+        return ok(text, **values)
+    return (missing if free < fewest else warning)(text, TOO_SMALL, **values)
 
 
 def check_registering() -> Finding:
     """Register shared memory with CUDA, copy it to the device, and unregister it."""
-    if absent := without_gpu("registering"):
-        return absent
     with _shared_file(REGISTERED_BYTES) as descriptor, mmap.mmap(descriptor, REGISTERED_BYTES) as memory:
         answer, came = _registered(memory)
     if answer != 0:
-        text = f"cudaHostRegister of shared memory returned {answer}"
-        return Finding(name="registering", state=State.MISSING, text=text, advice="use the collective path")
+        return missing(f"cudaHostRegister of shared memory returned {answer}", "use the collective path")
     if not came:
-        return Finding(
-            name="registering", state=State.MISSING, text="registered, but the bytes reached the GPU changed"
-        )
-    text = f"registered {REGISTERED_BYTES // MIB} MiB of shared memory with CUDA and copied it to the GPU"
-    return Finding(name="registering", state=State.OK, text=text)
+        return missing("registered, but the bytes reached the GPU changed")
+    return ok(f"registered {REGISTERED_BYTES // MIB} MiB of shared memory with CUDA and copied it to the GPU")
 
 
 def segment_bytes(model: MoEModel, *, num_ranks: int, spare_slots: int, num_instances: int) -> int:
@@ -149,11 +137,6 @@ def _registered(memory: mmap.mmap) -> tuple[int, bool]:
         return answer, bool((host.to("cuda", non_blocking=True) == 5).all())
     finally:
         cudart.cudaHostUnregister(host.data_ptr())
-
-
-def _too_small(text: str, values: dict[str, object], state: State) -> Finding:
-    advice = "make it larger (docker: --shm-size, kubernetes: an emptyDir of medium Memory), or use the collective path"
-    return Finding(name="shared memory", state=state, text=text, advice=advice, values=values)
 
 
 @contextmanager

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import selectors
 import signal
 import subprocess
 import sys
@@ -16,8 +15,8 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
+from threading import Timer
 from time import monotonic
-from types import TracebackType
 from typing import Any, Self
 
 from equilibra.doctor.devices import STREAM_VALUES
@@ -69,14 +68,11 @@ class Worker:
         self._command = command or [sys.executable, "-m", "equilibra.doctor.worker"]
         self._process: subprocess.Popen[bytes] | None = None
         self._stderr = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the worker
-        self._unread = b""
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.stop()
         self._stderr.close()
 
@@ -97,12 +93,10 @@ class Worker:
         return found
 
     def stop(self) -> None:
-        """Kill the process and its children."""
-        process, self._process, self._unread = self._process, None, b""
+        process, self._process = self._process, None
         if process is None:
             return
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill(process)
         process.wait()
         for pipe in (process.stdin, process.stdout):
             with suppress(OSError):
@@ -117,21 +111,20 @@ class Worker:
         )
 
     def _line(self, limit_s: float) -> bytes:
-        """The next line the worker writes."""
+        """The next line the worker writes; over the limit, it is killed."""
         assert self._process is not None
         assert self._process.stdout is not None
-        pipe, end = self._process.stdout.fileno(), monotonic() + limit_s
-        with selectors.DefaultSelector() as ready:
-            ready.register(pipe, selectors.EVENT_READ)
-            while b"\n" not in self._unread:
-                if not ready.select(max(end - monotonic(), 0)):
-                    raise LostError(f"did not finish within {limit_s:.0f} s")
-                part = os.read(pipe, 65_536)
-                if not part:
-                    raise LostError(self._last_words())
-                self._unread += part
-        line, _, self._unread = self._unread.partition(b"\n")
-        return line
+        begin, timer = monotonic(), Timer(limit_s, _kill, [self._process])
+        timer.daemon = True
+        timer.start()
+        try:
+            line = self._process.stdout.readline()
+        finally:
+            timer.cancel()
+        if line.endswith(b"\n"):
+            return line
+        late = monotonic() - begin >= limit_s
+        raise LostError(f"did not finish within {limit_s:.0f} s" if late else self._last_words())
 
     def _last_words(self) -> str:
         assert self._process is not None
@@ -142,6 +135,11 @@ class Worker:
         self._stderr.seek(0)
         said = [line for line in self._stderr.read().decode(errors="replace").splitlines() if line.strip()]
         return f"the worker process ended with {how}" + (f": {first_line(said[-1])}" if said else "")
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
 
 
 def examine(
@@ -161,9 +159,9 @@ def examine(
             if jobs[done - 1] == STREAM_VALUES and found[0].state is State.MISSING:
                 hands.stop()  # a stream may still wait and would block every later job
             if done == len(CHECKS) and measure:
-                gpus = num_gpus(findings)
+                on_gpu = num_gpus(findings) > 0
                 jobs += (
-                    [GPU + name for name in GPU_MEASUREMENTS] if gpus else [HOST + name for name in HOST_MEASUREMENTS]
+                    [GPU + name for name in GPU_MEASUREMENTS] if on_gpu else [HOST + name for name in HOST_MEASUREMENTS]
                 )
     return Examination(findings=findings, measured=measured, verdicts=verdicts(findings))
 

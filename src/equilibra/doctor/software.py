@@ -10,7 +10,7 @@ from importlib import metadata, util
 from typing import Any, cast
 
 from equilibra.doctor.devices import driver_version, load_driver
-from equilibra.doctor.finding import Finding, State, first_line, without_gpu
+from equilibra.doctor.finding import Finding, first_line, has_gpu, missing, not_tested, ok, warning
 
 __all__ = ["check_cuda", "check_gloo", "check_nccl", "check_python", "check_torch", "check_triton"]
 
@@ -20,11 +20,10 @@ GLOO_TIMEOUT_S = 10
 
 def check_python() -> Finding:
     """Whether Python is new enough."""
-    version = sys.version_info[:2]
     text = f"{platform.python_version()}, {platform.system()} {platform.release()}, {platform.machine()}"
-    if version < LEAST_PYTHON:
-        return Finding(name="python", state=State.MISSING, text=text, advice="install Python 3.11 or newer")
-    return Finding(name="python", state=State.OK, text=text, values={"version": platform.python_version()})
+    if sys.version_info[:2] < LEAST_PYTHON:
+        return missing(text, "install Python 3.11 or newer")
+    return ok(text, version=platform.python_version())
 
 
 def check_torch() -> Finding:
@@ -32,20 +31,15 @@ def check_torch() -> Finding:
     try:
         import torch
     except ImportError as error:
-        return Finding(
-            name="torch", state=State.MISSING, text=first_line(error), advice="pip install 'equilibra[torch]'"
-        )
+        return missing(first_line(error), "pip install 'equilibra[torch]'")
     version, cuda = str(torch.__version__), torch.version.cuda
     text = f"{version}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}"
-    values = {"version": version, "cuda": cuda}
     if version_pair(version) < LEAST_TORCH:
-        return Finding(
-            name="torch", state=State.MISSING, text=text, advice="install torch 2.11 or newer", values=values
-        )
+        return missing(text, "install torch 2.11 or newer", version=version, cuda=cuda)
     if cuda is None and _has_driver():
         advice = "this machine has an NVIDIA driver: install a torch built for CUDA to use it"
-        return Finding(name="torch", state=State.WARNING, text=text, advice=advice, values=values)
-    return Finding(name="torch", state=State.OK, text=text, values=values)
+        return warning(text, advice, version=version, cuda=cuda)
+    return ok(text, version=version, cuda=cuda)
 
 
 def check_cuda() -> Finding:
@@ -54,27 +48,25 @@ def check_cuda() -> Finding:
 
     runtime = torch.version.cuda
     try:
-        found = driver_version(load_driver())
+        major, minor = driver_version(load_driver())
     except OSError:
-        return Finding(name="cuda", state=State.NOT_TESTED, text="no NVIDIA driver here")
-    text = f"driver for CUDA {found[0]}.{found[1]}, torch is built for {runtime or 'no CUDA'}"
-    values = {"driver": f"{found[0]}.{found[1]}", "runtime": runtime}
-    if runtime is not None and found[0] < version_pair(runtime)[0]:
-        advice = f"update the driver, or install a torch built for CUDA {found[0]}"
-        return Finding(name="cuda", state=State.MISSING, text=text, advice=advice, values=values)
-    return Finding(name="cuda", state=State.OK, text=text, values=values)
+        return not_tested("no NVIDIA driver here")
+    text = f"driver for CUDA {major}.{minor}, torch is built for {runtime or 'no CUDA'}"
+    if runtime is not None and major < version_pair(runtime)[0]:
+        advice = f"update the driver, or install a torch built for CUDA {major}"
+        return missing(text, advice, driver=f"{major}.{minor}", runtime=runtime)
+    return ok(text, driver=f"{major}.{minor}", runtime=runtime)
 
 
 def check_triton() -> Finding:
     """Whether Triton is installed; it is not run."""
-    absent = without_gpu("triton")
+    gpu = has_gpu()
     if util.find_spec("triton") is None:
-        return absent or Finding(
-            name="triton", state=State.WARNING, text="not installed", advice="pip install triton, for fused kernels"
-        )
+        return warning("not installed", "pip install triton, for fused kernels") if gpu else not_tested("no GPU here")
     version = metadata.version("triton")
-    state, text = (State.NOT_TESTED, f"{version}; no GPU here") if absent else (State.OK, f"{version} (not run)")
-    return Finding(name="triton", state=state, text=text, values={"version": version})
+    return (
+        ok(f"{version} (not run)", version=version) if gpu else not_tested(f"{version}; no GPU here", version=version)
+    )
 
 
 def check_nccl() -> Finding:
@@ -83,23 +75,23 @@ def check_nccl() -> Finding:
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_nccl_available()):
-        return without_gpu("nccl") or Finding(
-            name="nccl", state=State.MISSING, text="this torch has no NCCL", advice="install a torch with NCCL"
+        return (
+            missing("this torch has no NCCL", "install a torch with NCCL") if has_gpu() else not_tested("no GPU here")
         )
     nccl = cast("Any", torch.cuda.nccl)
     version = ".".join(str(part) for part in nccl.version())
-    if not torch.cuda.is_available():
-        return Finding(name="nccl", state=State.NOT_TESTED, text=f"{version}; no GPU here")
+    if not has_gpu():
+        return not_tested(f"{version}; no GPU here")
     count = torch.cuda.device_count()
     ones = [torch.ones(1024, device=f"cuda:{index}") for index in range(count)]
     nccl.all_reduce(ones)
     sums = {float(one.sum()) for one in ones}
-    values = {"version": version, "gpus": count}
     if sums != {1024.0 * count}:
         text = f"{version}: a sum over {count} GPU(s) came out as {sorted(sums)}, not {1024 * count}"
-        return Finding(name="nccl", state=State.MISSING, text=text, values=values)
-    text = f"{version}; summed over {count} GPU{'s' if count > 1 else ''} in one process"
-    return Finding(name="nccl", state=State.OK, text=text, values=values)
+        return missing(text, version=version, gpus=count)
+    return ok(
+        f"{version}; summed over {count} GPU{'s' if count > 1 else ''} in one process", version=version, gpus=count
+    )
 
 
 def check_gloo() -> Finding:
@@ -107,13 +99,13 @@ def check_gloo() -> Finding:
     from torch import distributed
 
     if not (distributed.is_available() and distributed.is_gloo_available()):
-        return Finding(name="gloo", state=State.MISSING, text="this torch has no gloo", advice="install another torch")
+        return missing("this torch has no gloo", "install another torch")
     store = cast("Any", distributed).HashStore()
     with ThreadPoolExecutor(2) as threads:
         sums = list(threads.map(lambda rank: _gloo_sum(store, rank), range(2)))
-    if sums != [3.0, 3.0]:
-        return Finding(name="gloo", state=State.MISSING, text=f"two ranks summed 1 and 2 to {sums}")
-    return Finding(name="gloo", state=State.OK, text="two ranks connected and summed")
+    return (
+        ok("two ranks connected and summed") if sums == [3.0, 3.0] else missing(f"two ranks summed 1 and 2 to {sums}")
+    )
 
 
 def version_pair(text: str) -> tuple[int, int]:

@@ -11,11 +11,10 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
-from functools import partial
 from typing import Any, NamedTuple
 
 from equilibra.doctor import devices, ipc, memory, software
-from equilibra.doctor.finding import RUNTIME_PATHS, Ask, Finding, Measured, State, guarded
+from equilibra.doctor.finding import RUNTIME_PATHS, Ask, Finding, Measured, State, guarded, has_gpu, not_tested, ok
 from equilibra.doctor.measure import GPU_MEASUREMENTS, HOST_MEASUREMENTS
 
 __all__ = ["CHECKS", "GPU", "HOST", "Check", "answer", "main"]
@@ -33,8 +32,7 @@ def check_paths() -> Finding:
     from equilibra.execute.copies.transfer import Path
 
     paths = [str(path) for path in Path]
-    text = f"{', '.join(paths)} in this version"
-    return Finding(name=RUNTIME_PATHS, state=State.OK, text=text, values={"paths": paths})
+    return ok(f"{', '.join(paths)} in this version", paths=paths)
 
 
 class Check(NamedTuple):
@@ -44,6 +42,8 @@ class Check(NamedTuple):
     run: Callable[..., Finding | Sequence[Finding]]
     asks: bool = False
     """whether it takes the user's `Ask`"""
+    on_gpu: bool = False
+    """whether it is run only where there is a GPU"""
 
 
 CHECKS = {
@@ -52,17 +52,17 @@ CHECKS = {
     "cuda": Check(READ, software.check_cuda),
     "triton": Check(READ, software.check_triton),
     "gpu": Check(READ, devices.check_gpus),
-    "sharing a gpu": Check(READ, devices.check_sharing),
-    "peer access": Check(READ, devices.check_peers),
-    "nvlink": Check(READ, devices.check_nvlink),
+    "sharing a gpu": Check(READ, devices.check_sharing, on_gpu=True),
+    "peer access": Check(READ, devices.check_peers, on_gpu=True),
+    "nvlink": Check(READ, devices.check_nvlink, on_gpu=True),
     "nccl": Check(TRIED, software.check_nccl),
     "gloo": Check(TRIED, software.check_gloo),
     "locked memory": Check(READ, memory.check_locked),
-    "pinned memory": Check(TRIED, memory.check_pinning),
+    "pinned memory": Check(TRIED, memory.check_pinning, on_gpu=True),
     "shared memory": Check(TRIED, memory.check_shared_memory, asks=True),
-    "registering": Check(TRIED, memory.check_registering),
-    "cuda ipc": Check(TRIED, ipc.check_ipc),
-    "stream values": Check(TRIED, devices.check_stream_values),
+    "registering": Check(TRIED, memory.check_registering, on_gpu=True),
+    "cuda ipc": Check(TRIED, ipc.check_ipc, on_gpu=True),
+    "stream values": Check(TRIED, devices.check_stream_values, on_gpu=True),
     RUNTIME_PATHS: Check(READ, check_paths),
 }
 """by name, in display order"""
@@ -73,7 +73,12 @@ def answer(job: str, ask: Ask) -> dict[str, Any]:
     if job.startswith((GPU, HOST)):
         return _measure(job)
     check = CHECKS[job]
-    run = partial(check.run, *([ask] if check.asks else []))
+
+    def run() -> Finding | Sequence[Finding]:
+        if check.on_gpu and not has_gpu():
+            return not_tested("no GPU here")
+        return check.run(ask) if check.asks else check.run()
+
     return {"findings": [asdict(finding) for finding in guarded(job, run, on_error=check.on_error)]}
 
 

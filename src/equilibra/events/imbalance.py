@@ -6,23 +6,15 @@ Symbols: R ranks (or nodes). An all-zero load has imbalance 1.0: no rank waits.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
+from equilibra.core.load import StepLoad
 
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-    from equilibra.core.load import StepLoad
-
-__all__ = [
-    "ImbalanceSpread",
-    "imbalance",
-    "spread",
-    "static_imbalance",
-]
+__all__ = ["ImbalanceSpread", "imbalance", "spread", "static_imbalance"]
 
 
 @dataclass(frozen=True, kw_only=True)

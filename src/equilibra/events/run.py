@@ -98,43 +98,33 @@ class PlannerRecord:
         tokens, home = self.rank_tokens_LMR, self.home_of_expert_LE
         if tokens.ndim != 3 or home.ndim != 2:
             raise InputError(f"rank tokens must be [L, M, R] and homes [L, E], not {tokens.shape} and {home.shape}")
-        layers, micro_batches, _ = tokens.shape
-        required: dict[str, tuple[int, ...]] = {
-            "expert_tokens_LME": (layers, micro_batches, home.shape[1]),
-            "home_of_expert_LE": (layers, home.shape[1]),
-            "flash_first_of_problem": (layers * micro_batches + 1,),
-            "layer_us_PLM": (len(PASSES), layers, micro_batches),
-            "bound_LM": (layers, micro_batches),
-            "standing_tokens_CM": (self.standing_layer.size, micro_batches),
-            **{f"flash_{name}": self.flash_expert.shape for name in ("rank", "origin", "tokens")},
-            **{f"standing_{name}": self.standing_layer.shape for name in ("expert", "rank")},
-        }
-        for name, shape in required.items():
-            if getattr(self, name).shape != shape:
-                raise InputError(f"{name} must have shape {shape}, not {getattr(self, name).shape}")
-        self._check_values()
+        for name, (shape, below) in self._limits().items():
+            array = getattr(self, name)
+            if array.shape != shape:
+                raise InputError(f"{name} must have shape {shape}, not {array.shape}")
+            if array.dtype.kind not in ("f" if name == "layer_us_PLM" else "iu"):
+                raise InputError(f"{name} cannot hold {array.dtype}")
+            if array.size and not (array.min() >= 0 and array.max() < below):
+                raise InputError(f"{name} must be from 0 to {below - 1}, not {array.min()} to {array.max()}")
         first = self.flash_first_of_problem
         if first[0] != 0 or first[-1] != self.flash_expert.size or (np.diff(first) < 0).any():
             raise InputError(f"flash_first_of_problem must rise from 0 to {self.flash_expert.size}")
+        for name, value in (*self.metrics.items(), *self.memory.items()):
+            if not isinstance(value, (int, float)) or not np.isfinite(value):
+                raise InputError(f"{name} must be a finite number, not {value!r}")
 
-    def _check_values(self) -> None:
-        """Raise InputError if an index is out of range or an amount is negative."""
-        num_layers, _, num_ranks = self.rank_tokens_LMR.shape
-        num_experts = self.home_of_expert_LE.shape[1]
-        below = {"home_of_expert_LE": num_ranks, "flash_rank": num_ranks, "flash_origin": num_ranks,
-                 "standing_rank": num_ranks, "flash_expert": num_experts, "standing_expert": num_experts,
-                 "standing_layer": num_layers}  # fmt: skip
-        for name in _array_names():
-            array = getattr(self, name)
-            if array.dtype.kind not in ("f" if name == "layer_us_PLM" else "iu"):
-                raise InputError(f"{name} cannot hold {array.dtype}")
-            most = below.get(name, 2**62) - 1
-            if array.size and not (array.min() >= 0 and array.max() <= most):
-                raise InputError(f"{name} must be from 0 to {most}, not {array.min()} to {array.max()}")
-        for kind in (self.metrics, self.memory):
-            for name, value in kind.items():
-                if not isinstance(value, (int, float)) or not np.isfinite(value):
-                    raise InputError(f"{name} must be a finite number, not {value!r}")
+    def _limits(self) -> dict[str, tuple[tuple[int, ...], int]]:
+        """The shape of every array, and what its values must be below."""
+        (L, M, R), E, any_number = self.rank_tokens_LMR.shape, self.home_of_expert_LE.shape[1], 2**62
+        F, C = self.flash_expert.size, self.standing_layer.size
+        return {
+            "rank_tokens_LMR": ((L, M, R), any_number), "expert_tokens_LME": ((L, M, E), any_number),
+            "home_of_expert_LE": ((L, E), R), "flash_first_of_problem": ((L * M + 1,), any_number),
+            "flash_expert": ((F,), E), "flash_rank": ((F,), R), "flash_origin": ((F,), R),
+            "flash_tokens": ((F,), any_number), "standing_layer": ((C,), L), "standing_expert": ((C,), E),
+            "standing_rank": ((C,), R), "standing_tokens_CM": ((C, M), any_number),
+            "layer_us_PLM": ((len(PASSES), L, M), any_number), "bound_LM": ((L, M), any_number),
+        }  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,15 +9,15 @@ the others why this rank fails, and stops the watch thread (`watch.py`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
+from functools import partial
 from math import inf
 from threading import Thread
-from types import TracebackType
-from typing import TYPE_CHECKING, Protocol, Self
+from typing import Protocol, Self, TypeVar
 
 import numpy as np
 import torch
@@ -32,14 +32,12 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
 from equilibra.execute.watch import ADVICE, STORE_S, Watch, first_line, nccl_of, without_torch_watchdog
 
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
 __all__ = [
-    "Channel", "ExpertGroup", "Pending", "Ready", "device_name", "join_expert_group", "lost_rank_is_an_error",
+    "Channel", "ExpertGroup", "Pending", "Ready", "Then", "device_name", "join_expert_group", "lost_rank_is_an_error",
     "new_group", "patient_group", "watch_over",
 ]  # fmt: skip
 
+T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """renamed in torch 2.13"""
 OWN_ERRORS: dict[str, type[EquilibraError]] = {name: getattr(errors, name) for name in errors.__all__}
@@ -81,10 +79,22 @@ class Ready:
         """Return at once."""
 
 
+@dataclass(eq=False)
+class Then:
+    """An operation with something to do once it is done: the first `wait` does it."""
+
+    moving: Pending
+    action: Callable[[], None] | None
+
+    def wait(self) -> None:
+        self.moving.wait()
+        action, self.action = self.action, None
+        if action is not None:
+            action()
+
+
 @dataclass(frozen=True, kw_only=True)
 class _Work:
-    """A collective in flight."""
-
     what: str
     work: dist.Work | None
     keep: tuple[Tensor, ...]
@@ -153,9 +163,7 @@ class ExpertGroup:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Tell the others of an error, so that nobody waits for this rank, and stop the watch."""
         heard = self.watch.cause
         if error is not None:
@@ -170,12 +178,10 @@ class ExpertGroup:
 
     @property
     def num_ranks(self) -> int:
-        """Ranks of the expert-parallel group."""
         return self.cluster.num_ranks
 
     @property
     def world_size(self) -> int:
-        """Ranks of all groups."""
         return self.num_ranks * self.num_groups
 
     @property
@@ -198,31 +204,21 @@ class ExpertGroup:
         if len(sent_sizes) == 1 or channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        self._connect(channel, sent.device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = dist.all_to_all_single(
-                received, sent, list(received_sizes), list(sent_sizes), group=self.channels[channel], async_op=True
-            )
-        return self._under_way(channel, what, work, (sent, received))
+        exchange = partial(dist.all_to_all_single, received, sent, list(received_sizes), list(sent_sizes))
+        return self._start(channel, what, (sent, received), exchange)
 
     def all_gather(self, channel: Channel, sent: Tensor, received: Tensor, *, what: str) -> Pending:
         """Start filling `received` with the members' `sent` in order; sizes are equal on all members."""
         if channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        self._connect(channel, sent.device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = _all_gather(received, sent, group=self.channels[channel], async_op=True)
-        return self._under_way(channel, what, work, (sent, received))
+        return self._start(channel, what, (sent, received), partial(_all_gather, received, sent))
 
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
         """Start summing a tensor over the members in place."""
         if channel not in self.channels:
             return Ready()
-        self._connect(channel, tensor.device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = dist.all_reduce(tensor, group=self.channels[channel], async_op=True)
-        return self._under_way(channel, what, work, (tensor,))
+        return self._start(channel, what, (tensor,), partial(dist.all_reduce, tensor))
 
     def _connect(self, channel: Channel, device: torch.device, what: str) -> None:
         """Make a communicator in a thread, because NCCL waits for all ranks without a time limit."""
@@ -245,8 +241,14 @@ class ExpertGroup:
                 raise error
         self.connected.add(channel)
 
-    def _under_way(self, channel: Channel, what: str, work: dist.Work | None, keep: tuple[Tensor, ...]) -> Pending:
-        blocks = nccl_of(self.channels[channel]) is None
+    def _start(
+        self, channel: Channel, what: str, keep: tuple[Tensor, ...], collective: Callable[..., dist.Work | None]
+    ) -> Pending:
+        group = self.channels[channel]
+        self._connect(channel, keep[0].device, what)
+        with lost_rank_is_an_error(what, self.watch):
+            work = collective(group=group, async_op=True)
+        blocks = nccl_of(group) is None
         return _Work(what=what, work=work, keep=keep, channel=channel, watch=self.watch, blocks=blocks)
 
     def gather(self, values: NDArray[np.generic], *, what: str) -> list[NDArray[np.generic]]:
@@ -274,10 +276,12 @@ class ExpertGroup:
             dist.all_gather(every, mine, group=self.channels[Channel.CONTROL])
         return [part.numpy().tobytes() for part in every]
 
+    def gather_text(self, text: str, *, what: str) -> list[str]:
+        return [part.tobytes().decode() for part in self.gather(np.frombuffer(text.encode(), np.uint8), what=what)]
+
     def agree(self, value: str, *, what: str) -> None:
         """Raise MismatchError on every rank, naming both values, unless all ranks pass the same value."""
-        raw = value.encode()[:256].ljust(256, b"\0")
-        said = [part.tobytes().rstrip(b"\0").decode() for part in self.gather(np.frombuffer(raw, np.uint8), what=what)]
+        said = self.gather_text(value[:256], what=what)
         other = next((rank for rank, text in enumerate(said) if text != said[0]), None)
         if other is not None:
             raise MismatchError(
@@ -285,22 +289,22 @@ class ExpertGroup:
                 "same version with the same settings"
             )
 
-    def all_succeed(self, attempt: Callable[[], None], *, what: str) -> None:
-        """Run `attempt`; if it fails on any rank, raise on every rank."""
+    def all_succeed(self, attempt: Callable[[], T], *, what: str) -> T:
+        """Run `attempt` and return its result; if it fails on any rank, raise on every rank."""
         failure: Exception | None = None
         try:
-            attempt()
+            result = attempt()
         except Exception as error:  # noqa: BLE001 - whatever it was, the others must hear of it
             failure = error
         text = f"{type(failure).__name__}: {first_line(failure)}" if failure else ""
-        said = self.gather(np.frombuffer(text.encode()[:600], np.uint8), what=what)
+        said = self.gather_text(text.encode()[:600].decode(errors="replace"), what=what)
         if failure is not None:
             raise failure
-        for rank, part in enumerate(said):
-            if part.size:
-                heard = part.tobytes().decode(errors="replace")
+        for rank, heard in enumerate(said):
+            if heard:
                 kind = OWN_ERRORS.get(heard.partition(":")[0], RankLostError)
                 raise kind(f"{what} failed on rank {rank}: {heard}")
+        return result
 
     def barrier(self, *, what: str) -> None:
         if self.channels:
@@ -322,9 +326,8 @@ def patient_group(group: ExpertGroup, *, timeout_s: float, what: str) -> ExpertG
 
 
 def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
-    """Collective over all processes: the group of this one. Without torch.distributed, a group of one.
-
-    The world size must be a multiple of the cluster's ranks.
+    """Collective over all processes, a multiple of the cluster's ranks: this one's group; without torch.distributed,
+    alone.
     """
     check_number("timeout_s", timeout_s, above=0, high=1e6, below=True)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
@@ -380,12 +383,13 @@ def device_name(device: torch.device | None) -> str | None:
 def watch_over(channels: Mapping[Channel, dist.ProcessGroup], timeout_s: float) -> Watch:
     """A watch over the ranks that these channels connect; they share the keys of one store."""
     control = channels[Channel.CONTROL]
+    name = getattr(control, "group", control).group_name  # slime's group that stands for another has no name
     store = dist.distributed_c10d._get_default_store()  # noqa: SLF001 - torch has no public name for it
     if hasattr(store, "clone"):  # blocking calls of others must not hold up the watch
         store = store.clone()
         store.set_timeout(timedelta(seconds=STORE_S))
     return Watch(
         rank=control.rank(), world=control.size(), timeout_s=timeout_s,
-        store=PrefixStore(f"equilibra {control.group_name}", store),
+        store=PrefixStore(f"equilibra {name}", store),
         backends=[nccl for group in set(channels.values()) if (nccl := nccl_of(group)) is not None],
     )  # fmt: skip

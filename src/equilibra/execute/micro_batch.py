@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from types import TracebackType
 from typing import Protocol, Self
 
 import numpy as np
@@ -53,7 +52,6 @@ class Tables:
 
     @property
     def num_bytes(self) -> int:
-        """Memory on host and device."""
         arrays = (self.sent_tokens, self.row_of_pair, self.received_of_grouped, self.grouped_of_received)
         return sum(array.nbytes for array in arrays if array is not None)
 
@@ -143,18 +141,13 @@ class MicroBatch:
                 "the step that began last"
             )
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_error: object) -> None:
         self.runtime.current = self._outer.pop()
         if self not in self._outer and self.runtime.current is not self:
             self._forget()
 
     def _forget(self) -> None:
-        """Keep only the routing, because training loops hold all micro-batches of a step.
-
-        A pass whose backward comes later holds its own tables; activation recompute makes them again.
-        """
+        """Keep only the routing: training loops hold all micro-batches of a step, and a pass holds its own tables."""
         self._experts.clear()
         self._tables.clear()
         self.table_bytes = 0

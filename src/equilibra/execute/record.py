@@ -79,7 +79,6 @@ class Recorder:
         self, kind: Kind, resource: Resource, key: VisitKey, direction: Direction, *, tokens: int = 0,
         num_bytes: int = 0,
     ) -> Iterator[None]:  # fmt: skip
-        """Record the body as a span."""
         start = self.now()
         try:
             yield
@@ -109,7 +108,6 @@ class Recorder:
             self.add(kind, resource, key, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
 
     def taken(self) -> NDArray[np.void]:
-        """Take the events recorded so far."""
         for _, *span in self._rows:
             for moment in span:
                 if not isinstance(moment, float):

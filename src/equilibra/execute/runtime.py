@@ -120,10 +120,10 @@ class Runtime:
     def armed(self) -> GroupPlan | None:
         return self._armed
 
-    def check_whole(self) -> None:
-        """Raise BrokenStateError if the state in memory is mixed."""
+    def check_whole(self, asked: str = "") -> None:
+        """Raise BrokenStateError if the state in memory is mixed; asked: what cannot be done then."""
         if self.broken is not None:
-            raise BrokenStateError(self.broken)
+            raise BrokenStateError(f"cannot {asked}: {self.broken}" if asked else self.broken)
 
     def disarm(self) -> None:
         """Return gradients of copies and drop the plan; tokens are then routed live to homes."""
@@ -285,8 +285,7 @@ class Runtime:
             self._copies.finish_returns()
             self._copies.standing.gradients_CP.zero_()
         for weights in self.weights:
-            for part in weights.parts():
-                part.grad = None
+            weights.drop_gradients()
         self.gradients_under_way = False
 
     def _sum_over_replicas(self) -> None:
@@ -301,15 +300,11 @@ class Runtime:
             under_way.wait()
 
     def memory_bytes(self) -> dict[str, int]:
-        """Memory of copies and tables on this rank, by kind."""
         copies = self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
         return {**copies, "tables": self.most_table_bytes}
 
     def release(self) -> None:
-        """Collective, before weights leave the device: free copies and close other ranks' memory.
-
-        The next plan allocates again.
-        """
+        """Collective, before weights leave the device: free copies and other ranks' memory until the next plan."""
         self.disarm()
         self.close()
         self.group.barrier(what="releasing copies")
@@ -317,7 +312,6 @@ class Runtime:
             torch.cuda.ipc_collect()  # type: ignore[no-untyped-call]
 
     def close(self) -> None:
-        """Release threads and shared memory."""
         if self._copies is not None:
             self._copies.close()
             self._copies = self._armed = None

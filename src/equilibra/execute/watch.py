@@ -1,7 +1,7 @@
 """Watch: a thread on every rank that turns a lost rank into an error instead of a hang.
 
-On GPUs the host runs ahead of the device. `wait()` of an NCCL collective blocks a stream, not the host; a stream waits
-forever for a dead rank, and so does the host once it synchronises. So:
+On GPUs a collective's `wait()` blocks a stream, not the host; a stream waits forever for a dead rank, and so does the
+host once it synchronises. So:
 
     expect   the group registers everything a device waits for: collectives, returning gradients
     look     every TICK_S the thread checks whether the oldest is done or older than timeout_s, whether a communicator
@@ -104,7 +104,6 @@ class Watch:
             self._releases.remove(release)
 
     def check(self, what: str) -> None:
-        """Raise RankLostError if a rank is lost."""
         if self.cause is not None:
             raise self.lost(what)
 
@@ -229,7 +228,6 @@ class Watch:
         return None
 
     def close(self) -> None:
-        """Stop the thread."""
         self._closed.set()
         if self._thread is not None:
             self._thread.join(STORE_S)

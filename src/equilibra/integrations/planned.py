@@ -15,7 +15,7 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.checks import check_flag, check_number, check_whole
+from equilibra.core.checks import check_choice, check_flag, check_number, check_whole
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Migration, Placement
@@ -81,17 +81,21 @@ class MegatronSetting(PlanSetting):
 
     max_moves_per_layer: int = -1
     """homes that may move per layer and step; -1: as many as pay. Without an optimizer none move"""
+    mode: str = "replay"
+    """replay: steps are planned ahead, from recorded routing. live: every forward of a layer is planned from what its
+    router has just chosen, and its copies are fetched then; for training without routing replay"""
     prefetch: bool = True
     """fetch copies while the previous layer computes; takes the memory of up to two more layers of copies"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_choice(f"{self.section}mode", self.mode, ("replay", "live"))
         check_flag(f"{self.section}prefetch", self.prefetch)
 
     def description(self, cluster: Cluster) -> str:
         """What must be the same on every rank, in words."""
         return (
-            f"{super().description(cluster)}, {self.max_moves_per_layer} moves, "
+            f"{super().description(cluster)}, {self.mode}, {self.max_moves_per_layer} moves, "
             f"copies fetched {'ahead' if self.prefetch else 'when used'}"
         )
 

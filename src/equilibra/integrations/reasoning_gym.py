@@ -1,14 +1,13 @@
 """Problems from reasoning-gym: any of its datasets, by name, with its options.
 
-Its datasets are virtual: an entry is generated on access from a seed and an index. Some take time proportional to their
-size to open, and one refuses large sizes, so problems come from chunks of 500 with a seed per chunk and attempt. A
-prompt's hash decides whether it is held out. A training problem whose prompt is held out is replaced by the next
-attempt; held-out problems are the first distinct held-out prompts of their own stream. So no prompt is on both sides,
-and no list of prompts is kept.
+An entry of a dataset is generated on access from a seed and an index. Some datasets take time proportional to their
+size to open, so problems come from chunks of 500 with a seed per chunk and attempt. A prompt's hash decides whether it
+is held out: a training problem with a held-out prompt is replaced by the next attempt, held-out problems are the first
+distinct ones of their own stream. So no prompt is on both sides, and no list of prompts is kept.
 
-The library is made deterministic: Python's and numpy's global generators are seeded during each call, warnings and
-prints are suppressed, and datasets that depend on the order of sets need PYTHONHASHSEED=0. Some scorers evaluate the
-answer as Python code: only arithmetic and plain lists reach them. codeio is refused: its generators read the clock.
+The library is made deterministic: global generators are seeded during each call, warnings and prints suppressed, and
+datasets that depend on the order of sets need PYTHONHASHSEED=0. Some scorers evaluate the answer as Python code: only
+arithmetic and plain lists reach them. codeio is refused: its generators read the clock.
 """
 
 from __future__ import annotations
@@ -24,12 +23,14 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, redirect_stdout
 from difflib import get_close_matches
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
 
+from equilibra.core import checks
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
+from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
 
 __all__ = ["ReasoningGymTask", "dataset_names", "reasoning_gym_task"]
 
@@ -66,7 +67,7 @@ class ReasoningGymTask:
         self._dataset_name, self._options, self._seed = name, dict(options), seed
         self._num_held_out, self._share = num_held_out, held_out_share
         self._chunks: dict[tuple[object, ...], Any] = {}
-        self._problems: dict[int, Problem] = {}
+        self._training = lru_cache(PROBLEMS_KEPT)(self._trained)  # every answer of a group asks for its problem
         self._kept_out: list[Problem] = []
         self._tried = 0
         self._scorer = self._chunk("train", 0, 0)
@@ -81,14 +82,10 @@ class ReasoningGymTask:
         return self._num_held_out
 
     def problem(self, number: int) -> Problem:
-        """A training problem. The last few thousand are cached, since every answer of a group asks for its own."""
         check_number(self.name, number)
-        if number not in self._problems:
-            _make_room(self._problems, PROBLEMS_KEPT)
-            self._problems[number] = self._training(number)
-        return self._problems[number]
+        return self._training(number)
 
-    def _training(self, number: int) -> Problem:
+    def _trained(self, number: int) -> Problem:
         failed = ""
         for attempt in range(TRIES):
             problem, failed = self._candidate("train", attempt, number)
@@ -100,7 +97,6 @@ class ReasoningGymTask:
         )
 
     def held_out(self, number: int) -> Problem:
-        """A held-out problem; all have distinct prompts."""
         check_number(self.name, number, self.num_held_out)
         most = math.ceil((number + 10) * 10 / self._share)
         prompts, failed = {problem.prompt for problem in self._kept_out}, ""
@@ -153,36 +149,28 @@ class ReasoningGymTask:
     def _chunk(self, stream: str, attempt: int, chunk: int) -> Any:  # noqa: ANN401 - the library has no types
         key = (stream, attempt, chunk)
         if key not in self._chunks:
-            _make_room(self._chunks, CHUNKS_KEPT)
+            while len(self._chunks) >= CHUNKS_KEPT:
+                del self._chunks[next(iter(self._chunks))]  # the oldest
             seed = _derived_seed(self._seed, *key)
             self._chunks[key] = _create(self._dataset_name, {**self._options, "seed": seed, "size": CHUNK})
         return self._chunks[key]
 
 
 def reasoning_gym_task(
-    name: str, options: Mapping[str, Any] | None = None, *, seed: int = 0, reward: RewardFunction | None = None,
-    num_held_out: int = 1000, held_out_share: float = 0.2,
-) -> Task:  # fmt: skip
-    """A task with the problems of one dataset.
+    name: str, options: Mapping[str, Any] | None = None, *, seed: int = 0, num_held_out: int = 1000,
+    held_out_share: float = 0.2,
+) -> ReasoningGymTask:  # fmt: skip
+    """A task with the problems of one dataset. held_out_share: share of prompts that are never trained on.
 
-    reward: replaces the dataset's own. held_out_share: share of prompts that are never trained on. The dataset
-    "composite" takes the option `datasets`, a list of {"name": ..., "weight": ..., "config": {...}}.
+    The dataset "composite" takes the option `datasets`, a list of {"name": ..., "weight": ..., "config": {...}}.
     """
-    check_share(held_out_share)
-    if num_held_out < 0:
-        raise InputError(f"num_held_out must not be negative, but is {num_held_out}")
+    checks.check_number("the share of held-out problems", held_out_share, above=0, high=1, below=True)
+    checks.check_whole("num_held_out", num_held_out, low=0)
     options = dict(options or {})
     _check_options(name, options)
     if name == "composite":
         options["datasets"] = _parts(options.get("datasets"))
-    task = ReasoningGymTask(name, options=options, seed=seed, num_held_out=num_held_out, held_out_share=held_out_share)
-    return judged(task, reward)
-
-
-def _make_room(kept: dict[Any, Any], most: int) -> None:
-    """Drop the oldest entries."""
-    while len(kept) >= most:
-        del kept[next(iter(kept))]
+    return ReasoningGymTask(name, options=options, seed=seed, num_held_out=num_held_out, held_out_share=held_out_share)
 
 
 def _registered() -> dict[str, Any]:

@@ -83,10 +83,10 @@ def _start(request: Mapping[str, Any], otherwise: int) -> int:
 
 
 def _engine_of(body: object) -> str:
-    """Which engine answered: only SGLang has meta_info or sgl_ext, vLLM has choices without it."""
+    """Which engine answered: only SGLang has meta_info, sglext or sgl_ext; vLLM has choices without them."""
     sample = body[0] if isinstance(body, list) and body else body
     if isinstance(sample, Mapping):
-        if "meta_info" in sample:
+        if "meta_info" in sample or sample.get("sglext"):
             return "sglang"
         choices = sample.get("choices")
         if isinstance(choices, list) and choices:

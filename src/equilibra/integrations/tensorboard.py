@@ -17,6 +17,7 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # type: ignore[import-
 from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignore[import-untyped]
 
 from equilibra.core.atomic import cannot
+from equilibra.rl.observe import Observer
 
 __all__ = ["TensorBoard"]
 
@@ -24,16 +25,13 @@ BALANCE = ("imbalance_static", "imbalance", "copies", "moves", "exposed", "token
 """metrics of the balancer"""
 
 
-class TensorBoard:
+class TensorBoard(Observer):
     """An observer that writes every metric as a scalar. The tag's part before the slash is TensorBoard's group."""
 
     def __init__(self, folder: Path) -> None:
         """Create the folder and the file only with the first metric."""
         self.folder = folder
         self._writer: RecordWriter | None = None
-
-    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        """Ignore progress within a step."""
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._write(step, {f"{_group(name)}/{name}": value for name, value in metrics.items()})

@@ -2,21 +2,17 @@
 
 Symbols: R source ranks, E experts, G ranks per node, U copies of the layer: standing ones first, then flash copies.
 
-The network between nodes is the slowest link: a rank that receives more than others over it makes all of them wait,
-even if every rank computes the same number of rows. Quotas fix how many rows an instance computes, not whose. So:
+Every rank waits for the one that receives most over the network between nodes. Quotas fix how many rows an instance
+computes, not whose.
 
-1. Share. What a node's instances of an expert receive from other nodes is fixed by their quotas together: a node keeps
-   as many of its own tokens as they take, and no split with these quotas sends fewer across. The node's instances share
-   it so that ranks that received least so far receive most (levels are filled like water, in whole numbers, up to each
-   quota); experts without copies have no choice and count first, the others follow, largest first.
-2. Exchange, where traffic costs something. While a rank receives more than the mean rank of the node that receives
-   most: it hands rows of other nodes to the rank of its node that receives least, and gets as many rows of the own node
-   back, so that both compute what they did. Where the other has no instance of the expert, a flash copy is made; spare
-   slots limit that. Copies that hand on all their rows are dropped. A copy costs rows, as in `replicate`: no rank's
-   rows and copies together rise above those of the fullest by more than one copy's price. Where traffic costs
-   so much that slack is allowed for it, copies made here count as free.
-3. Serve. A node's own tokens go to an instance on their own rank first; where not all of them fit in the node, those
-   ranks keep theirs that send most so far.
+1. Share. A node keeps as many of its own tokens as its instances take; the rest comes from other nodes. Its instances
+   share these rows so that the rank that has received least gets most (water filling up to each quota).
+2. Exchange, where traffic has a price. The rank that receives most hands remote rows to the rank of its node that
+   receives least and gets local rows back, so compute stays even; a flash copy is made if the taker has no instance
+   and a free slot. Copies have prices as in `replicate`, but are free where traffic is so expensive that slack is
+   allowed for it. Copies without rows are dropped.
+3. Serve. Tokens go to an instance on their own rank first, then inside the node; where not all fit, the ranks that send
+   most keep theirs.
 """
 
 from __future__ import annotations
@@ -205,10 +201,7 @@ def _instance_on(e, r, home, expert, on):  # type: ignore[no-untyped-def]
 
 @kernel
 def _best(source, target, local, can_copy, home, at_home, expert, quota, remote, remote_home, on):  # type: ignore[no-untyped-def]
-    """What `source` can hand to `target` most of, rows of its own node or of others: (expert, from, to, rows).
-
-    `to` is -2 where a copy would have to be made.
-    """
+    """(expert, from, to, rows) that `source` can hand to `target` most of; to: -2 where a copy must be made."""
     best_e, best_from, best_to, most = np.int64(-1), np.int64(-2), np.int64(-2), np.int64(0)
     for i in range(on[_FIRST, source], on[_FIRST, source + 1]):
         e = on[_HOMES, i]

@@ -81,8 +81,7 @@ def plan_step(
     """The complete plan of a step from its routing.
 
     routing: a recording, loads of sequences, or loads of fixed micro-batches. previous: `plan.placement` of the last
-    step (None: contiguous homes). hardware: for example "h200", to level time instead of rows, or a file written by
-    `equilibra doctor`; see `step_problem`.
+    step. hardware: "h200", for example, to level time instead of rows; see `step_problem`.
     """
     limits = PlanLimits(spare_slots=spare_slots, standing_slots=standing_slots, max_moves_per_layer=max_moves_per_layer)
     problem = step_problem(

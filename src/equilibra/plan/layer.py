@@ -2,9 +2,9 @@
 
 Symbols: M micro-batches, N nodes, E experts, R ranks, C standing copies of the layer.
 
-`choose` compares two remedies for skew between nodes by their microseconds: moving homes (weights and optimizer state
-travel) and standing copies (weights travel, gradients return), alone and together. `stay`, the choice to change
-nothing, is the reference for every plan (`fill.real_cost_us`).
+`choose` compares two remedies for skew between nodes by their microseconds, alone and together: moving homes (weights
+and optimizer state travel) and standing copies. `stay` changes nothing: every plan must beat it. `fill` makes the flash
+copies and splits of a choice, and `real_cost_us` prices the result.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from numpy.typing import NDArray
 from equilibra.core.cluster import Cluster
 from equilibra.core.limits import PlanLimits
 from equilibra.core.load import StepLoad
+from equilibra.core.plan import Stage, StagePlan, StandingCopies
 from equilibra.cost.rates import Rates
 from equilibra.plan.level import level_micro_batches
+from equilibra.plan.micro_batch import CopyCosts, balance_micro_batches, scratch_for
 from equilibra.plan.reorder import quantized, reorder_bins
 from equilibra.plan.stand import choose_standing_copies
 
-__all__ = ["Choice", "LayerProblem", "Means", "choose", "stay"]
+__all__ = ["Choice", "LayerProblem", "Search", "choose", "fill", "real_cost_us", "stay"]
 
 BUSIEST_OVER_MEAN = 8
 """slowdown of moved homes over links that are evenly loaded and otherwise idle"""
@@ -34,13 +36,11 @@ GOOD_ENOUGH = 1.0005
 
 
 @dataclass(frozen=True, kw_only=True)
-class Means(PlanLimits):
-    """What the planner may use, and how hard it searches."""
+class Search:
+    """How homes and standing copies are searched for."""
 
     reorder: bool = True
     """move homes between steps"""
-    tolerance: float = 0.005
-    """imbalance accepted for fewer copies"""
     work: int = 3_000_000
     """search budget for homes per layer: swaps tried times micro-batches"""
     exchange_rounds: int = 1
@@ -57,7 +57,8 @@ class LayerProblem:
     """[E] homes before the step"""
     cluster: Cluster
     rates: Rates
-    means: Means
+    limits: PlanLimits
+    search: Search
 
     @cached_property
     def load_EM(self) -> NDArray[np.int64]:
@@ -98,30 +99,74 @@ class Choice:
 
 def choose(problem: LayerProblem) -> Choice:
     """The cheaper of keeping and moving homes, each with standing copies."""
-    best = _stand(problem, problem.home, problem.means)
-    means = problem.means
-    if not means.reorder or (problem.cluster.num_nodes == 1 and means.spare_slots > 0):
+    best = _stand(problem, problem.home, problem.limits)
+    if not problem.search.reorder or (problem.cluster.num_nodes == 1 and problem.limits.spare_slots > 0):
         return best
     moved = _reorder(problem)
     if np.array_equal(moved, problem.home):
         return best
-    other = _stand(problem, moved, means)
+    other = _stand(problem, moved, problem.limits)
     return other if other.cost_us < best.cost_us else best
 
 
 def stay(problem: LayerProblem) -> Choice:
     """The choice to change nothing, which every other must beat."""
-    return _stand(problem, problem.home, Means(reorder=False, standing_slots=0, spare_slots=0))
+    return _stand(problem, problem.home, PlanLimits(standing_slots=0, spare_slots=0))
 
 
-def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choice:
-    """Standing copies for given homes, and their cost."""
+def fill(
+    problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], costs: CopyCosts, row_slack: float
+) -> StagePlan:
+    """Balance every micro-batch; standing_rank [C] is the rank of each standing copy. row_slack: see `across`."""
+    load, cluster, slots = problem.load, problem.cluster, problem.limits.spare_slots
+    scratch = scratch_for(cluster, choice.home_of_expert, slots, choice.standing_expert, standing_rank)
+    standing_MCR = np.zeros((load.num_micro_batches, choice.standing_expert.size, cluster.num_ranks), np.int32)
+    flash = balance_micro_batches(
+        load.tokens_MLER, problem.layer, scratch, cluster, slots, costs, row_slack, standing_MCR
+    )
+    expert, rank, origin = flash.copies[:3].astype(np.int32)
+    return StagePlan(
+        first_of_problem=flash.first_of_micro_batch, expert=expert, rank=rank, origin=origin,
+        tokens_FR=flash.tokens_FR.copy(),
+        standing_tokens_CMR=np.ascontiguousarray(standing_MCR.transpose(1, 0, 2)),
+    )  # fmt: skip
+
+
+def real_cost_us(
+    problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], copies: dict[Stage, StagePlan]
+) -> float:
+    """Cost of a choice by its actual rank loads instead of node loads.
+
+    In each stage it counts the slowest rank with the copies it holds and serves, and the exposed part of the busiest
+    link's flash copies: a small share, or all that exceeds the time of the layer.
+    """
+    rates = problem.rates
+    standing = StandingCopies(
+        layer=np.zeros(standing_rank.size, np.int32), expert=choice.standing_expert.astype(np.int32),
+        rank=standing_rank.astype(np.int32),
+    )  # fmt: skip
+    cost_us = choice.traffic_us + choice.moving_us
+    for stage in Stage:
+        part = copies[stage]
+        rows_MR = part.rank_rows(problem.load_EM.T[:, None], choice.home_of_expert[None], standing)[0]
+        received, sent = part.on_links()
+        busiest = np.maximum(received, sent).max(axis=1)
+        held_us = (received + part.standing_in_use(standing)) * rates.hold_us[stage]
+        rows_us = (rows_MR * rates.row_us[stage] + (held_us + sent * rates.serve_us[stage])).max(axis=1)
+        gap_us = rows_us + rates.gap_us[stage] + rows_MR.mean(axis=1) * rates.gap_row_us[stage]
+        too_long_us = busiest * rates.link_us[stage] - gap_us
+        exposed_us = np.maximum(busiest * rates.exposed_share * rates.flash_copy_us[stage], too_long_us)
+        cost_us += float(rows_us.sum() + exposed_us.sum())
+    return cost_us
+
+
+def _stand(problem: LayerProblem, home: NDArray[np.int32], limits: PlanLimits) -> Choice:
     cluster, rates, load_EM = problem.cluster, problem.rates, problem.load_EM
     group = cluster.ranks_per_node
     # Copies and moves of all nodes travel at the same time, each rank on its own link.
     copy_us = rates.standing_copy_us / cluster.num_ranks
-    slots = min(means.standing_slots, home.size) if cluster.num_nodes > 1 else 0
-    by_rank = slots == 0 and means.spare_slots == 0
+    slots = min(limits.standing_slots, home.size) if cluster.num_nodes > 1 else 0
+    by_rank = slots == 0 and limits.spare_slots == 0
     bins = (home if by_rank else home // group).astype(np.int64)
     num_bins = cluster.num_ranks if by_rank else cluster.num_nodes
     expert, node = np.zeros((2, num_bins * slots + 1), np.int64)
@@ -131,7 +176,7 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], means: Means) -> Choi
     if slots and num_bins > 1:
         n, slowest = choose_standing_copies(
             load_EM, bins, num_bins, slots, int((copy_us + held_us) * group / rates.step_row_us),
-            int(mean.sum() * GOOD_ENOUGH), means.exchange_rounds, expert, node,
+            int(mean.sum() * GOOD_ENOUGH), problem.search.exchange_rounds, expert, node,
         )  # fmt: skip
     if slots and problem.near_NEM is not None:
         n = _add_for_traffic(problem, bins, slots, n, expert, node)
@@ -160,10 +205,9 @@ def _add_for_traffic(
     problem: LayerProblem, home_node: NDArray[np.int64], slots: int, n: int,
     expert: NDArray[np.int64], node: NDArray[np.int64],
 ) -> int:  # fmt: skip
-    """Fill free standing slots with the experts most used by the node's tokens; returns the number of copies.
+    """Fill free standing slots with the experts that the node's tokens use most; returns the number of copies.
 
-    Such a copy serves tokens of its node that would otherwise cross. It pays if they cost more in a step than several
-    times its own transfer.
+    Such a copy pays if the tokens it keeps from crossing cost several times its own transfer.
     """
     assert problem.near_NEM is not None
     rates, group = problem.rates, problem.cluster.ranks_per_node
@@ -203,8 +247,8 @@ def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
 
 def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     """Homes by swap search, over nodes if flash copies level their ranks, else over ranks."""
-    cluster, rates, means, load_EM = problem.cluster, problem.rates, problem.means, problem.load_EM
-    per_bin = 1 if means.spare_slots == 0 else cluster.ranks_per_node
+    cluster, rates, limits, load_EM = problem.cluster, problem.rates, problem.limits, problem.load_EM
+    per_bin = 1 if limits.spare_slots == 0 else cluster.ranks_per_node
     bins = (problem.home // per_bin).astype(np.int64)
     num_bins = cluster.num_ranks // per_bin
     if np.unique(np.bincount(bins, minlength=num_bins)).size > 1:
@@ -217,10 +261,10 @@ def _reorder(problem: LayerProblem) -> NDArray[np.int32]:
     move_us = BUSIEST_OVER_MEAN * (rates.move_us if cluster.num_nodes > 1 else rates.move_inside_us) / cluster.num_ranks
     num_micro_batches = load_EM.shape[1]
     base = np.zeros((num_bins, num_micro_batches), np.int32)
-    swaps = means.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
-    seed = means.seed + problem.layer
+    swaps = problem.search.work // max(num_micro_batches, 16) + 1  # below 16 a swap costs no less
+    seed = limits.seed + problem.layer
     price = int(min(move_us / unit, 2.0**30))  # all times together are below 2^30: no move is worth more
-    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, means.max_moves_per_layer)
+    new_bins, _ = reorder_bins(bins, base, whole_BEM, price, swaps, seed, limits.max_moves_per_layer)
     return _slots_exchanged(problem.home, bins, new_bins)
 
 

@@ -1,10 +1,9 @@
-"""Level: how the tokens of experts with standing copies are split over nodes, for given copies.
+"""Level: split the tokens of experts with standing copies over nodes, for given copies.
 
 Symbols: M micro-batches, N nodes, E experts, C copies; x the load of each node, share the tokens each copy takes.
 
-Method. The best split of one micro-batch is a min-max problem whose solution is also the one of least squares (proof in
-docs/planner.md); it is found by pouring one expert at a time over the nodes that hold it, to where the level is lowest,
-until hardly anything moves. All in whole numbers.
+The min-max split of a micro-batch is also the one of least squares (proof in docs/planner.md). It is found by pouring
+one expert at a time over its nodes, lowest level first, until hardly anything moves. All in whole numbers.
 """
 
 from __future__ import annotations
@@ -22,8 +21,7 @@ _SWEEPS = 40
 def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies):  # type: ignore[no-untyped-def]
     """Level one micro-batch from where it is: shares of the copies in share [C], node loads in x [N].
 
-    Start with all at home (share 0, x the homes' loads) or from an earlier level. amount [E] tokens of each expert;
-    copies of one expert must stand next to each other.
+    amount [E] tokens of each expert; copies of one expert must be adjacent.
     """
     if num_copies == 0:
         return

@@ -2,11 +2,9 @@
 
 Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the layer, I = E + C instances.
 
-`scratch_for` puts what is constant over a layer's micro-batches (its instances in rank order) and scratch memory into
-one array, because every array argument costs a compiled call about 0.1 us. `balance_micro_batches` balances all
-micro-batches of a layer; `balance` does one, for other runtimes. There is one kernel for a single node and one for
-several: numba compiles all that a kernel may call, so a single node need not wait for the rest. Nodes with too few
-slots are handled in Python.
+`scratch_for` packs a layer's constants and scratch memory into one array, because every array argument costs a compiled
+call 0.1 us. `balance_micro_batches` plans all micro-batches of a layer, `balance` one, for other runtimes. One node and
+several have separate kernels, so one node never waits for the other's compilation; scarce slots are handled in Python.
 """
 
 from __future__ import annotations
@@ -17,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import inlined, kernel
@@ -29,22 +28,9 @@ from equilibra.plan.replicate import BASE, ITEM, RANK, SCARCE, TOKENS, level_nod
 from equilibra.plan.split import split_expert
 
 __all__ = [
-    "EXPERT",
-    "NO_EXCHANGE",
-    "ORIGIN",
-    "QUICK_TRIES",
-    "QUOTA",
-    "TARGET",
-    "TRIES",
-    "Balanced",
-    "CopyCosts",
-    "FlashCopies",
-    "balance",
-    "balance_micro_batches",
-    "balance_on_node",
-    "balance_on_nodes",
-    "scratch_for",
-]
+    "EXPERT", "NO_EXCHANGE", "ORIGIN", "QUOTA", "TARGET", "TRIES", "Balanced", "CopyCosts", "balance",
+    "balance_micro_batches", "scratch_for",
+]  # fmt: skip
 
 TRIES = 6
 """orders of exporters tried when planning ahead; each takes a few microseconds for 64 ranks"""
@@ -57,11 +43,7 @@ SMALL_GROUP = 16
 _FIRST_NODE = np.int64(0)  # typed: numba compiles again for every literal
 
 # Rows of the scratch.
-_EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = (
-    replicate.NUM_ROWS + 0,
-    replicate.NUM_ROWS + 1,
-    replicate.NUM_ROWS + 2,
-)  # [I]
+_EXPERT_OF, _COPY_OF, _INSTANCE_LOAD = tuple(range(replicate.NUM_ROWS, replicate.NUM_ROWS + 3))  # [I]
 _HOME, _HOME_NODE, _LOAD, _HEAD = tuple(range(replicate.NUM_ROWS + 3, replicate.NUM_ROWS + 7))  # [E]
 _FIRST, _FIRST_OF_NODE, _NODE_LOAD = tuple(range(replicate.NUM_ROWS + 7, replicate.NUM_ROWS + 10))  # ranks, nodes
 _ST_EXPERT, _ST_RANK, _ST_NODE, _SHARE = tuple(range(replicate.NUM_ROWS + 10, replicate.NUM_ROWS + 14))  # [C]
@@ -106,7 +88,6 @@ def scratch_for(
 
 @inlined
 def _sum_sources(tokens_ER, b):  # type: ignore[no-untyped-def]
-    """Load of each expert."""
     num_experts, num_ranks = tokens_ER.shape
     for e in range(num_experts):
         load = np.int64(0)
@@ -354,8 +335,7 @@ def balance_micro_batches(
 ) -> FlashCopies:  # fmt: skip
     """Flash copies of every micro-batch of a layer; tokens that standing copies serve into standing_MCR, zero before.
 
-    b: from `scratch_for`. row_slack: see `across`; copies are made also to even out traffic across nodes, unless it is
-    below 0. One node has no standing copies.
+    b: from `scratch_for`. row_slack: see `across`; below 0, no copies are made for traffic.
     """
     num_micro_batches, num_ranks = len(tokens_MLER), cluster.num_ranks
     most = num_micro_batches * num_ranks * slots + 1
@@ -420,7 +400,6 @@ class Balanced:
 
     @property
     def imbalance(self) -> float:
-        """Slowest rank over mean rank."""
         total = int(self.rank_load.sum())
         return float(self.rank_load.max() * self.rank_load.size / total) if total else 1.0
 
@@ -448,23 +427,16 @@ def balance(
 ) -> Balanced:
     """Balance one layer of one micro-batch: tokens [experts, source ranks] in, copies and split out.
 
-    Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean
-    rank of the fullest node. hold_rows, serve_rows: what a copy costs the rank that holds it and the one it comes from,
-    in rows; what is levelled is rows and these together.
+    Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean rank
+    of the fullest node. hold_rows, serve_rows: cost of a copy to the rank that holds it and the one it comes from, in
+    rows.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
-    if not (isinstance(spare_slots, int) and isinstance(min_tokens_per_copy, int)):
-        raise InputError(
-            f"spare_slots and min_tokens_per_copy must be whole, not {spare_slots!r}, {min_tokens_per_copy!r}"
-        )
+    check_whole("spare_slots", spare_slots, low=0, high=None)
+    check_whole("min_tokens_per_copy", min_tokens_per_copy, low=0, high=2**62 - 1)
+    check_number("tolerance", tolerance, high=1000, below=True)
     for name, price in (("hold_rows", hold_rows), ("serve_rows", serve_rows)):
-        if not isinstance(price, int) or not 0 <= price <= MOST_ROWS:
-            raise InputError(f"{name} must be a whole number from 0 to {MOST_ROWS}, not {price!r}")
-    if spare_slots < 0 or not 0 <= tolerance < 1000 or not 0 <= min_tokens_per_copy < 2**62:
-        raise InputError(
-            f"spare_slots {spare_slots}, tolerance {tolerance} and min_tokens_per_copy {min_tokens_per_copy} must not "
-            "be negative, and the tolerance below 1000"
-        )
+        check_whole(name, price, low=0, high=MOST_ROWS)
     spare_slots = min(spare_slots, tokens.shape[0])  # more experts than there are cannot be copied
     if home_of_expert is None:
         home_of_expert = contiguous(cluster, num_layers=1, num_experts=tokens.shape[0]).home_of_expert[0]

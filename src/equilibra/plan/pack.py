@@ -2,17 +2,12 @@
 
 Symbols: S sequences, M micro-batches, R ranks, N nodes, L layers; a cell is one rank's part of one micro-batch.
 
-Cost. A sequence of s tokens costs a * s + s^2 (dense parts and attention; a as for a 7B-class model, the constant that
-verl uses). Ranks wait for each other in every micro-batch, so the cost of a schedule is sum_m max_r cost[m, r].
-
-Method, in whole numbers throughout:
-1. Cells: longest first into the cheapest cell with room; then items are moved and swapped out of the costliest cell
-   while that lowers it. M is the smallest number for which all sequences find a cell.
-2. Micro-batches: cells in falling order of cost, R at a time, so that cells that wait for each other cost the same;
-   then items are moved and swapped out of the slowest cell of each, where no other micro-batch gets slower.
-3. Experts: `spread.py`.
-
-Promises: no cell above the budget; never more micro-batches than longest-first needs; step 3 costs no attention time.
+A sequence of s tokens costs a * s + s^2 (dense parts and attention; a as in verl). Ranks wait for each other in every
+micro-batch, so a schedule costs sum_m max_r cost[m, r]. In whole numbers throughout:
+1. Cells: longest first into the cheapest cell with room, with the smallest M that fits; then sequences are moved and
+   swapped out of the costliest cell while that lowers it.
+2. Micro-batches: cells by falling cost, R at a time; then the same out of each micro-batch's slowest cell.
+3. Experts: `spread.py`, at no cost in attention time.
 """
 
 from __future__ import annotations
@@ -31,15 +26,9 @@ from equilibra.core.placement import Placement
 from equilibra.plan.spread import spread_experts
 
 __all__ = [
-    "DENSE_COST",
-    "cell_cost",
-    "check_budget",
-    "fewest_micro_batches",
-    "in_order",
-    "joined",
-    "pack",
+    "DENSE_COST", "cell_cost", "check_budget", "fewest_micro_batches", "in_order", "joined", "pack",
     "turn_in_mini_batch",
-]
+]  # fmt: skip
 
 
 def joined(
@@ -47,10 +36,9 @@ def joined(
     mini_batch_of_sequence: NDArray[np.integer],
     schedule_of: Callable[[SequenceLoad], Schedule],
 ) -> Schedule:
-    """Schedule each mini-batch separately and join them: micro-batches of mini-batch 0 first, then 1, ...
+    """Schedule each mini-batch separately and join them in order; empty micro-batches are left out.
 
-    The sequences of an optimizer step belong to the training recipe, so packing never moves them to another. Empty
-    micro-batches are left out.
+    The sequences of an optimizer step belong to the training recipe, so packing never moves them to another.
     """
     micro_batch, rank = np.zeros((2, sequences.num_sequences), np.int32)
     width = 1
@@ -85,7 +73,7 @@ def turn_in_mini_batch(schedule: Schedule) -> NDArray[np.int64]:
 
 DENSE_COST = 24_576
 """cost of a token's dense parts, in units of the attention cost s^2"""
-_EVEN_WORK = 200_000_000
+_WORK = 200_000_000
 
 
 def cell_cost(schedule: Schedule, lengths: NDArray[np.int64], num_ranks: int) -> NDArray[np.int64]:
@@ -129,9 +117,8 @@ def pack(
     least_micro_batches: int = 1,
     token_cost: int = DENSE_COST,
 ) -> Schedule:
-    """A schedule with few micro-batches, even cells and, if homes are given, experts spread over micro-batches.
-
-    With several ranks per sequence a cell is that many neighbouring ranks with their joint budget.
+    """Few micro-batches, even cells of ranks_per_sequence ranks and, if homes are given, experts spread over
+    micro-batches.
     """
     lengths = sequences.length_of_sequence.astype(np.int64)
     budget, num_cells = tokens_per_rank * ranks_per_sequence, cluster.num_ranks // ranks_per_sequence
@@ -145,10 +132,10 @@ def pack(
             break
         num_micro_batches += 1
     even = cell_of_sequence.copy()
-    _even(lengths, cost, even, num_micro_batches * num_cells, budget)
+    _wait_less(lengths, cost, even, 1, num_micro_batches * num_cells, budget, 0)
     grouped = [_grouped(cells, cost, num_micro_batches, num_cells) for cells in (even, cell_of_sequence)]
     cell_of_sequence = min(grouped, key=lambda cells: _waiting(cells, cost, num_micro_batches, num_cells))
-    _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_cells, budget)
+    _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_cells, budget, 1)
     if home is not None and num_micro_batches > 1:
         spread_experts(sequences, home, cell_of_sequence, cost, num_micro_batches, num_cells, budget)
     return Schedule(
@@ -235,67 +222,11 @@ def _cells(lengths, cost, order, num_cells, budget):  # type: ignore[no-untyped-
 
 
 @kernel
-def _even(lengths, cost, cell_of_sequence, num_cells, budget):  # type: ignore[no-untyped-def]
-    """Move or swap items out of the costliest cell while that lowers it."""
-    used = np.zeros(num_cells, np.int64)
-    spent = np.zeros(num_cells, np.int64)
-    for s in range(lengths.size):
-        used[cell_of_sequence[s]] += lengths[s]
-        spent[cell_of_sequence[s]] += cost[s]
-    work = _EVEN_WORK
-    while work > 0:
-        top = 0
-        for c in range(1, num_cells):
-            if spent[c] > spent[top]:
-                top = c
-        # The best partner leaves the larger of the two cells lowest.
-        best = spent[top]
-        best_out = -1
-        best_in = -1
-        best_cell = -1
-        for out in range(lengths.size):
-            if cell_of_sequence[out] != top:
-                continue
-            work -= lengths.size + num_cells
-            for c in range(num_cells):
-                if c != top and used[c] + lengths[out] <= budget:
-                    worst = max(spent[top] - cost[out], spent[c] + cost[out])
-                    if worst < best:
-                        best = worst
-                        best_out = out
-                        best_in = -1
-                        best_cell = c
-            for other in range(lengths.size):
-                c = cell_of_sequence[other]
-                if c == top or cost[other] >= cost[out]:
-                    continue
-                longer = lengths[out] - lengths[other]
-                if used[c] + longer > budget:
-                    continue
-                worst = max(spent[top] - cost[out] + cost[other], spent[c] + cost[out] - cost[other])
-                if worst < best:
-                    best = worst
-                    best_out = out
-                    best_in = other
-                    best_cell = c
-        if best_out < 0:
-            break
-        used[top] -= lengths[best_out]
-        spent[top] -= cost[best_out]
-        used[best_cell] += lengths[best_out]
-        spent[best_cell] += cost[best_out]
-        cell_of_sequence[best_out] = best_cell
-        if best_in >= 0:
-            used[best_cell] -= lengths[best_in]
-            spent[best_cell] -= cost[best_in]
-            used[top] += lengths[best_in]
-            spent[top] += cost[best_in]
-            cell_of_sequence[best_in] = top
+def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, budget, alone):  # type: ignore[no-untyped-def]
+    """Move or swap items out of the slowest cell of every micro-batch, where no other micro-batch gets slower.
 
-
-@kernel
-def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, budget):  # type: ignore[no-untyped-def]
-    """Move or swap items out of the slowest cell of every micro-batch, where no other micro-batch gets slower."""
+    alone: 1 if only the slowest cell counts; 0 if lowering one of several slowest cells is worth a move too.
+    """
     used = np.zeros(num_micro_batches * num_ranks, np.int64)
     spent = np.zeros(num_micro_batches * num_ranks, np.int64)
     for s in range(lengths.size):
@@ -304,7 +235,7 @@ def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, bu
     slowest = np.zeros(num_micro_batches, np.int64)
     for c in range(spent.size):
         slowest[c // num_ranks] = max(slowest[c // num_ranks], spent[c])
-    work = _EVEN_WORK
+    work = _WORK
     improved = True
     while improved and work > 0:
         improved = False
@@ -317,6 +248,7 @@ def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, bu
             for c in range(m * num_ranks, (m + 1) * num_ranks):
                 if c != top:
                     second = max(second, spent[c])
+            least = alone * second
             best = spent[top]
             best_out = -1
             best_in = -1
@@ -328,7 +260,7 @@ def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, bu
                 for c in range(spent.size):
                     if c == top or used[c] + lengths[out] > budget or spent[c] + cost[out] > slowest[c // num_ranks]:
                         continue
-                    after = max(second, spent[top] - cost[out])
+                    after = max(least, spent[top] - cost[out])
                     if c // num_ranks == m:
                         after = max(after, spent[c] + cost[out])
                     if after < best:
@@ -342,7 +274,7 @@ def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, bu
                     longer = lengths[out] - lengths[other]
                     if c == top or more <= 0 or used[c] + longer > budget or spent[c] + more > slowest[c // num_ranks]:
                         continue
-                    after = max(second, spent[top] - more)
+                    after = max(least, spent[top] - more)
                     if c // num_ranks == m:
                         after = max(after, spent[c] + more)
                     if after < best:
@@ -360,4 +292,4 @@ def _wait_less(lengths, cost, cell_of_sequence, num_micro_batches, num_ranks, bu
                     used[target] += lengths[item]
                     spent[target] += cost[item]
                     cell_of_sequence[item] = target
-            slowest[m] = best
+            slowest[m] = max(best, second)

@@ -21,17 +21,9 @@ from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
 
 __all__ = [
-    "Planner",
-    "StepProblem",
-    "Timing",
-    "online_us_of",
-    "planner_named",
-    "planner_names",
-    "register",
-    "respects_nodes",
-    "respects_slots",
-    "timing_of",
-]
+    "Planner", "StepProblem", "Timing", "online_us_of", "planner_named", "planner_names", "register",
+    "respects_nodes", "respects_slots", "timing_of",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -106,7 +98,6 @@ class StepProblem(PlanLimits):
 
     @cached_property
     def home_now(self) -> Placement:
-        """Homes before the step."""
         if self.previous is not None:
             return self.previous
         load = self.load
@@ -145,7 +136,7 @@ def respects_slots(planner: Planner) -> bool:
     """Whether no rank holds more copies than the problem allows.
 
     That is spare_slots flash copies at a time and standing_slots standing copies per node and layer; for planners whose
-    redundant experts stay the whole step, spare_slots experts per layer above an even share of homes.
+    redundant experts stay all step, spare_slots experts per layer above an even share of homes.
     """
     return bool(getattr(planner, "respects_slots", True))
 

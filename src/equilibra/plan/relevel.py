@@ -2,15 +2,12 @@
 
 Symbols: M micro-batches, L layers, E experts, R ranks, F flash copies, C standing copies, P = L * M problems.
 
-While a layer computes, weights of the flash copies of its neighbour visits move, and gradients of the next visit's
-leave and are added at their homes. That costs the ranks that hold and serve them time, which planning one layer and
-micro-batch cannot know. So copies stay where they are and their quotas are levelled again with these costs counted as
-rows; copies left without tokens are dropped. (Choosing copies again was no better.)
+While a layer computes, weights of neighbour visits' flash copies move, and gradients leave and are added at their
+homes. Both cost ranks time that planning one visit cannot know. So copies stay, quotas are levelled again with these
+costs counted as rows, and copies left without tokens are dropped. (Choosing copies again was no better.)
 
-Kernels compute rows in tiles. The last tile of an instance takes as long as a full one in all products but the weight
-gradients, two thirds of the work. So shares that fill tiles are sought around the level.
-
-A visit is a layer of a micro-batch; visits are ordered by micro-batch, then layer, and wrap around.
+Kernels compute rows in tiles; an instance's last tile costs as much as a full one in two thirds of the work. So shares
+that fill tiles are sought around the level. Visits are ordered by micro-batch, then layer, and wrap around.
 """
 
 from __future__ import annotations
@@ -37,11 +34,7 @@ _SWEEPS = 16
 def relevel(
     part: StagePlan, load: StepLoad, placement: Placement, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> StagePlan:
-    """The stage with new quotas, if rates price transfers during other layers.
-
-    Flash copies left without tokens are dropped and the rest is levelled again. If traffic across nodes has a price,
-    quotas were chosen for it and stay.
-    """
+    """The stage with new quotas, if rates price transfers during other layers and traffic did not choose the quotas."""
     counts_traffic = rates.cross_row_us > 0 and placement.cluster.num_nodes > 1
     priced = rates.move_beside_us[stage] + rates.add_beside_us[stage] > 0
     if not priced or counts_traffic or part.num_copies == 0:
@@ -59,7 +52,6 @@ def relevel(
 
 
 def _without_idle_copies(part: StagePlan) -> StagePlan:
-    """Without flash copies that take no tokens."""
     used = part.tokens_FR.any(axis=1)
     num_before = np.concatenate([[0], np.cumsum(used)])
     return replace(
@@ -72,16 +64,9 @@ def base_rows(
     part: StagePlan, load: StepLoad, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> NDArray[np.int64]:
     """[P, R] what copies cost every rank besides their rows, those of the neighbour visits too; in rows."""
-    num_micro_batches, num_layers, _, num_ranks = load.tokens_MLER.shape
-    shape = num_layers * num_micro_batches, num_ranks
-    first = part.problem_of_copy() * num_ranks
-    flash_PR, served_PR = (
-        np.bincount(first + ranks, minlength=shape[0] * shape[1]).reshape(shape) for ranks in (part.rank, part.origin)
-    )
-    held_PR = flash_PR.copy()
-    copy, micro_batch = np.nonzero(part.standing_tokens_CMR.any(axis=2))
-    np.add.at(held_PR, (standing.layer[copy] * num_micro_batches + micro_batch, standing.rank[copy]), 1)
-    visit = np.arange(shape[0]).reshape(num_micro_batches, num_layers).T.ravel()
+    flash_PR, served_PR = part.on_links()
+    held_PR = flash_PR + part.standing_in_use(standing)
+    visit = np.arange(len(flash_PR)).reshape(load.num_micro_batches, load.num_layers).T.ravel()
     problem_of_visit = np.argsort(visit)
     after, before = (problem_of_visit[(visit + step) % visit.size] for step in (1, -1))
     moved_PR, added_PR = flash_PR[after], served_PR[after]

@@ -1,17 +1,13 @@
 """Reorder: the home of every expert of one layer for the coming batch.
 
-Symbols: B bins (nodes, or the ranks of a cluster of one node), E experts, M micro-batches; time_BEM the time that
-expert e adds to bin b in micro-batch m if its home is there (compute, and the traffic from other bins).
+Symbols: B bins (nodes, or the ranks of a single node), E experts, M micro-batches; time_BEM what expert e adds to bin b
+in micro-batch m if its home is there.
 
-Problem. Choose homes, equally many per bin as before, that minimise sum_m max_b time[b, m] plus `price` for every
-expert that leaves the bin it was in.
+Choose homes, equally many per bin as before, that minimise sum_m max_b time[b, m] plus `price` for every expert that
+leaves its bin. Iterated local search: swap two experts while the cost falls, evaluating all swaps of a pair of bins at
+once; then kick with a few random swaps, descend again, keep the better.
 
-Method. Swap two experts of two bins while the cost falls: for each pair of bins all swaps are evaluated at once with
-the times of the other bins held, which is one pass over [experts, experts, M]. From the local optimum, kick a few
-random swaps and descend again, and keep what is better (iterated local search).
-
-Promises: never costs more than staying; whole-number arithmetic, so that every machine finds the same homes whatever
-its vector width; the same seed gives the same homes.
+Never costs more than staying. Whole numbers and a fixed seed give the same homes on every machine.
 """
 
 from __future__ import annotations

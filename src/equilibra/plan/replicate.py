@@ -3,26 +3,21 @@
 Symbols: G ranks of the node, I instances (home experts and standing copies) with their loads, S spare slots per
 rank, cap the load that no rank should exceed, hold and serve the prices of a copy in rows.
 
-A copy is one more instance: the rank that holds it reads its weights and writes its gradient, the rank it comes from
-adds that gradient. Ranks wait for each other's time, not rows, so the load of a rank is what its time is worth in rows:
-its rows, hold for every copy it holds, serve for every copy that others hold of its instances.
+Ranks wait for each other's time, so a rank's load is its rows plus `hold` for every copy it holds and `serve` for every
+copy that others hold of its instances.
 
-Method. A rank above the cap must export its excess; a rank below it has room. One copy joins an exporter to a
-receiver, and finishes at least one of the two. So the number of copies is small when excesses fit rooms well:
-for each exporter take, in this order, the smallest room that holds the whole excess, else the two rooms whose
-sum holds it with the least waste, else the largest room and go on with the rest. That depends on the order in
-which exporters are served, so a few orders are tried and the one with the fewest copies, then the smallest
-fan-out, is kept. Where slots run out, exporters may also pass their excess through another exporter (a chain uses that
-rank's slots instead), and where even that fails, the smallest cap that works is searched for.
+Method. A rank above the cap exports its excess; a rank below it has room. A copy joins an exporter to a receiver and
+finishes at least one of them, so few copies are needed when excesses fit rooms: take the smallest room that holds the
+whole excess, else the two rooms that hold it with the least waste, else the largest room, and go on with the rest. A
+few orders of exporters are tried; the fewest copies, then the smallest fan-out, win. Where slots run out, excess may
+pass through another exporter (a chain); where that fails too, the smallest cap that works is searched for.
 
-Copies that cost something raise the level: n of them cannot leave all ranks below mean + n * (hold + serve) / G. So
-the cap is raised by the fewest copies that may do at the cap which as many raise; no plan ends below that. Where rooms
-do not fit excesses there, it is raised further, and where that leaves more than a 500th, copies are also chosen as if
-they were free, and the better plan is kept.
+n copies raise the level of all ranks to at least mean + n * (hold + serve) / G, so the cap rises with the fewest copies
+that may do. Where rooms do not fit there it rises further; if that leaves more than a 500th, copies are also chosen as
+if they were free, and the better plan is kept.
 
-Promises: no rank receives more than S copies; no rank ends above max(cap + min_tokens - 1, its load before) if the cap
-was reached; with prices, the fullest rank ends no higher than if copies had been chosen as if they were free, up to
-min_tokens and a 500th or a copy's price over G; the same input gives the same copies on every machine.
+Promises: at most S copies per rank; no rank above max(cap + min_tokens - 1, its load before) if the cap was reached;
+the same copies on every machine.
 """
 
 from __future__ import annotations
@@ -48,7 +43,7 @@ _ORDER, _EXCESS0, _EXCESS = 8, 9, 10  # exporters
 _ROOM0, _ROOM = 11, 12  # receivers, in falling order of room
 _USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the exporter at hand
 BASE = 15  # what each rank has to do besides its rows, before any flash copy, in rows
-_KEPT_ITEM, _KEPT_RANK, _KEPT_TOKENS = 16, 17, 18  # a result put aside
+_KEPT_ITEM = 16  # to 18: a result put aside
 NUM_ROWS = 19
 SCARCE = -1  # instead of a number of copies: slots do not suffice for the cap
 _SEARCHED = 32  # ranks up to which a search takes about a millisecond
@@ -84,8 +79,15 @@ def _put(w, row, n, entry):  # type: ignore[no-untyped-def]
 
 
 @inlined
+def _copy_copies(w, n, source, to):  # type: ignore[no-untyped-def]
+    """Copy n copies from the three rows that begin with `source` to those that begin with `to`."""
+    for row in range(3):
+        for c in range(n):
+            w[to + row, c] = w[source + row, c]
+
+
+@inlined
 def _take(w, n, k):  # type: ignore[no-untyped-def]
-    """Remove entry k of the rooms."""
     for t in range(k, n - 1):
         w[_ROOM, t] = w[_ROOM, t + 1]
     return n - 1
@@ -277,10 +279,7 @@ def _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most, c
             best = n
             most = n
             best_fan_out = widest
-            for c in range(n):
-                w[ITEM, c] = w[_ITEM2, c]
-                w[RANK, c] = w[_RANK2, c]
-                w[TOKENS, c] = w[_TOKENS2, c]
+            _copy_copies(w, n, _ITEM2, ITEM)
             if n == fewest or chain > 0:
                 break
     return best
@@ -329,10 +328,7 @@ def _slowest(first, w, n, hold, serve):  # type: ignore[no-untyped-def]
 
 @kernel
 def _attempt_or_rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  # type: ignore[no-untyped-def]
-    """Copies at the cap; where rooms do not fit excesses, at a small one above it that works, or -1.
-
-    It is raised by the price of one copy more, two, four and so on up to one for every second rank, then halved.
-    """
+    """Copies at the cap, or at a small one above it that works, or -1; it rises by one copy's price, two, four, ..."""
     num_ranks = first.size - 1
     most_copies = num_ranks * slots
     found = _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most_copies, _NO_CHAIN, state)
@@ -413,26 +409,12 @@ def level_node(load, first, slots, cap, slack, hold, serve, min_tokens, tries, w
     reached = _slowest(first, w, n, hold, serve)
     if reached < risen + min_tokens + _fine(risen, hold + serve, num_ranks):
         return n
-    _keep(w, n)
+    _copy_copies(w, n, ITEM, _KEPT_ITEM)
     free = _attempt(load, first, w, slots, cap, _NOTHING, _NOTHING, min_tokens, tries, most, _NO_CHAIN, state)
     if free < 0 or _slowest(first, w, free, hold, serve) < reached:
         return free
-    _bring_back(w, n)
+    _copy_copies(w, n, _KEPT_ITEM, ITEM)
     return n
-
-
-@kernel
-def _keep(w, n):  # type: ignore[no-untyped-def]
-    """Put the n copies of the result aside."""
-    for c in range(n):
-        w[_KEPT_ITEM, c], w[_KEPT_RANK, c], w[_KEPT_TOKENS, c] = w[ITEM, c], w[RANK, c], w[TOKENS, c]
-
-
-@kernel
-def _bring_back(w, n):  # type: ignore[no-untyped-def]
-    """The n copies that were put aside are the result."""
-    for c in range(n):
-        w[ITEM, c], w[RANK, c], w[TOKENS, c] = w[_KEPT_ITEM, c], w[_KEPT_RANK, c], w[_KEPT_TOKENS, c]
 
 
 # --- where slots do not suffice: Python over the kernels, as it takes a millisecond and would take long to compile ---
@@ -483,7 +465,6 @@ class _ScarceNode:
     state: NDArray[np.uint64]
 
     def free(self, cap: int) -> int:
-        """Copies that cost nothing."""
         n = self._attempt(cap, 0, 0, self.tries, 0)
         return n if n >= 0 else self.best_effort(cap, 0, 0)
 
@@ -513,10 +494,7 @@ class _ScarceNode:
         return n
 
     def _search(self, cap: int, reached: int, hold: int, serve: int, best: int) -> int:
-        """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`.
-
-        It chooses by rows, a copy must gain what it costs; the split over its copies counts prices.
-        """
+        """The search that chooses standing copies, over ranks instead of nodes; kept if it gets below `reached`."""
         num_ranks, price, load = self.first.size - 1, hold + serve, self.load
         rank_of_item = np.repeat(np.arange(num_ranks), np.diff(self.first))
         rank_load = self.w[_LOAD, :num_ranks].copy()

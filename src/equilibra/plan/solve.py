@@ -1,10 +1,7 @@
 """Solve many problems of one layer and micro-batch, and time each.
 
-Symbols: P problems, E experts, R source ranks.
-
-Timed is the compiled call a runtime makes: load sums, copies and the split over sources, with memory allocated before.
-All problems are first solved once, so that nothing is compiled during timing. Timed passes then go over all problems in
-turn, so that no problem finds its own data in the nearest cache.
+Symbols: P problems, E experts, R source ranks. Timed is the call a runtime makes, compiled before; each pass goes over
+all problems, so none finds its own data in the nearest cache.
 """
 
 from __future__ import annotations
@@ -16,8 +13,8 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.cluster import Cluster
-from equilibra.core.errors import InputError
 from equilibra.core.placement import contiguous
 from equilibra.events.imbalance import imbalance
 from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUOTA, TARGET, CopyCosts, balance_micro_batches, scratch_for
@@ -60,8 +57,8 @@ def solve_problems(
     passes: int = 3,
 ) -> Solved:
     """Solve and time problems with contiguous homes."""
-    if spare_slots < 0 or not 0 <= tolerance < 1000:
-        raise InputError(f"spare slots must be >= 0 and tolerance in [0, 1000), not {spare_slots} and {tolerance}")
+    check_whole("spare_slots", spare_slots, low=0, high=None)
+    check_number("tolerance", tolerance, high=1000, below=True)
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
     spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied

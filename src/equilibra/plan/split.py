@@ -2,10 +2,8 @@
 
 Symbols: R source ranks, Q instances of one expert with their quotas; quotas and tokens have the same sum.
 
-Rule. A source gives its tokens to an instance on its own rank first, then to instances of its own node, then to
-the others, always in the order of ranks. No split with these quotas keeps more tokens on their rank, nor more on
-their node: an instance on rank r can serve at most min(tokens of r, quota) locally, and a node at most min(tokens of
-its ranks, quotas on it); the rule reaches both at once (docs/planner.md has the proof).
+A source serves its own rank's instance first, then its node's, then the others, in the order of ranks. No split with
+these quotas keeps more tokens on their rank or on their node (proof in docs/planner.md).
 """
 
 from __future__ import annotations

@@ -1,11 +1,10 @@
-"""Spread: sequences swapped between micro-batches so that no micro-batch has the same hot experts throughout.
+"""Spread: swap sequences between micro-batches so that none has the same hot experts throughout.
 
 Symbols: S sequences, M micro-batches, L layers, D folded sums; a bin is a node, or a rank where there is one node.
 
-Method. The skew of a schedule is the sum of squares, over micro-batches, layers and bins, of a bin's load around its
-mean. Sequences of like length are swapped between micro-batches where that lowers the skew, keeps every cell within
-its budget, and makes no micro-batch's slowest cell slower. Many layers and bins are folded into D sums with random
-signs, which keep squares on average, so evaluating a swap takes D operations for any model.
+Skew is the sum of squares, over micro-batches, layers and bins, of a bin's load around its mean. Sequences of similar
+length are swapped where that lowers the skew, fits the budgets, and slows no micro-batch down. Layers and bins are
+folded into D sums with random signs, which keep squares on average, so a swap costs D operations for any model.
 """
 
 from __future__ import annotations
@@ -43,10 +42,7 @@ def spread_experts(
 
 
 def _folded_skew(sequences: SequenceLoad, home: Placement) -> NDArray[np.float64]:
-    """[S, D] how far each sequence pushes every (layer, bin) above its share, folded into D sums with random signs.
-
-    Whole numbers small enough that all products are exact in float64, and so the same on every machine.
-    """
+    """[S, D] how far each sequence pushes every (layer, bin) above its share, folded; products are exact in float64."""
     cluster = home.cluster
     per_bin = cluster.ranks_per_node if cluster.num_nodes > 1 else 1
     num_bins = cluster.num_ranks // per_bin

@@ -2,16 +2,12 @@
 
 Symbols: M micro-batches, N nodes, E experts; load_EM the tokens of each expert in each micro-batch.
 
-Problem. Homes give every node a load per micro-batch; the slowest node sets the pace, so the cost is
-sum_m max_n load[m, n]. A standing copy of expert e on node n lets every micro-batch move any part of e's tokens
-from its home node to n. Weights travel once a step, gradients once, so the slow network pays once for all M.
+The slowest node sets the pace: cost is sum_m max_n load[m, n]. A copy of expert e on node n lets every micro-batch move
+any part of e's tokens there; weights and gradients cross the network once a step. `level.py` finds the best split for
+given copies. Copies are chosen greedily by the sum of squares of node loads, then (if few) exchanged one by one while
+the cost falls, then dropped where they gain less than their price.
 
-Method. `level.py` finds the best split for given copies. The copies are chosen greedily by how much they lower the sum
-of squares of node loads over all micro-batches, then (where they are few) exchanged one by one while the real cost
-falls, then dropped where the gain is below the price of a copy.
-
-Promises: at most `slots` copies per node; never a copy that gains less than `price`; exact whole numbers, so every
-machine finds the same copies.
+Promises: at most `slots` copies per node; no copy that gains less than `price`; the same copies on every machine.
 """
 
 from __future__ import annotations
@@ -31,19 +27,10 @@ _EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges 
 
 @kernel
 def _best_candidates(  # type: ignore[no-untyped-def]
-    load_EM,
-    home_node,
-    x_NM,
-    free,
-    copy_expert,
-    copy_node,
-    share_CM,
-    num_copies,
-    best_expert,
-    best_node,
-    best_gain,
+    load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, num_copies, best
 ):
-    """The copies that would lower the sum of squares of the node loads most, best first; returns how many."""
+    """Into best [3, width] (gain, expert, node) copies that lower squares of node loads most; returns how many."""
+    width = best.shape[1]
     num_experts, num_micro_batches = load_EM.shape
     num_nodes = x_NM.shape[0]
     at_home = np.empty(num_micro_batches, np.int64)
@@ -76,31 +63,27 @@ def _best_candidates(  # type: ignore[no-untyped-def]
         for n in range(num_nodes):
             if n == home or free[n] <= 0 or taken[n]:
                 continue
-            if found == best_gain.size and most_NN[home, n] <= best_gain[found - 1]:
+            if found == width and most_NN[home, n] <= best[0, found - 1]:
                 continue
             gain = np.int64(0)
             for m in range(num_micro_batches):
                 slope = max(x_NM[home, m] - x_NM[n, m], 0) >> shift
                 amount = min(slope >> 1, at_home[m] >> shift)
                 gain += amount * (slope - amount)
-            if gain <= 0 or (found == best_gain.size and gain <= best_gain[found - 1]):
+            if gain <= 0 or (found == width and gain <= best[0, found - 1]):
                 continue
-            k = found if found < best_gain.size else found - 1
-            while k > 0 and best_gain[k - 1] < gain:
-                best_gain[k] = best_gain[k - 1]
-                best_expert[k] = best_expert[k - 1]
-                best_node[k] = best_node[k - 1]
+            k = found if found < width else found - 1
+            while k > 0 and best[0, k - 1] < gain:
+                for row in range(3):
+                    best[row, k] = best[row, k - 1]
                 k -= 1
-            best_gain[k] = gain
-            best_expert[k] = e
-            best_node[k] = n
-            found = min(found + 1, best_gain.size)
+            best[0, k], best[1, k], best[2, k] = gain, e, n
+            found = min(found + 1, width)
     return found
 
 
 @kernel
 def _insert(copy_expert, copy_node, num_copies, expert, node):  # type: ignore[no-untyped-def]
-    """Add a copy, kept in the order of experts and nodes."""
     k = num_copies
     while k > 0 and (copy_expert[k - 1] > expert or (copy_expert[k - 1] == expert and copy_node[k - 1] > node)):
         copy_expert[k] = copy_expert[k - 1]
@@ -113,7 +96,6 @@ def _insert(copy_expert, copy_node, num_copies, expert, node):  # type: ignore[n
 
 @kernel
 def _remove(copy_expert, copy_node, num_copies, k):  # type: ignore[no-untyped-def]
-    """Drop copy k."""
     for i in range(k, num_copies - 1):
         copy_expert[i] = copy_expert[i + 1]
         copy_node[i] = copy_node[i + 1]
@@ -128,7 +110,6 @@ def _add(to, i, rows, k, times):  # type: ignore[no-untyped-def]
 
 @kernel
 def _copy(rows, to):  # type: ignore[no-untyped-def]
-    """to[:] = rows."""
     for i in range(rows.shape[0]):
         for m in range(rows.shape[1]):
             to[i, m] = rows[i, m]
@@ -157,7 +138,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
 ):
     """Copies into copy_expert, copy_node (sorted by expert, node); returns (copies, sum_m max_n with them).
 
-    price: what one copy must gain, in tokens of a node summed over micro-batches. good_enough: cost at which to stop.
+    price: tokens of a node, summed over micro-batches, that a copy must gain. good_enough: cost at which to stop.
     rounds: how often every copy is tried against others.
     """
     num_experts, num_micro_batches = load_EM.shape
@@ -168,35 +149,20 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
     most = num_nodes * slots
     share_CM = np.zeros((most + 1, num_micro_batches), np.int64)
     free = np.full(num_nodes, slots, np.int64)
-    width = 10 if load_EM.size * num_nodes <= _WIDE else 3
-    best_expert = np.zeros(width, np.int64)
-    best_node = np.zeros(width, np.int64)
-    best_gain = np.zeros(width, np.int64)
+    best = np.zeros((3, 10 if load_EM.size * num_nodes <= _WIDE else 3), np.int64)
     n = np.int64(0)
     cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
     cost_without = cost
     while n < most and cost > good_enough:
-        found = _best_candidates(
-            load_EM,
-            home_node,
-            x_NM,
-            free,
-            copy_expert,
-            copy_node,
-            share_CM,
-            n,
-            best_expert,
-            best_node,
-            best_gain,
-        )
+        found = _best_candidates(load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, n, best)
         if found == 0:
             break
-        at = _insert(copy_expert, copy_node, n, best_expert[0], best_node[0])
+        at = _insert(copy_expert, copy_node, n, best[1, 0], best[2, 0])
         for m in range(num_micro_batches):
             for c in range(n, at, -1):
                 share_CM[c, m] = share_CM[c - 1, m]
             share_CM[at, m] = 0
-        free[best_node[0]] -= 1
+        free[best[2, 0]] -= 1
         n += 1
         cost = level_on(load_EM, home_node, copy_expert, copy_node, n, x_NM, share_CM)
     if n * n * num_micro_batches > _EXCHANGED:
@@ -205,27 +171,22 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         before = cost
         k = 0
         while k < n and cost > good_enough:
-            old_expert = copy_expert[k]
-            old_node = copy_node[k]
+            old_expert, old_node = copy_expert[k], copy_node[k]
             _remove(copy_expert, copy_node, n, k)
             free[old_node] += 1
             level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n - 1, x_NM, share_CM)
-            found = _best_candidates(
-                load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, n - 1,
-                best_expert, best_node, best_gain,
-            )  # fmt: skip
-            pick_expert = old_expert
-            pick_node = old_node
+            found = _best_candidates(load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, n - 1, best)
+            pick_expert, pick_node = old_expert, old_node
             for i in range(found):
-                if best_expert[i] == old_expert and best_node[i] == old_node:
+                expert, node = best[1, i], best[2, i]
+                if expert == old_expert and node == old_node:
                     continue
-                at = _insert(copy_expert, copy_node, n - 1, best_expert[i], best_node[i])
+                at = _insert(copy_expert, copy_node, n - 1, expert, node)
                 new_cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
                 _remove(copy_expert, copy_node, n, at)
                 if new_cost < cost:
                     cost = new_cost
-                    pick_expert = best_expert[i]
-                    pick_node = best_node[i]
+                    pick_expert, pick_node = expert, node
             _insert(copy_expert, copy_node, n - 1, pick_expert, pick_node)
             free[pick_node] -= 1
             k += 1

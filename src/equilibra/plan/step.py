@@ -15,32 +15,33 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.cluster import Cluster
-from equilibra.core.errors import InputError
+from equilibra.core.limits import PlanLimits
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.rates import Rates
-from equilibra.plan import bounds
-from equilibra.plan.fill import LayerCopies, fill, no_copies, real_cost_us
-from equilibra.plan.layer import Choice, LayerProblem, Means, choose, stay
-from equilibra.plan.micro_batch import NO_EXCHANGE
+from equilibra.plan.layer import Choice, LayerProblem, Search, choose, fill, real_cost_us, stay
+from equilibra.plan.micro_batch import NO_EXCHANGE, TRIES, CopyCosts
 from equilibra.plan.pack import check_budget, joined, pack
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.relevel import relevel
 
-__all__ = ["Equilibra", "stage_plan", "usable_cores"]
+__all__ = ["Equilibra", "late_stages", "usable_cores"]
 
 T = TypeVar("T")
 DEARER_FACTOR = 4
 """factor on the fewest tokens of a flash copy where links are too slow for all copies that would pay"""
+LATE = 0.01
+"""share of the layers' time by which flash copies may be late before a second link is used"""
 
 
 class _Filled(NamedTuple):
     """A planned layer."""
 
     choice: Choice
-    copies: dict[Stage, LayerCopies]
+    copies: dict[Stage, StagePlan]
     cost_us: float
 
 
@@ -50,34 +51,25 @@ def usable_cores() -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Equilibra:
+class Equilibra(Search):
     """Our planner; each mechanism can be switched off for ablations."""
 
     name: str = "equilibra"
     pack: bool = True
     """assign sequences to micro-batches by their routing"""
-    reorder: bool = True
-    """move homes between steps"""
     standing: bool = True
     """standing copies across nodes"""
     flash: bool = True
     """flash copies inside a node"""
     tolerance: float = 0.005
     """imbalance accepted for fewer flash copies"""
-    min_tokens_per_copy: int | None = None
-    """fewest tokens of a flash copy; None: from what a copy costs"""
-    work: int = 3_000_000
-    """search budget for homes per layer: swaps tried times micro-batches"""
-    exchange_rounds: int = 1
-    """rounds in which every standing copy is tried against others"""
     threads: int | None = None
     """threads to plan with; None: one per processor"""
 
     def __post_init__(self) -> None:
-        if not 0 <= self.tolerance < 1000:
-            raise InputError(f"tolerance must be from 0 to below 1000, not {self.tolerance}")
-        if self.threads is not None and self.threads < 1:
-            raise InputError(f"threads must be at least 1, not {self.threads}")
+        check_number("tolerance", self.tolerance, high=1000, below=True)
+        if self.threads is not None:
+            check_whole("threads", self.threads, low=1)
 
     def plan(self, problem: StepProblem) -> StepPlan:
         """Plan one step; packing is used only if it costs no more than changing nothing."""
@@ -91,7 +83,6 @@ class Equilibra:
         return plan
 
     def _plan(self, problem: StepProblem, schedule: Schedule | None) -> tuple[StepPlan, float]:
-        """The plan under a schedule, and its cost."""
         load = problem.load_under(schedule)
         layers = self._layers(problem, load)
         choices = self._each(lambda layer: choose(layers[layer]), len(layers))
@@ -107,18 +98,14 @@ class Equilibra:
         home_LE = np.stack([filled.choice.home_of_expert for filled in done])
         placement = Placement(home_of_expert=home_LE, cluster=problem.cluster)
         standing = _standing([filled.choice for filled in done], ranks)
-        stages = {stage: stage_plan([filled.copies[stage] for filled in done]) for stage in Stage}
+        stages = {stage: StagePlan.joined([filled.copies[stage] for filled in done]) for stage in Stage}
+        stages = {
+            stage: relevel(part, load, placement, standing, problem.rates, stage) for stage, part in stages.items()
+        }
         plan = StepPlan(
-            planner=self.name,
-            placement=placement,
-            previous=problem.home_now,
-            standing=standing,
-            stages={
-                stage: relevel(part, load, placement, standing, problem.rates, stage) for stage, part in stages.items()
-            },
-            bound_LM=bounds.any_plan(load),
-            schedule=schedule,
-        )
+            planner=self.name, placement=placement, previous=problem.home_now, standing=standing, stages=stages,
+            bound_LM=load.lower_bound(), schedule=schedule,
+        )  # fmt: skip
         return plan, sum(filled.cost_us for filled in done)
 
     def _schedule(self, problem: StepProblem) -> Schedule | None:
@@ -141,16 +128,15 @@ class Equilibra:
 
     def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:
         slots = min(problem.spare_slots, load.num_experts) if self.flash else 0
-        limits = problem.limits(spare_slots=slots, standing_slots=problem.standing_slots if self.standing else 0)
-        means = Means(
-            reorder=self.reorder, tolerance=self.tolerance, work=self.work, exchange_rounds=self.exchange_rounds,
-            **limits,
-        )  # fmt: skip
-        home_LE = problem.home_now.home_of_expert
+        standing_slots = problem.standing_slots if self.standing else 0
+        limits = PlanLimits(**problem.limits(spare_slots=slots, standing_slots=standing_slots))
         return [
-            LayerProblem(load=load, layer=layer, home=home, cluster=problem.cluster, rates=problem.rates, means=means)
-            for layer, home in enumerate(home_LE)
-        ]
+            LayerProblem(
+                load=load, layer=layer, home=home, cluster=problem.cluster, rates=problem.rates, limits=limits,
+                search=self,
+            )
+            for layer, home in enumerate(problem.home_now.home_of_expert)
+        ]  # fmt: skip
 
     def _fill_some(
         self, which: list[int], layers: list[LayerProblem], choices: list[Choice], ranks: list[NDArray[np.int64]]
@@ -167,27 +153,20 @@ class Equilibra:
                 return _Filled(choice, copies, cost_us)
         if choice.standing_expert.size or not np.array_equal(choice.home_of_expert, layer.home):
             return self._fill(layer, still, ranks[:0])  # flash copies alone may still pay
-        return _Filled(still, dict.fromkeys(Stage, no_copies(layer)), still.cost_us)
+        none = np.zeros((0, layer.load.num_micro_batches, layer.cluster.num_ranks), np.int32)
+        return _Filled(still, dict.fromkeys(Stage, StagePlan.without_flash(none)), still.cost_us)
 
     def _copies(
         self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float, dearer: int
-    ) -> dict[Stage, LayerCopies]:
+    ) -> dict[Stage, StagePlan]:
         """Copies of both stages; equal prices give the same copies."""
-        rates = layer.rates
-        prices = {
-            stage: (dearer * self._min_tokens(rates, stage), rates.hold_rows(stage), rates.serve_rows(stage))
-            for stage in Stage
-        }
-        by_prices = {
-            (least, hold, serve): fill(
-                layer, choice, ranks, min_tokens=least, hold_rows=hold, serve_rows=serve, row_slack=row_slack
-            )
-            for least, hold, serve in set(prices.values())
-        }
-        return {stage: by_prices[prices[stage]] for stage in Stage}
-
-    def _min_tokens(self, rates: Rates, stage: Stage) -> int:
-        return rates.min_tokens_per_copy(stage) if self.min_tokens_per_copy is None else self.min_tokens_per_copy
+        costs = {}
+        for stage in Stage:
+            hold, serve = layer.rates.hold_rows(stage), layer.rates.serve_rows(stage)
+            least = dearer * layer.rates.min_tokens_per_copy(stage)
+            costs[stage] = CopyCosts(self.tolerance, hold, serve, least, TRIES)
+        by_cost = {cost: fill(layer, choice, ranks, cost, row_slack) for cost in set(costs.values())}
+        return {stage: by_cost[costs[stage]] for stage in Stage}
 
     def _each(self, function: Callable[[int], T], num_layers: int) -> list[T]:
         threads = self.threads or usable_cores()
@@ -197,24 +176,8 @@ class Equilibra:
             return list(pool.map(function, range(num_layers)))
 
 
-def stage_plan(layers: list[LayerCopies]) -> StagePlan:
-    """The copies of all layers as one stage of a plan."""
-    num = np.concatenate([layer.num_of_micro_batch for layer in layers])
-    return StagePlan(
-        first_of_problem=np.concatenate([[0], np.cumsum(num)]).astype(np.int64),
-        expert=np.concatenate([layer.expert for layer in layers]),
-        rank=np.concatenate([layer.rank for layer in layers]),
-        origin=np.concatenate([layer.origin for layer in layers]),
-        tokens_FR=np.concatenate([layer.tokens_FR for layer in layers]),
-        standing_tokens_CMR=np.concatenate([layer.standing_tokens_CMR for layer in layers]),
-    )
-
-
 def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[NDArray[np.int64]]:
-    """A rank for every standing copy: the one of its node that holds fewest, then the least loaded in the layer.
-
-    So the ranks of a node hold equally many standing copies over all layers, and memory is even.
-    """
+    """A rank for every standing copy: of its node the one that holds fewest (memory is even), then the least loaded."""
     group = cluster.ranks_per_node
     held = np.zeros(cluster.num_ranks, np.int64)
     batch_LE = load.tokens_MLER.sum(axis=(0, 3), dtype=np.int64)
@@ -231,10 +194,22 @@ def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[N
 
 
 def _standing(choices: list[Choice], ranks: list[NDArray[np.int64]]) -> StandingCopies:
-    """The layers' standing copies as one list."""
     layer = np.repeat(np.arange(len(choices)), [rank.size for rank in ranks])
     return StandingCopies(
         layer=layer.astype(np.int32),
         expert=np.concatenate([choice.standing_expert for choice in choices]).astype(np.int32),
         rank=np.concatenate(ranks).astype(np.int32),
     )
+
+
+def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
+    """Stages in which the busiest link exceeds the layers that hide it by more than LATE; a second link is not free."""
+    late = []
+    for stage in Stage:
+        rows_PR = plan.rank_load(load, stage).reshape(-1, plan.cluster.num_ranks)
+        link_us = np.maximum(*plan.stages[stage].on_links()).max(axis=1) * rates.link_us[stage]
+        layer_us = rows_PR.max(axis=1) * rates.row_us[stage] + rows_PR.mean(axis=1) * rates.gap_row_us[stage]
+        hidden_us = layer_us + rates.gap_us[stage]
+        if np.maximum(link_us - hidden_us, 0.0).sum() > LATE * hidden_us.sum():
+            late.append(stage)
+    return frozenset(late)

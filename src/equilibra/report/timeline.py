@@ -178,7 +178,6 @@ def _title(row: dict[str, Any]) -> str:
 
 
 def _arguments(row: dict[str, Any], hidden: float) -> dict[str, Any]:
-    """The other columns, where they apply."""
     shown: dict[str, Any] = {
         "stage": words_of(Stage.numbered(row["stage"])),
         "direction": words_of(Direction(row["direction"])),

@@ -33,7 +33,6 @@ class Request:
 
     @property
     def max_new(self) -> int:
-        """The most tokens to generate."""
         return int(self.noise.size)
 
     def unanswered(self, shape: tuple[int, int]) -> Generation:

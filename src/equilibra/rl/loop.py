@@ -25,7 +25,7 @@ from equilibra.rl.observe import Clock, Observer
 from equilibra.rl.sample import Sample
 from equilibra.rl.updates import POLICY_SUMS, Critic, MiniBatches, policy_columns, policy_loss_of
 
-__all__ = ["LoopSetting", "Source", "Trainer", "step_metrics", "train"]
+__all__ = ["Source", "Trainer", "step_metrics", "train"]
 
 
 class Source(Protocol):
@@ -44,9 +44,9 @@ class Source(Protocol):
         """Own answers since the last call that got no reward because scoring timed out."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class LoopSetting:
-    """Length of the run, and how often things happen."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Trainer:
+    """The parts of a run on one rank, its length, and how often things happen."""
 
     steps: int
     """RL steps of the whole run"""
@@ -62,25 +62,6 @@ class LoopSetting:
     """longest answer, in tokens"""
     places: int = 0
     """answers that grow at the same time, window by window; 0: whole answers"""
-
-    def version(self, done: int) -> int:
-        """Version of the weights after `done` steps: the number of optimizer steps."""
-        return done * self.mini_batches * self.epochs
-
-    def evaluates(self, step: int) -> bool:
-        """Whether to evaluate before this step."""
-        return step == 0 or bool(self.evaluate_every and step % self.evaluate_every == 0)
-
-    def saves(self, done: int) -> bool:
-        """Whether to write a checkpoint after `done` steps."""
-        return done == self.steps or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Trainer:
-    """The parts of a run on one rank."""
-
-    setting: LoopSetting
     source: Source
     algorithm: Algorithm
     policy: Learner
@@ -98,51 +79,62 @@ class Trainer:
     stop: Callable[[], bool]
     """collective: whether to stop after this step"""
 
+    def version(self, done: int) -> int:
+        """Version of the weights after `done` steps: the number of optimizer steps."""
+        return done * self.mini_batches * self.epochs
+
+    def evaluates(self, step: int) -> bool:
+        return step == 0 or bool(self.evaluate_every and step % self.evaluate_every == 0)
+
+    def saves(self, done: int) -> bool:
+        return done == self.steps or bool(self.checkpoint_every and done % self.checkpoint_every == 0)
+
 
 def train(trainer: Trainer, first_step: int) -> int:
     """Collective: train until the last step or until told to stop; returns the number of finished steps."""
-    setting, algorithm, source, critic = trainer.setting, trainer.algorithm, trainer.source, trainer.critic
+    algorithm, source, critic = trainer.algorithm, trainer.source, trainer.critic
     total = total_over(trainer.policy.model.runtime.group)
     loss = partial(policy_loss_of, algorithm.loss)
-    for step in range(first_step, setting.steps):
-        if setting.evaluates(step):
+    trainer.observer.stage("weights", step=first_step)
+    source.new_weights(trainer.version(first_step))
+    for step in range(first_step, trainer.steps):
+        if trainer.evaluates(step):
             _evaluate(trainer, step)
         clock = Clock(trainer.observer, step)
-        samples = source.samples(step, version=setting.version(step), clock=clock)
-        parts = MiniBatches.of(samples, setting.mini_batches, setting.epochs, places=setting.places)
+        samples = source.samples(step, version=trainer.version(step), clock=clock)
+        parts = MiniBatches.of(samples, trainer.mini_batches, trainer.epochs, places=trainer.places)
         with clock.stage("plan"):
             batch = trainer.policy.begin(samples, parts.of_sample)
         with clock.stage("logprob"):
             old = batch.logprobs()
             apart = measure_mismatch(samples, old, trainer.policy.model.runtime.group)
             if trainer.check is not None:
-                trainer.check(apart, step=step, version=setting.version(step))
+                trainer.check(apart, step=step, version=trainer.version(step))
             reference = trainer.reference.begin_live(samples).logprobs() if trainer.reference is not None else None
             values = critic.values(samples) if critic is not None else None
         with clock.stage("advantages"):
             targets = algorithm.targets(samples, values, total)
-            batch.give(
-                policy_columns(samples, algorithm, targets, old, reference, parts, total, setting.max_answer_tokens)
-            )
+            longest = trainer.max_answer_tokens
+            batch.give(policy_columns(samples, algorithm, targets, old, reference, parts, total, longest))
         with clock.stage("update"), _named(step):
             sums = [batch.update(mini_batch, loss) for mini_batch in parts.order]
             if critic is not None:
                 sums = critic.update(samples, algorithm, targets, parts, total, sums)
         record = batch.step.record(seconds=clock.metrics()["seconds"])
         with clock.stage("weights"):
-            source.new_weights(setting.version(step + 1))
+            source.new_weights(trainer.version(step + 1))
         metrics = step_metrics(samples, apart, sums, batch, record, clock.metrics()["seconds"], total)
         metrics["rewards_timed_out"] = float(total(np.array([source.take_unscored()], np.float64))[0])
         trainer.keep_record(step, record, batch)
         trainer.observer.step(step, {**metrics, **clock.metrics()})  # before the checkpoint: what is saved was reported
         stopping = trainer.stop()
-        if stopping or setting.saves(step + 1):
+        if stopping or trainer.saves(step + 1):
             trainer.observer.stage("checkpoint", step=step)
             trainer.save(step + 1)
-        if stopping and step + 1 < setting.steps:  # after the last step only the evaluation is left
+        if stopping and step + 1 < trainer.steps:  # after the last step only the evaluation is left
             return step + 1
-    _evaluate(trainer, setting.steps)
-    return setting.steps
+    _evaluate(trainer, trainer.steps)
+    return trainer.steps
 
 
 @contextmanager

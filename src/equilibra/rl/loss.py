@@ -16,13 +16,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from math import inf
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equilibra.core.checks import check_choice, check_number, check_whole
 from equilibra.core.errors import InputError
 
 __all__ = [
@@ -89,21 +89,17 @@ class LossSetting:
     average: Average = Average.TOKEN
 
     def __post_init__(self) -> None:
-        for name in ("clip_low", "clip_high", "dual_clip", "kl_weight", "entropy_weight"):
-            self._check(name, isinstance(getattr(self, name), int | float), "a number")
         for name, kind in (("ratio", Ratio), ("divergence", Divergence), ("average", Average)):
-            object.__setattr__(self, name, _member(kind, name, getattr(self, name)))
-        self._check("clip_low", 0 < self.clip_low <= 1, "above 0 and at most 1")
-        self._check("clip_high", self.clip_high > 0, "above 0")
-        self._check("dual_clip", self.dual_clip == 0 or 1 < self.dual_clip < inf, "above 1, or 0 for off")
-        self._check("kl_weight", 0 <= self.kl_weight < inf, "0 or more, and finite")
-        self._check("entropy_weight", 0 <= self.entropy_weight < inf, "0 or more, and finite")
+            check_choice(name, getattr(self, name), list(kind))
+            object.__setattr__(self, name, kind(getattr(self, name)))
+        check_number("clip_low", self.clip_low, above=0, high=1)
+        check_number("clip_high", self.clip_high, above=0)
+        if self.dual_clip != 0:
+            check_number("dual_clip, where it is not 0 for off,", self.dual_clip, above=1)
+        check_number("kl_weight", self.kl_weight)
+        check_number("entropy_weight", self.entropy_weight)
         if self.kl_weight > 0 and self.divergence is Divergence.NONE:
             raise InputError(f"kl_weight {self.kl_weight} needs a divergence; use k1, k2 or k3, or weight 0")
-
-    def _check(self, name: str, fits: bool, required: str) -> None:  # noqa: FBT001
-        if not fits:
-            raise InputError(f"{name} must be {required}, not {getattr(self, name)!r}")
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -136,8 +132,7 @@ def token_weights(
 
     Sequences without a trained token are not counted.
     """
-    if max_length < 1:
-        raise InputError(f"the length that divides token sums must be at least 1, not {max_length}")
+    check_whole("the length that divides token sums", max_length, low=1)
     lengths = [int(np.count_nonzero(mask)) for mask in masks]
     own = np.array([sum(lengths), sum(length > 0 for length in lengths)], np.float64)
     num_tokens, num_sequences = (float(count) for count in total(own))
@@ -199,8 +194,7 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weight
 
     With a clip above 0, moving further than that from the old value does not lower the loss.
     """
-    if not 0 <= clip < inf:
-        raise InputError(f"the value clip must be 0 (off) or more, not {clip}")
+    check_number("the value clip", clip)
     _check_shapes(values=values_T, old_values=old_values_T, returns=returns_T, weights=weights_T)
     clean = _Cleaner(weights_T, values_T)
     values, old, returns = clean(values_T), clean(old_values_T).detach(), clean(returns_T).detach()
@@ -266,13 +260,6 @@ def _part(weight: float, number: Tensor) -> Tensor:
 
 def _exp(log_ratio_T: Tensor) -> Tensor:
     return log_ratio_T.clamp(max=MAX_LOG_RATIO).exp()
-
-
-def _member(kind: type[StrEnum], name: str, value: object) -> StrEnum:
-    words = [str(member) for member in kind]
-    if value not in words:
-        raise InputError(f"{name} must be one of {', '.join(words)}, not {value!r}")
-    return kind(str(value))
 
 
 def _check_shapes(**numbers: Tensor | None) -> None:

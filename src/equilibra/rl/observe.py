@@ -1,13 +1,12 @@
-"""Observers of a run: world rank 0 has a real one, the others a silent one."""
+"""The clock of a step, and observers of a run: world rank 0 has real ones, the others one that ignores everything."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from time import perf_counter
-from typing import Protocol
 
-__all__ = ["Clock", "Observer", "Silent"]
+__all__ = ["Clock", "Observer"]
 
 
 class Clock:
@@ -29,12 +28,11 @@ class Clock:
             self.seconds[name] = self.seconds.get(name, 0.0) + perf_counter() - start
 
     def metrics(self) -> dict[str, float]:
-        """Seconds so far: in total and by stage."""
         return {"seconds": perf_counter() - self._began, **{f"seconds_{k}": v for k, v in self.seconds.items()}}
 
 
-class Observer(Protocol):
-    """Hears of stages, steps and evaluations as they happen."""
+class Observer:
+    """Hears of stages, steps and evaluations as they happen; what a subclass does not override is ignored."""
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
         """A stage begins, or has done `done` of `total` parts."""
@@ -45,12 +43,8 @@ class Observer(Protocol):
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
         """An evaluation before this step is over."""
 
+    def note(self, text: str) -> None:
+        """Show a message."""
 
-class Silent:
-    """An observer that ignores everything."""
-
-    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None: ...
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None: ...
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def close(self) -> None:
+        """Release files and the terminal."""

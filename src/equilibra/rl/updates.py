@@ -51,7 +51,6 @@ class MiniBatches:
 
     @property
     def order(self) -> list[int]:
-        """The mini-batch of each optimizer step."""
         return list(range(self.number)) * self.epochs
 
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 __all__ = ["CHUNK_BYTES", "Padded", "chunk_of", "padded", "token_logprobs"]
 
@@ -47,27 +48,17 @@ class Padded:
 
 def padded(sequences: Sequence[tuple[Tensor, int]], pad: int, device: torch.device) -> Padded:
     """Pad sequences, each given as (tokens, prompt length)."""
-    longest = max((len(tokens) - 1 for tokens, _ in sequences), default=1)
-    tokens_BT = torch.full((max(len(sequences), 1), longest), pad)
-    mask_BT = torch.zeros_like(tokens_BT)
-    if not sequences:
-        mask_BT[:] = 1  # attention needs a token; it reaches neither experts nor loss
-    rows, predicting, targets, sequence = [], [], [], []
-    for number, (tokens, prompt) in enumerate(sequences):
-        first, size = number * longest, len(tokens) - 1
-        tokens_BT[number, :size] = tokens[:-1]
-        mask_BT[number, :size] = 1
-        rows.append(torch.arange(first, first + size))
-        predicting.append(torch.arange(first + prompt - 1, first + size))
-        targets.append(tokens[prompt:])
-        sequence.append(torch.full((size - prompt + 1,), number))
-
-    def joined(parts: list[Tensor]) -> Tensor:
-        return torch.cat([torch.zeros(0, dtype=torch.long), *parts]).to(device)
-
+    inputs = [tokens[:-1] for tokens, _ in sequences] or [torch.tensor([pad])]  # attention needs a token
+    tokens_BT = pad_sequence(inputs, batch_first=True, padding_value=pad)
+    mask_BT = pad_sequence([torch.ones_like(one) for one in inputs], batch_first=True)
+    is_input = mask_BT.bool() & bool(sequences)  # the token of an empty micro-batch reaches neither experts nor loss
+    first_B = torch.tensor([prompt - 1 for _, prompt in sequences] or [0])
+    predicting = (is_input & (torch.arange(mask_BT.shape[1]) >= first_B[:, None])).flatten().nonzero()[:, 0]
+    targets = torch.cat([torch.zeros(0, dtype=torch.long), *(tokens[prompt:] for tokens, prompt in sequences)])
     return Padded(
-        tokens_BT=tokens_BT.to(device), mask_BT=mask_BT.to(device), rows=joined(rows), predicting=joined(predicting),
-        targets=joined(targets), sequence=joined(sequence),
+        tokens_BT=tokens_BT.to(device), mask_BT=mask_BT.to(device), targets=targets.to(device),
+        rows=is_input.flatten().nonzero()[:, 0].to(device), predicting=predicting.to(device),
+        sequence=(predicting // mask_BT.shape[1]).to(device),
     )  # fmt: skip
 
 

@@ -1,8 +1,7 @@
 """`simulate`: routing, a model and a machine in, every planner's step out.
 
-`static` always runs: speedups are relative to it. `balanced` is a bound and not a plan: of all compared plans, the one
-that is fastest once experts and their traffic are even over the ranks and planning, copies and exchanges are free. No
-compared plan is faster, and its figures say nothing about copies.
+`static` always runs: speedups are relative to it. `balanced` is a bound and not a plan: the fastest compared plan with
+experts and traffic even over the ranks, and planning, copies and exchanges free. Its figures say nothing about copies.
 """
 
 from __future__ import annotations
@@ -34,16 +33,9 @@ from equilibra.simulate.step import StepResult, simulate_step
 from equilibra.simulate.times import Pricing
 
 __all__ = [
-    "BALANCED",
-    "DEFAULT_PLANNERS",
-    "STATIC",
-    "Answer",
-    "Comparison",
-    "Question",
-    "compare",
-    "simulate",
+    "BALANCED", "DEFAULT_PLANNERS", "STATIC", "Answer", "Comparison", "Question", "compare", "simulate",
     "step_metrics",
-]
+]  # fmt: skip
 
 STATIC, BALANCED = "static", "balanced"
 DEFAULT_PLANNERS = (STATIC, "eplb-history", "eplb-oracle", "lplb", "ultraep", "equilibra", BALANCED)
@@ -59,15 +51,6 @@ class Comparison:
     """report data by planner; empty unless kept"""
 
 
-@dataclass
-class _Best:
-    """The fastest balanced step so far."""
-
-    seconds: float = float("inf")
-    metrics: dict[str, float] = field(default_factory=dict)
-    record: PlannerRecord | None = None
-
-
 def compare(
     problems: Sequence[StepProblem],
     planners: Sequence[str | Planner],
@@ -76,31 +59,29 @@ def compare(
     keep_records: bool = False,
     tell: Callable[[str, int, int], None] = lambda _name, _done, _all: None,
 ) -> Comparison:
-    """Simulate the step under each planner in turn; only one plan is in memory at a time.
-
-    tell(name, done, all) is called before each planner.
-    """
+    """Simulate the step under each planner, one plan in memory at a time; tell(name, done, all) comes before each."""
     named = [planner_named(planner) if isinstance(planner, str) else planner for planner in planners]
     plans = [planner for planner in named if planner.name not in (STATIC, BALANCED)]
     plans.insert(0, planner_named(STATIC))
     metrics: dict[str, dict[str, float]] = {}
     records: dict[str, PlannerRecord] = {}
-    best = _Best()
+    best_s = float("inf")
     for number, planner in enumerate(plans):
         tell(planner.name, number, len(plans))
         result = simulate_step(problems, planner, pricing)
         metrics[planner.name] = step_metrics(result)
         if keep_records:
             records[planner.name] = planner_record(result.groups[0], pricing, metrics[planner.name])
-        if result.ideal_s < best.seconds:
-            best.seconds, best.metrics = result.ideal_s, _balanced_metrics(result)
-            best.record = balanced_record(result.groups[0], pricing, best.metrics) if keep_records else None
-    metrics[BALANCED] = best.metrics
-    if best.record is not None:
-        records[BALANCED] = best.record
+        if result.ideal_s < best_s:
+            best_s, balanced = result.ideal_s, _balanced_metrics(result)
+            if keep_records:
+                best_record = balanced_record(result.groups[0], pricing, balanced)
+    metrics[BALANCED] = balanced
+    if keep_records:
+        records[BALANCED] = best_record
     for figures in metrics.values():
         figures["speedup_over_static"] = metrics[STATIC]["step_time_s"] / figures["step_time_s"]
-        figures["share_of_balanced"] = best.seconds / figures["step_time_s"]
+        figures["share_of_balanced"] = best_s / figures["step_time_s"]
     return Comparison(metrics=metrics, records=records)
 
 

@@ -1,6 +1,6 @@
 """Run a whole step on one expert-parallel group per pipeline stage.
 
-Symbols: V visits, N nodes, L layers, M micro-batches, P passes.
+Symbols: V visits, N nodes, L layers, M micro-batches, P passes, K = 2 kinds of links: inside a node, to its host.
 """
 
 from __future__ import annotations
@@ -99,8 +99,6 @@ def _ready(
 
 
 class _PipelineStage:
-    """State of the ranks and links of one pipeline stage."""
-
     def __init__(self, times: Times, setting: RunSetting, number: int, layers: range, window: int) -> None:
         _, num_micro_batches, num_ranks, num_nodes = times.shape
         self.times = times
@@ -112,12 +110,12 @@ class _PipelineStage:
         self.optimizer_ends: list[float] = []
         self.rank_free = np.zeros(num_ranks)
         planned = float(times.plan_ready_us[layers[0]])  # no copy is fetched before it is planned
-        self.inside, self.host = _Links.idle(num_nodes, planned), _Links.idle(num_nodes, planned)
+        self.done_KN, self.free_KN = np.zeros((2, num_nodes)), np.full((2, num_nodes), planned)
+        self.at_KN = np.zeros((2, num_nodes), np.int64)
         self.net = np.array([0.0, planned, 0.0])  # done, free, next visit not ready
         size = self.visits.layer.size
         self.begin, self.end = np.zeros(size), np.zeros(size)
-        self.ready, self.host_ready = np.zeros((num_nodes, size)), np.zeros((num_nodes, size))
-        self.net_ready = np.zeros(size)
+        self.ready_KNV, self.net_ready = np.zeros((2, num_nodes, size)), np.zeros(size)
         self.chosen = np.nonzero(self.visits.micro_batch == window)[0]
         self.window = np.full(size, -1, np.int64)
         self.window[self.chosen] = np.arange(self.chosen.size)
@@ -125,11 +123,9 @@ class _PipelineStage:
 
     @property
     def now(self) -> float:
-        """When the last rank is free."""
         return float(self.rank_free.max())
 
     def run(self, one: Pass, ready: float) -> float:
-        """Run one pass; returns when it ends."""
         times, visits, queues = self.times, self.visits, self.queues
         np.maximum(self.rank_free, ready, out=self.rank_free)
         backward = one.direction is Direction.BACKWARD
@@ -140,11 +136,9 @@ class _PipelineStage:
             self.at, last, visits.stage, visits.direction, visits.layer, visits.micro_batch,
             times.attention_us, times.experts_us, times.slowed_us, times.inside_us, times.across_us, times.flash_us,
             times.plan_ready_us, times.latency_us, times.counts_us, times.exposed_copies,
-            self.rank_free.size // self.inside.done.size,
-            queues.need_VN, queues.limit_VN, queues.host_need_VN, queues.host_limit_VN, queues.net_need,
-            queues.net_limit, self.rank_free, self.inside.done, self.inside.free, self.inside.at, self.host.done,
-            self.host.free, self.host.at, self.net, self.ready, self.host_ready, self.net_ready, self.begin, self.end,
-            self.window, self.recorded,
+            self.rank_free.size // self.done_KN.shape[1], queues.need_KVN, queues.limit_KVN, queues.net_need,
+            queues.net_limit, self.rank_free, self.done_KN, self.free_KN, self.at_KN, self.net, self.ready_KNV,
+            self.net_ready, self.begin, self.end, self.window, self.recorded,
         )  # fmt: skip
         self.at = last
         if self.is_last and not backward:
@@ -161,18 +155,13 @@ class _PipelineStage:
 
     def _optimizer_step(self, visit: int) -> None:
         """Wait for all links to drain, then step."""
-        queues = self.queues
-        left = [
-            (self.inside.free + queues.total_VN[visit] - self.inside.done).max(),
-            (self.host.free + queues.host_limit_VN[visit] - self.host.done).max(),
-            self.net[1] + queues.net_total[visit] - self.net[0],
-        ]
-        end = max(self.now, *(float(time) for time in left)) + self.times.optimizer_us
+        total_KN, net_total = self.queues.total_KVN[:, visit], self.queues.net_total[visit]
+        drained = float((self.free_KN + total_KN - self.done_KN).max())
+        end = max(self.now, drained, float(self.net[1] + net_total - self.net[0])) + self.times.optimizer_us
         self.optimizer_ends.append(end)
         self.rank_free[:] = end
-        for links, total in ((self.inside, queues.total_VN[visit]), (self.host, queues.host_limit_VN[visit])):
-            links.done[:], links.free[:] = total, end
-        self.net[0], self.net[1] = queues.net_total[visit], end
+        self.done_KN[:], self.free_KN[:] = total_KN, end
+        self.net[0], self.net[1] = net_total, end
 
     def add_layer_us(self, layer_us: NDArray[np.float64]) -> None:
         """Add the time of every visit to its pass, layer and micro-batch."""
@@ -181,31 +170,16 @@ class _PipelineStage:
         np.add.at(layer_us, (number, self.visits.layer, self.visits.micro_batch), self.end - self.begin)
 
     def record(self) -> StageRecord:
-        ready = np.maximum(self.ready, self.host_ready)
+        ready = self.ready_KNV.max(axis=0)
         return StageRecord(self.visits, self.chosen, self.begin, self.recorded, ready, self.net_ready)
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Links:
-    """State of one kind of link on every node."""
-
-    done: NDArray[np.float64]
-    free: NDArray[np.float64]
-    at: NDArray[np.int64]
-
-    @classmethod
-    def idle(cls, num_nodes: int, since: float) -> _Links:
-        return cls(done=np.zeros(num_nodes), free=np.full(num_nodes, since), at=np.zeros(num_nodes, np.int64))
 
 
 class _Queues(NamedTuple):
     """Work of a pipeline stage's links: cumulated microseconds by visit."""
 
-    need_VN: NDArray[np.float64]
-    limit_VN: NDArray[np.float64]
-    total_VN: NDArray[np.float64]
-    host_need_VN: NDArray[np.float64]
-    host_limit_VN: NDArray[np.float64]
+    need_KVN: NDArray[np.float64]
+    limit_KVN: NDArray[np.float64]
+    total_KVN: NDArray[np.float64]
     net_need: NDArray[np.float64]
     net_limit: NDArray[np.float64]
     net_total: NDArray[np.float64]
@@ -232,11 +206,9 @@ def _queues(times: Times, visits: Visits, setting: RunSetting) -> _Queues:
     net_out, net_back = _sums(net_out), _sums(net_back)
     visit, begin = np.arange(size), np.searchsorted(last, last)  # begin: the first visit of the optimizer step
     return _Queues(
-        need_VN=out[visit + 1] + back[np.maximum(visit - depth, begin)],
-        limit_VN=out[ahead + 1] + back[visit],
-        total_VN=out[last + 1] + back[last + 1],
-        host_need_VN=host[visit + 1],
-        host_limit_VN=host[ahead + 1],
+        need_KVN=np.stack([out[visit + 1] + back[np.maximum(visit - depth, begin)], host[visit + 1]]),
+        limit_KVN=np.stack([out[ahead + 1] + back[visit], host[ahead + 1]]),
+        total_KVN=np.stack([out[last + 1] + back[last + 1], host[ahead + 1]]),
         net_need=net_out[visit + 1] + net_back[begin],
         net_limit=net_out[last + 1] + net_back[visit],
         net_total=net_out[last + 1] + net_back[last + 1],

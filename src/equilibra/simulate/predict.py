@@ -3,8 +3,8 @@
     records = beside(measured, plan, sequences, pricing)       # {"equilibra": measured, "predicted": ...}
     save_run(Run(about={"kind": "measured"}, planners=records), "step.run")        # then: equilibra report step.run
 
-Constants that the measured step determines (experts, links, copies, counts) are fitted to it. So the prediction tests
-whether times follow from rows and bytes as the cost model says, not how fast the machine is.
+Constants that the measured step determines are fitted to it, so the prediction tests whether times follow from rows and
+bytes as the cost model says, not how fast the machine is.
 """
 
 from __future__ import annotations
@@ -32,8 +32,6 @@ PREDICTED = "predicted"
 
 @dataclass(frozen=True, kw_only=True)
 class _Given:
-    """A planner that returns a given plan."""
-
     timing: ClassVar[Timing] = Timing.AHEAD
 
     given: StepPlan
@@ -49,10 +47,7 @@ class _Given:
 def predict(
     plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int = 2, window: int | None = None
 ) -> PlannerRecord:
-    """The record of a simulated step under this plan, which must have its schedule.
-
-    window: the micro-batch whose events are kept; None: the least balanced one.
-    """
+    """The record of a simulated step under this plan and its schedule; window: micro-batch to record (None: worst)."""
     problem = StepProblem(
         cluster=plan.cluster, sequences=sequences, schedule=plan.schedule, previous=plan.previous, rates=Rates.free(),
         spare_slots=spare_slots,

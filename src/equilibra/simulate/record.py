@@ -5,13 +5,16 @@ Symbols: S stages, L layers, M micro-batches, R ranks, E experts, N nodes, W rec
 
 from __future__ import annotations
 
+from dataclasses import replace
+from itertools import chain
+
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.visit import Stage
+from equilibra.core.plan import Stage, StagePlan, StandingCopies
 from equilibra.events.run import PlannerRecord, columns_of_plan
 from equilibra.events.schema import Direction, Events, Kind, Resource, event_table
-from equilibra.simulate.group import GroupTimeline, StageRecord
+from equilibra.simulate.group import StageRecord
 from equilibra.simulate.step import GroupResult
 from equilibra.simulate.times import Pricing, Times
 
@@ -24,18 +27,21 @@ def planner_record(result: GroupResult, pricing: Pricing, metrics: dict[str, flo
     """The record of one planner's step."""
     plan = result.plan
     rows_SLMR = np.stack([plan.rank_load(result.load, stage) for stage in Stage])
-    tables = [
-        *_visit_events(result.timeline, result.times, pricing, rows_SLMR),
-        *_flash_events(result, pricing),
-        *_step_events(result, pricing),
+    records = result.timeline.records
+    tables = [_stage_events(record, result.times, pricing, rows_SLMR) for record in records]
+    tables += [
+        _flash_of_visit(result, pricing, record, w, visit)
+        for record in records
+        for w, visit in enumerate(record.chosen.tolist())
     ]
+    tables.append(_step_events(result, pricing))
     return PlannerRecord(
         metrics=metrics,
         memory=result.memory,
         rank_tokens_LMR=rows_SLMR[Stage.UPDATE.number].astype(np.int32),
         **columns_of_plan(plan, result.load),
         layer_us_PLM=result.timeline.layer_us_PLM.astype(np.float32),
-        events=Events.of(*tables),
+        events=Events.of(*chain(*tables)),
     )
 
 
@@ -44,37 +50,25 @@ def balanced_record(result: GroupResult, pricing: Pricing, metrics: dict[str, fl
     plan = result.plan
     rows_LMR = plan.rank_load(result.load)
     even = np.broadcast_to(np.rint(rows_LMR.mean(axis=2, keepdims=True)), rows_LMR.shape).astype(np.int32)
-    num_problems = plan.num_layers * plan.num_micro_batches
-    nothing = np.zeros(0, np.int32)
+    no_tokens_CMR = np.zeros((0, plan.num_micro_batches, plan.cluster.num_ranks), np.int32)
+    bare = replace(
+        plan, placement=plan.previous, standing=StandingCopies.none(),
+        stages=dict.fromkeys(Stage, StagePlan.without_flash(no_tokens_CMR, plan.num_layers)),
+    )  # fmt: skip
+    rows_SLMR = np.stack([even, even])
+    tables = [_stage_events(record, result.ideal_times, pricing, rows_SLMR) for record in result.ideal_timeline.records]
     return PlannerRecord(
         metrics=metrics,
         memory=result.ideal_memory,
         rank_tokens_LMR=even,
-        expert_tokens_LME=result.load.expert_load().transpose(1, 0, 2).astype(np.int32),
-        home_of_expert_LE=plan.previous.home_of_expert,
-        flash_first_of_problem=np.zeros(num_problems + 1, np.int64),
-        flash_expert=nothing,
-        flash_rank=nothing,
-        flash_origin=nothing,
-        flash_tokens=nothing,
-        standing_layer=nothing,
-        standing_expert=nothing,
-        standing_rank=nothing,
-        standing_tokens_CM=np.zeros((0, plan.num_micro_batches), np.int32),
+        **columns_of_plan(bare, result.load),
         layer_us_PLM=result.ideal_timeline.layer_us_PLM.astype(np.float32),
-        bound_LM=plan.bound_LM,
-        events=Events.of(*_visit_events(result.ideal_timeline, result.ideal_times, pricing, np.stack([even, even]))),
+        events=Events.of(*chain(*tables)),
     )
 
 
-def _visit_events(
-    timeline: GroupTimeline, times: Times, pricing: Pricing, rows_SLMR: NDArray[np.integer]
-) -> list[Table]:
-    """Attention, dispatch, experts, combine and waiting of the recorded visits."""
-    return [table for record in timeline.records for table in _stage_events(record, times, pricing, rows_SLMR)]
-
-
 def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_SLMR: NDArray[np.integer]) -> list[Table]:
+    """Attention, dispatch, experts, combine and waiting of a pipeline stage's recorded visits."""
     visits, chosen = record.visits, record.chosen
     if chosen.size == 0:
         return []
@@ -122,20 +116,9 @@ def _stage_events(record: StageRecord, times: Times, pricing: Pricing, rows_SLMR
     return found
 
 
-def _flash_events(result: GroupResult, pricing: Pricing) -> list[Table]:
-    """Flash copies of the recorded visits and their returning gradients."""
-    return [
-        table
-        for record in result.timeline.records
-        for w, visit in enumerate(record.chosen.tolist())
-        for table in _flash_of_visit(result, pricing, record, w, visit)
-    ]
-
-
 def _flash_of_visit(result: GroupResult, pricing: Pricing, record: StageRecord, w: int, visit: int) -> list[Table]:
-    stage, layer, m = (int(column[visit]) for column in (record.visits.stage, record.visits.layer,
-                                                         record.visits.micro_batch))  # fmt: skip
-    direction = int(record.visits.direction[visit])
+    """Flash copies of a recorded visit and their returning gradients."""
+    stage, direction, layer, m = (int(column[visit]) for column in record.visits[:4])
     copies = result.plan.visit(Stage.numbered(stage), m, layer)
     count = copies.flash_rank.size
     if count == 0:

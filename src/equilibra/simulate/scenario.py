@@ -1,10 +1,9 @@
 """From routing to the problems of a step: micro-batches of a given size, in the order of the recording.
 
-A micro-batch takes whole sequences in file order up to the token budget of the expert-parallel group. Its sequences go
-longest first to the cell with the least work, as in frameworks that balance lengths. A cell is a node whose ranks share
-every sequence equally (sequence or context parallelism), or several nodes where sequences exceed a node's share; a user
-may ask for less. A planner that packs may move sequences between micro-batches, but gets no more micro-batches and no
-cell larger than the largest here.
+A micro-batch takes whole sequences in file order up to the group's token budget; they go longest first to the cell with
+the least work, as in frameworks that balance lengths. A cell is a node whose ranks share every sequence equally
+(sequence or context parallelism), or several nodes for longer sequences. A planner that packs may move sequences, but
+gets no more micro-batches and no larger cell than the largest here.
 """
 
 from __future__ import annotations
@@ -103,7 +102,6 @@ def step_problems(
     optimizer_steps: int = 1,
 ) -> list[StepProblem]:
     """One problem per data-parallel group; without history, the first half of the sequences is used."""
-    limits = limits or PlanLimits()
     lengths = sequences.length_of_sequence
     width = ranks_per_sequence or ranks_for_longest(lengths, cluster, tokens_per_microbatch)
     if lengths.max() > tokens_per_microbatch:
@@ -111,10 +109,27 @@ def step_problems(
     if history_LE is None:
         half = sequences.tokens_SLE[: max(sequences.num_sequences // 2, 1)]
         history_LE = half.sum(axis=0, dtype=np.int64)
-    return [
-        _problem(part, cluster, rates, tokens_per_microbatch, width, history_LE, limits, optimizer_steps)
-        for part in _groups(sequences, data_parallel)
-    ]
+    problems = []
+    for part in _groups(sequences, data_parallel):
+        lengths = part.length_of_sequence
+        schedule = file_order_schedule(
+            lengths, cluster, tokens_per_microbatch=tokens_per_microbatch, ranks_per_sequence=width,
+            token_cost=rates.token_cost,
+        )  # fmt: skip
+        if schedule.num_micro_batches < optimizer_steps:
+            raise InputError(
+                f"{schedule.num_micro_batches} micro-batches of {tokens_per_microbatch} tokens cannot make "
+                f"{optimizer_steps} optimizer steps: ask for fewer steps or smaller micro-batches"
+            )
+        cells = np.zeros((schedule.num_micro_batches, cluster.num_ranks), np.int64)
+        np.add.at(cells, (schedule.micro_batch_of_sequence, schedule.rank_of_sequence), lengths)
+        problems.append(StepProblem(
+            cluster=cluster, sequences=part, schedule=schedule,
+            tokens_per_rank=max(-(-int(cells.max()) // width), tokens_per_microbatch // cluster.num_ranks, 1),
+            least_micro_batches=max(-(-int(lengths.sum()) // tokens_per_microbatch), optimizer_steps),
+            history_LE=history_LE, rates=rates, **(limits or PlanLimits()).limits(),
+        ))  # fmt: skip
+    return problems
 
 
 def _groups(sequences: SequenceLoad, count: int) -> list[SequenceLoad]:
@@ -134,36 +149,3 @@ def _groups(sequences: SequenceLoad, count: int) -> list[SequenceLoad]:
         )
         for g in range(count)
     ]
-
-
-def _problem(
-    sequences: SequenceLoad,
-    cluster: Cluster,
-    rates: Rates,
-    tokens_per_microbatch: int,
-    width: int,
-    history_LE: NDArray[np.int64],
-    limits: PlanLimits,
-    optimizer_steps: int,
-) -> StepProblem:
-    lengths = sequences.length_of_sequence
-    schedule = file_order_schedule(
-        lengths,
-        cluster,
-        tokens_per_microbatch=tokens_per_microbatch,
-        ranks_per_sequence=width,
-        token_cost=rates.token_cost,
-    )
-    if schedule.num_micro_batches < optimizer_steps:
-        raise InputError(
-            f"{schedule.num_micro_batches} micro-batches of {tokens_per_microbatch} tokens cannot make "
-            f"{optimizer_steps} optimizer steps: ask for fewer steps or smaller micro-batches"
-        )
-    cells = np.zeros((schedule.num_micro_batches, cluster.num_ranks), np.int64)
-    np.add.at(cells, (schedule.micro_batch_of_sequence, schedule.rank_of_sequence), lengths)
-    largest = max(-(-int(cells.max()) // width), tokens_per_microbatch // cluster.num_ranks, 1)
-    return StepProblem(
-        cluster=cluster, sequences=sequences, schedule=schedule, tokens_per_rank=largest,
-        least_micro_batches=max(-(-int(lengths.sum()) // tokens_per_microbatch), optimizer_steps),
-        history_LE=history_LE, rates=rates, **limits.limits(),
-    )  # fmt: skip

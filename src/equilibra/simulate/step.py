@@ -73,7 +73,6 @@ class StepResult:
         return self.step_s - _together_s([group.free_timeline for group in self.groups])
 
     def imbalances(self) -> NDArray[np.float64]:
-        """Imbalance of every layer and micro-batch of every group."""
         return np.concatenate([imbalance(group.plan.rank_load(group.load)).ravel() for group in self.groups])
 
 
@@ -157,8 +156,7 @@ def _memory(
     model, setting, cluster = pricing.model, pricing.setting, pricing.cluster
     slots = 0
     if plan is not None and plan.stages[Stage.UPDATE].num_copies:
-        problem = plan.stages[Stage.UPDATE].problem_of_copy() * cluster.num_ranks
-        most = int(np.bincount(problem + plan.stages[Stage.UPDATE].rank).max())
+        most = int(plan.stages[Stage.UPDATE].on_links()[0].max())
         buffers = 1 if timing is Timing.ONLINE else 1 + setting.prefetch_depth
         slots = max(most, spare_slots) * buffers
     need = MemoryNeed(

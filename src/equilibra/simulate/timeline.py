@@ -1,18 +1,17 @@
 """The timeline: every rank and link of one expert-parallel group, from visit to visit.
 
 The log-prob stage runs all micro-batches forward. The update runs one forward, one backward (1F1B): a pipeline stage
-with n stages behind it starts n + 1 forward passes before its first backward pass. Micro-batches of different optimizer
-steps do not mix. A visit is one pass of one micro-batch through one layer; under activation recompute a backward pass
-visits each layer twice, forward again and then backward. In a forward visit, rank r
+with n stages behind it starts n + 1 forward passes first. Optimizer steps do not mix. A visit is one pass of one
+micro-batch through one layer; activation recompute adds a forward visit before each backward one. In a forward visit,
+rank r
 
     computes attention ─► dispatches (waits for all) ─► computes its experts (waits for its copies) ─► combines (waits)
 
-and in a backward visit the same from right to left. An all-to-all starts when the last rank arrives and ends for all
-when its busiest rank is done, so only the maxima of loads count. It occupies NVLink and the network; copies run
-in the gaps it leaves. Each link serves its copies in the order they are needed, up to the prefetch depth ahead, and
-an all-to-all always goes first. A queue is therefore two numbers per visit: `need`, the work to finish before the
-visit's experts start, and `limit`, the work known by then. Only additions and maxima of the given times occur, so
-nothing gets faster when a time grows.
+and in a backward visit the same from right to left. An all-to-all starts when the last rank arrives, ends when its
+busiest rank is done, and occupies NVLink and the network; copies run in the gaps. Each link serves its copies in the
+order they are needed, up to the prefetch depth ahead. So a queue is two numbers per visit: `need`, the work to finish
+before the visit's experts start, and `limit`, the work known by then. Only additions and maxima occur, so nothing gets
+faster when a time grows.
 
 Queues: inside each node, over each node's host link (never interrupted), and one across nodes.
 """
@@ -115,13 +114,15 @@ def run_visits(  # type: ignore[no-untyped-def]
     first, last, stage, direction, layer, micro_batch,
     attention_us, experts_us, slowed_us, inside_us, across_us, flash_us, plan_ready_us,
     latency_us, counts_us, exposed_copies, group,
-    need_VN, limit_VN, host_need_VN, host_limit_VN, net_need, net_limit,
-    rank_free, done_N, free_N, at_N, host_done_N, host_free_N, host_at_N, net,
-    ready_NV, host_ready_NV, net_ready, begin_V, end_V, window, record,
+    need_KVN, limit_KVN, net_need, net_limit,
+    rank_free, done_KN, free_KN, at_KN, net, ready_KNV, net_ready, begin_V, end_V, window, record,
 ):  # fmt: skip
-    """Run visits first to last - 1; all arrays after `net_limit` are state or results and are changed."""
+    """Run visits first to last - 1; all arrays after `net_limit` are state or results and are changed.
+
+    K: queues inside nodes (0), which give way to all-to-alls, and over host links (1).
+    """
     num_ranks = rank_free.size
-    num_nodes = done_N.size
+    num_nodes = done_KN.shape[1]
     arrived = np.empty(num_ranks)
     for v in range(first, last):
         st = stage[v]
@@ -143,18 +144,11 @@ def run_visits(  # type: ignore[no-untyped-def]
         sync = max(sync, plan_ready_us[l])
         for until, w in ((begin, max(v - 1, 0)), (sync, v)):
             for n in range(num_nodes):
-                done_N[n], free_N[n], at_N[n] = _drain(
-                    done_N[n], free_N[n], until, limit_VN[w, n], need_VN[:, n], ready_NV[n], at_N[n]
-                )
-                host_done_N[n], host_free_N[n], host_at_N[n] = _drain(
-                    host_done_N[n],
-                    host_free_N[n],
-                    until,
-                    host_limit_VN[w, n],
-                    host_need_VN[:, n],
-                    host_ready_NV[n],
-                    host_at_N[n],
-                )
+                for k in range(2):
+                    done_KN[k, n], free_KN[k, n], at_KN[k, n] = _drain(
+                        done_KN[k, n], free_KN[k, n], until, limit_KVN[k, w, n], need_KVN[k, :, n], ready_KNV[k, n],
+                        at_KN[k, n],
+                    )  # fmt: skip
             net[0], net[1], net_at = _drain(net[0], net[1], until, net_limit[w], net_need, net_ready, int(net[2]))
             net[2] = net_at
         sent = sync + latency_us  # dispatch, or backward the gradients of combine
@@ -169,15 +163,14 @@ def run_visits(  # type: ignore[no-untyped-def]
             local = 0.0
             for r in range(n * group, (n + 1) * group):
                 local = max(local, inside_us[st, l, m, r])
-            free_N[n] = sent + local
+            free_KN[0, n] = sent + local
             waits = net_waits
-            if need_VN[v, n] > done_N[n] + 1e-9:
-                waits = max(waits, free_N[n] + need_VN[v, n] - done_N[n])
-            if host_need_VN[v, n] > host_done_N[n] + 1e-9:
-                waits = max(waits, host_free_N[n] + host_need_VN[v, n] - host_done_N[n])
+            for k in range(2):
+                if need_KVN[k, v, n] > done_KN[k, n] + 1e-9:
+                    waits = max(waits, free_KN[k, n] + need_KVN[k, v, n] - done_KN[k, n])
             if exposed_copies and direction[v] == FORWARD:
-                free_N[n] += flash_us[st, l, m, n]
-                waits = max(waits, free_N[n])
+                free_KN[0, n] += flash_us[st, l, m, n]
+                waits = max(waits, free_KN[0, n])
             got = sent + slowest
             for r in range(n * group, (n + 1) * group):
                 start = max(got, waits)
@@ -188,8 +181,8 @@ def run_visits(  # type: ignore[no-untyped-def]
                     record[kept, r, 4] = arrived[r]
         sync = arrived.max()
         for n in range(num_nodes):
-            done_N[n], free_N[n], at_N[n] = _drain(
-                done_N[n], free_N[n], sync, limit_VN[v, n], need_VN[:, n], ready_NV[n], at_N[n]
+            done_KN[0, n], free_KN[0, n], at_KN[0, n] = _drain(
+                done_KN[0, n], free_KN[0, n], sync, limit_KVN[0, v, n], need_KVN[0, :, n], ready_KNV[0, n], at_KN[0, n]
             )
         net[0], net[1], net_at = _drain(net[0], net[1], sync, net_limit[v], net_need, net_ready, int(net[2]))
         net[2] = net_at
@@ -206,5 +199,5 @@ def run_visits(  # type: ignore[no-untyped-def]
                     if back:  # attention comes last
                         record[kept, r, 0] = got
                         record[kept, r, 1] = rank_free[r]
-            free_N[n] = sent + local
+            free_KN[0, n] = sent + local
         end_V[v] = rank_free.max()

@@ -1,14 +1,15 @@
-"""Times: the work of a plan, priced for a model and a machine.
+"""Times: the work of a plan, priced for a model and a machine, in microseconds.
 
 Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is log-prob forward, update forward or update backward
-(`events.run.PASSES`). Times are in microseconds. `ideal` is the same step with experts and their traffic at the mean
-on every rank and nothing to copy, plan or exchange. Prices are convex in a rank's work, so no plan with this schedule
-and traffic is faster. `without_overhead` keeps the balance of the plan and drops its cost.
+(`events.run.PASSES`). `ideal` has experts and traffic at the mean on every rank and no overhead; prices are convex in a
+rank's work, so no plan with this schedule is faster. `without_overhead` keeps the plan's balance and drops its cost.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -85,7 +86,6 @@ class Times:
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
-        """(L, M, R, N)."""
         return (*self.experts_us.shape[1:], self.flash_us.shape[3])
 
     def without_overhead(self) -> Times:
@@ -148,6 +148,15 @@ class Pricing:
         permuted = work.rows_LMR * (self.row_bytes * PERMUTED * 1e-3 / self.hardware.hbm_gb_per_s)
         return law.fixed_us + np.maximum(instances + products, weights) + permuted
 
+    def of_stages(self, stages: Sequence[StageWork]) -> dict[str, Any]:
+        """Times of experts in every pass, and of one dispatch or combine in every stage."""
+        passes, row_us = ((stages[0], False), (stages[1], False), (stages[1], True)), self.row_bytes * 1e-3
+        return {
+            "experts_us": np.stack([self.experts_us(of, backward=backward) for of, backward in passes]),
+            "inside_us": np.stack([of.inside_LMR for of in stages]) * (row_us / self.hardware.nvlink_gb_per_s),
+            "across_us": np.stack([of.across_LMR for of in stages]) * (row_us / self.hardware.nic_gb_per_s),
+        }
+
     def reduce_us(self) -> float:
         """Gradient reduction of one layer over replicas and the all-gather of weights, on the slower link."""
         model, machine, cluster = self.model, self.hardware, self.cluster
@@ -201,46 +210,36 @@ def price(
     model, machine, setting = pricing.model, pricing.hardware, pricing.setting
     group, row_us = pricing.cluster.ranks_per_node, pricing.row_bytes * 1e-3
     stages = [work[stage] for stage in Stage]
-    passes = [(stages[0], False), (stages[1], False), (stages[1], True)]
     weight_us = model.expert_bytes * 1e-3 / machine.flash_gb_per_s
     gradient_us = model.expert_gradient_bytes * 1e-3 / machine.flash_gb_per_s
     lost_us = 0.0 if timing is Timing.ONLINE else 1e-3 / machine.copy_loss_gb_per_s
-    slowed = np.stack([of.flash_LMR for of, _ in passes])
+    slowed = np.stack([of.flash_LMR for of in (*stages, stages[1])])
     slowed[:2] *= lost_us * model.expert_bytes
     slowed[2] *= lost_us * (model.expert_bytes + model.expert_gradient_bytes)
     host = tuple(path is CopyPath.HOST for path in (setting.logprob_path, setting.update_path))
     copy_us = [model.expert_bytes * 1e-3 / machine.host_link_gb_per_s if of_host else weight_us for of_host in host]
-
-    def by_node(flash_LMR: NDArray[np.float64]) -> NDArray[np.float64]:
-        shape = (*flash_LMR.shape[:2], -1, group)
-        busiest: NDArray[np.float64] = flash_LMR.reshape(shape).max(axis=3)
-        return busiest
-
-    def once(inside: NDArray[np.float64], across: NDArray[np.float64], size: int) -> NDArray[np.float64]:
-        return np.stack([inside / machine.nvlink_gb_per_s, across / machine.nic_gb_per_s]) * (size * 1e-3)
-
-    standing = once(moves.standing_inside_L, moves.standing_across_L, model.expert_bytes)
-    moved = once(moves.moved_inside_L, moves.moved_across_L, model.expert_home_bytes)
-    back = once(moves.standing_inside_L, moves.standing_across_L, model.expert_gradient_bytes)
-    several = pricing.cluster.num_nodes > 1
-    num_layers, num_micro_batches = plan.num_layers, plan.num_micro_batches
-    ahead = timing is Timing.AHEAD
+    flash_LMN = [of.flash_LMR.reshape(*of.flash_LMR.shape[:2], -1, group).max(axis=3) for of in stages]
+    rate = np.array([[machine.nvlink_gb_per_s], [machine.nic_gb_per_s]])
+    standing = moves.standing_2L / rate * (model.expert_bytes * 1e-3)
+    back = moves.standing_2L / rate * (model.expert_gradient_bytes * 1e-3)
+    moved = moves.moved_2L / rate * (model.expert_home_bytes * 1e-3)
+    planned = np.zeros(plan.num_layers)
+    if ahead := timing is Timing.AHEAD:
+        planned = pricing.plan_ready_us(plan.num_micro_batches, num_sequences)
     return Times(
         attention_us=pricing.attention_us(cells),
         outer_us=pricing.outer_us(cells),
-        experts_us=np.stack([pricing.experts_us(of, backward=backward) for of, backward in passes]),
+        **pricing.of_stages(stages),
         slowed_us=slowed,
-        inside_us=np.stack([of.inside_LMR for of in stages]) * (row_us / machine.nvlink_gb_per_s),
-        across_us=np.stack([of.across_LMR for of in stages]) * (row_us / machine.nic_gb_per_s),
-        flash_us=np.stack([by_node(of.flash_LMR) * us for of, us in zip(stages, copy_us, strict=True)]),
-        flash_return_us=by_node(stages[1].flash_LMR) * gradient_us,
+        flash_us=np.stack([flash * us for flash, us in zip(flash_LMN, copy_us, strict=True)]),
+        flash_return_us=flash_LMN[1] * gradient_us,
         setup_inside_us=np.stack([standing[0] + moved[0], standing[0]]),
         setup_across_us=np.stack([standing[1] + moved[1], standing[1]]),
         return_inside_us=back[0],
         return_across_us=back[1],
         reduce_us=pricing.reduce_us(),
-        plan_ready_us=pricing.plan_ready_us(num_micro_batches, num_sequences) if ahead else np.zeros(num_layers),
-        latency_us=machine.nic_latency_us if several else machine.nvlink_latency_us,
+        plan_ready_us=planned,
+        latency_us=machine.nic_latency_us if pricing.cluster.num_nodes > 1 else machine.nvlink_latency_us,
         counts_us=0.0 if ahead else machine.counts_us + online_us,
         exposed_copies=timing is Timing.ONLINE,
         optimizer_us=pricing.optimizer_us(),
@@ -251,17 +250,9 @@ def price(
 
 def ideal(pricing: Pricing, times: Times, work: dict[Stage, StageWork]) -> Times:
     """The same schedule with experts and traffic even over all ranks and no overhead."""
-    row_us, machine = pricing.row_bytes * 1e-3, pricing.hardware
     homes = pricing.model.num_experts / pricing.cluster.num_ranks
     even = [_even(work[stage], homes) for stage in Stage]
-    passes = [(even[0], False), (even[1], False), (even[1], True)]
-    return replace(
-        times.without_overhead(),
-        experts_us=np.stack([pricing.experts_us(of, backward=backward) for of, backward in passes]),
-        inside_us=np.stack([of.inside_LMR for of in even]) * (row_us / machine.nvlink_gb_per_s),
-        across_us=np.stack([of.across_LMR for of in even]) * (row_us / machine.nic_gb_per_s),
-        exposed_copies=False,
-    )
+    return replace(times.without_overhead(), **pricing.of_stages(even), exposed_copies=False)
 
 
 def _even(work: StageWork, homes: float) -> StageWork:

@@ -5,8 +5,7 @@ crosses NVLink (inside a node) or the network (across nodes), once to be dispatc
 
 Memory: weights, accumulated gradients, optimizer state (sharded over data-parallel replicas), spare slots, standing
 copies and activations. Under activation recompute a rank keeps the input of every layer of every micro-batch in flight
-and the internals of one layer. Those of the experts grow with its rows, so the hottest rank needs most. Logits are
-assumed to be computed in pieces and do not count.
+and the internals of one layer. Logits are assumed to be computed in pieces and do not count.
 """
 
 from __future__ import annotations
@@ -21,18 +20,12 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import inlined, kernel
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
-from equilibra.core.plan import Stage, StagePlan, StepPlan
+from equilibra.core.plan import Stage, StepPlan
 
 __all__ = [
-    "LayerMoves",
-    "MemoryNeed",
-    "StageWork",
-    "dense_activation_bytes",
-    "expert_activation_bytes",
-    "layer_moves",
-    "memory_need",
-    "stage_work",
-]
+    "LayerMoves", "MemoryNeed", "StageWork", "dense_activation_bytes", "expert_activation_bytes", "layer_moves",
+    "memory_need", "stage_work",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -59,14 +52,10 @@ class StageWork:
 class LayerMoves:
     """Experts moved once a step, counted on the busiest rank of each layer."""
 
-    standing_inside_L: NDArray[np.float64]
-    """[L] standing copies on the busiest rank's links inside its node"""
-    standing_across_L: NDArray[np.float64]
-    """[L] the same across nodes"""
-    moved_inside_L: NDArray[np.float64]
-    """[L] homes that move inside a node"""
-    moved_across_L: NDArray[np.float64]
-    """[L] the same across nodes"""
+    standing_2L: NDArray[np.float64]
+    """[2, L] standing copies on the busiest rank's links inside its node, and across nodes"""
+    moved_2L: NDArray[np.float64]
+    """[2, L] homes that move inside a node, and across nodes"""
     standing_of_rank: NDArray[np.int64]
     """[R] standing copies each rank holds, all layers"""
 
@@ -97,48 +86,32 @@ def stage_work(plan: StepPlan, load: StepLoad, stage: Stage) -> StageWork:
         across_LMR=np.maximum(out_across, in_across),
         mean_inside_LM=out_inside.mean(axis=2),
         mean_across_LM=out_across.mean(axis=2),
-        flash_LMR=_flash_on_links(part, plan.shape),
+        flash_LMR=np.maximum(*part.on_links()).reshape(rows.shape).astype(np.float64),
     )
-
-
-def _flash_on_links(part: StagePlan, shape: tuple[int, int, int, int]) -> NDArray[np.float64]:
-    num_micro_batches, num_layers, _, num_ranks = shape
-    problem = part.problem_of_copy() * num_ranks
-    size = num_layers * num_micro_batches * num_ranks
-    received = np.bincount(problem + part.rank, minlength=size)
-    sent = np.bincount(problem + part.origin, minlength=size)
-    return np.maximum(received, sent).reshape(num_layers, num_micro_batches, num_ranks).astype(np.float64)
 
 
 def layer_moves(plan: StepPlan) -> LayerMoves:
     """Standing copies and moved homes of a plan."""
     home, before, standing = plan.placement.home_of_expert, plan.previous.home_of_expert, plan.standing
     layer, expert = np.nonzero(home != before)
-    from_home = home[standing.layer, standing.expert]
-    standing_inside, standing_across = _busiest(plan, standing.layer, from_home, standing.rank)
-    moved_inside, moved_across = _busiest(plan, layer, before[layer, expert], home[layer, expert])
     return LayerMoves(
-        standing_inside_L=standing_inside,
-        standing_across_L=standing_across,
-        moved_inside_L=moved_inside,
-        moved_across_L=moved_across,
+        standing_2L=_busiest(plan, standing.layer, home[standing.layer, standing.expert], standing.rank),
+        moved_2L=_busiest(plan, layer, before[layer, expert], home[layer, expert]),
         standing_of_rank=np.bincount(standing.rank, minlength=plan.cluster.num_ranks),
     )
 
 
 def _busiest(
     plan: StepPlan, layer: NDArray[np.integer], origin: NDArray[np.integer], target: NDArray[np.integer]
-) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-    """([L], [L]) experts on the busiest rank's links inside and across nodes, in their busier direction."""
+) -> NDArray[np.float64]:
+    """[2, L] experts on the busiest rank's links inside and across nodes, in their busier direction."""
     num_ranks, group = plan.cluster.num_ranks, plan.cluster.ranks_per_node
     inside = origin // group == target // group
-    found = []
-    for chosen in (inside, ~inside):
-        busy = np.zeros((2, plan.num_layers, num_ranks))
-        np.add.at(busy[0], (layer[chosen], origin[chosen]), 1.0)
-        np.add.at(busy[1], (layer[chosen], target[chosen]), 1.0)
-        found.append(busy.max(axis=(0, 2)))
-    return found[0], found[1]
+    busy = np.zeros((2, 2, plan.num_layers, num_ranks))
+    for direction, rank in enumerate((origin, target)):
+        np.add.at(busy[direction], (np.where(inside, 0, 1), layer, rank), 1.0)
+    busiest: NDArray[np.float64] = busy.max(axis=(0, 3))
+    return busiest
 
 
 @kernel

@@ -9,33 +9,24 @@ before. Loads are returned a block of groups at a time, so memory is bounded wha
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.load import SequenceLoad
 from equilibra.events.imbalance import imbalance, spread
-from equilibra.trace.routing import check_ids
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from equilibra.core.cluster import Cluster
-    from equilibra.trace.routing import Ids, Recording
+from equilibra.trace.routing import Recording, check_ids
 
 __all__ = [
-    "TraceSummary",
-    "loads_of_groups",
-    "micro_batches_in_file_order",
-    "require_distinct_experts",
-    "sequence_loads",
+    "TraceSummary", "loads_of_groups", "micro_batches_in_file_order", "require_distinct_experts", "sequence_loads",
     "summarize",
-]
+]  # fmt: skip
 
 BLOCK_BYTES = 64 << 20
 ALL_RECORDED = np.zeros(0, dtype=np.bool_)
@@ -78,16 +69,7 @@ def _check_group_sizes(recording: Recording, token_offsets: NDArray[np.int64]) -
 
 
 @kernel
-def _count(
-    ids: Ids,
-    recorded: NDArray[np.bool_],
-    token_offsets: NDArray[np.int64],
-    first_token: int,
-    start: int,
-    stop: int,
-    first_group: int,
-    counts: NDArray[np.int32],
-) -> None:
+def _count(ids, recorded, token_offsets, first_token, start, stop, first_group, counts):  # type: ignore[no-untyped-def]
     """Count tokens start to stop in counts[group - first_group]; ids[0] is token first_token."""
     _, num_layers, top_k = ids.shape
     group = np.searchsorted(token_offsets, start, side="right") - 1
@@ -112,10 +94,7 @@ def sequence_loads(recording: Recording) -> SequenceLoad:
 
 
 def micro_batches_in_file_order(lengths: NDArray[np.int64], tokens_per_microbatch: int) -> NDArray[np.int64]:
-    """[M + 1] sequence offsets of micro-batches: whole sequences in file order, up to the token budget.
-
-    A sequence longer than the budget gets its own micro-batch. The last micro-batch may be short.
-    """
+    """[M + 1] offsets of micro-batches: whole sequences in file order up to the budget, a longer one alone."""
     if tokens_per_microbatch < 1:
         raise InputError(f"tokens per micro-batch must be at least 1, not {tokens_per_microbatch}")
     ends = np.cumsum(lengths)
@@ -141,7 +120,7 @@ def require_distinct_experts(recording: Recording) -> None:
 
 
 @kernel
-def _tokens_with_repeats(ids: Ids, recorded: NDArray[np.bool_]) -> Any:  # noqa: ANN401 - numba integer
+def _tokens_with_repeats(ids, recorded):  # type: ignore[no-untyped-def]
     num_tokens, num_layers, top_k = ids.shape
     tokens = 0
     for t in range(num_tokens):

@@ -17,17 +17,20 @@ import logging
 import lzma
 import zipfile
 import zlib
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError, TraceFormatError
 from equilibra.trace.routing import (
     INDEX_DTYPES,
     Ids,
+    Recording,
     RoutingTrace,
     id_dtype,
     index_arrays,
@@ -37,13 +40,6 @@ from equilibra.trace.routing import (
 )
 from equilibra.trace.store import open_trace
 from equilibra.trace.writer import write_trace
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
-
-    from equilibra.trace.routing import Recording
 
 __all__ = ["load_trace", "read_npz", "save_trace", "write_npz"]
 

@@ -2,31 +2,26 @@
 
 Symbols: T tokens, S sequences, L MoE layers, K experts per token (top-k), E experts, P policy-version segments.
 
-A `Recording` has its ids in memory (`RoutingTrace`) or on disk (`equilibra.trace.store.StoredTrace`). Functions read
-ids through `pieces()`, a few MiB at a time, so they work on both and never hold a whole recording.
+A `Recording` has its ids in memory (`RoutingTrace`) or on disk (`trace.store.StoredTrace`); functions read them through
+`pieces()`, a few MiB at a time. Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have
+`recorded` False: they count in lengths, their ids are neither checked nor counted.
 
-Tokens without recorded routing (last tokens, prefix-cache hits, tool output) have `recorded` False. They count in the
-length of their sequence; their ids are neither checked nor counted as load.
-
-A token's K experts should differ, but frameworks fill unknown rows with zeros or one repeated expert, and such files
-must still open. Repeats are therefore accepted and counted; `equilibra.trace.count.require_distinct_experts` refuses
-them.
+Frameworks fill unknown rows with zeros or one repeated expert, so repeats within a token are accepted and counted;
+`trace.count.require_distinct_experts` refuses them.
 """
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
 
 __all__ = [
     "INDEX_DTYPES", "MAX_EXPERTS", "Ids", "PolicySegments", "Recording", "RoutingPiece", "RoutingTrace",
@@ -156,7 +151,6 @@ class Recording(ABC):
         """All tokens in order, a few MiB at a time. Trust them only after the last piece: checksums come at the end."""
 
     def load(self) -> RoutingTrace:
-        """The whole recording in memory."""
         ids = np.empty(self.shape, dtype=id_dtype(self.num_experts))
         for piece in self.pieces():
             ids[piece.first_token : piece.first_token + len(piece.ids)] = piece.ids
@@ -185,7 +179,6 @@ class Recording(ABC):
 
     @property
     def tokens_without_routing(self) -> int:
-        """Tokens that will be routed live."""
         return 0 if self.recorded is None else int(self.num_tokens - np.count_nonzero(self.recorded))
 
 

@@ -1,33 +1,21 @@
 """Kernels that draw synthetic routing and synthetic loads.
 
-Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each (sequence, layer) has a weight per
-expert, and each of its tokens draws K experts without replacement, with probability proportional to weight among those
-left. That is what top-k does to router scores with Gumbel noise.
+Symbols: T tokens, S sequences, L layers, K experts per token, E experts. Each token of a (sequence, layer) draws K
+experts without replacement by weight: what top-k does to router scores with Gumbel noise.
 
-Random numbers come from SplitMix64, seeded with a hash of (seed, purpose, sequence or group, layer), so the result
-does not depend on the order in which sequences are drawn. Draws use an alias table (one random number, one look-up). A
-draw that hits an expert already taken is repeated; after `TRIES` draws per expert the rest is scanned instead, so that
-skewed weights cannot stall it.
-
-`draw_loads` draws the load of a sequence without its tokens: exact for short sequences, within about 2 % in the mean
-load of an expert for long ones.
+SplitMix64, seeded with a hash of (seed, purpose, sequence or group, layer), makes the result independent of the order
+of drawing. Draws use an alias table; a draw that hits a taken expert is repeated, and after `TRIES` draws per expert
+the rest is scanned. `draw_loads` draws the load of a sequence without its tokens: exact for short sequences, within
+about 2 % in the mean load of an expert for long ones.
 """
 
 from __future__ import annotations
 
 import math
-from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from equilibra.core.kernel import kernel
-from equilibra.trace.routing import Ids
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
-
-if TYPE_CHECKING:
-    from numpy.typing import NDArray
 
 __all__ = ["draw_ids", "draw_loads"]
 
@@ -39,7 +27,7 @@ SCALE_53 = 1.0 / (1 << 53)
 
 
 @kernel
-def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
+def mix(z):  # type: ignore[no-untyped-def]
     """SplitMix64's finaliser: 64 bits in, 64 well-mixed bits out."""
     z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
@@ -47,7 +35,7 @@ def mix(z: Any) -> Any:  # noqa: ANN401 - numba uint64
 
 
 @kernel
-def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN401 - numba uint64
+def stream(seed, purpose, item, layer):  # type: ignore[no-untyped-def]
     """Initial state of a random stream."""
     state = mix(np.uint64(seed) + GOLDEN)
     state = mix(state + np.uint64(purpose) * GOLDEN)
@@ -56,7 +44,7 @@ def stream(seed: int, purpose: int, item: int, layer: int) -> Any:  # noqa: ANN4
 
 
 @kernel
-def add_normals(out: NDArray[np.float64], scale: float, state: Any) -> None:  # noqa: ANN401 - numba uint64
+def add_normals(out, scale, state):  # type: ignore[no-untyped-def]
     """Add scale * N(0, 1) to each element (Box-Muller)."""
     for i in range(0, len(out), 2):
         state += GOLDEN
@@ -70,16 +58,7 @@ def add_normals(out: NDArray[np.float64], scale: float, state: Any) -> None:  # 
 
 
 @kernel
-def fill_weights(
-    weight: NDArray[np.float64],
-    log_popularity: NDArray[np.float64],
-    group_scale: float,
-    noise_scale: float,
-    seed: int,
-    group: int,
-    sequence: int,
-    layer: int,
-) -> None:
+def fill_weights(weight, log_popularity, group_scale, noise_scale, seed, group, sequence, layer):  # type: ignore[no-untyped-def]
     """Expert weights of one sequence and layer, scaled so that the largest is 1."""
     weight[:] = log_popularity
     if group_scale > 0.0:
@@ -92,14 +71,18 @@ def fill_weights(
 
 
 @kernel
-def fill_alias(
-    weight: NDArray[np.float64],
-    threshold: NDArray[np.uint64],
-    choice: NDArray[np.int64],
-    share: NDArray[np.float64],
-    work: NDArray[np.int64],
-) -> None:
+def _tables(num_experts):  # type: ignore[no-untyped-def]
+    """Weight, threshold, choice, share, scratch and taken of every expert, to draw from."""
+    return (
+        np.empty(num_experts), np.empty(num_experts, np.uint64), np.empty((num_experts, 2), np.int64),
+        np.empty(num_experts), np.empty(num_experts, np.int64), np.zeros(num_experts, np.int64),
+    )  # fmt: skip
+
+
+@kernel
+def fill_alias(tables):  # type: ignore[no-untyped-def]
     """Vose's alias table: column c gives choice[c, 1] = c below threshold[c], else choice[c, 0]."""
+    weight, threshold, choice, share, work, _ = tables
     num_experts = len(weight)
     scale = num_experts / weight.sum()
     small, large = 0, num_experts
@@ -126,7 +109,7 @@ def fill_alias(
 
 
 @kernel
-def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int, uniform: float) -> int:
+def _draw_rest(weight, taken, mark, uniform):  # type: ignore[no-untyped-def]
     """One expert that is not taken, by weight."""
     total, last = 0.0, -1
     for e in range(len(weight)):
@@ -143,16 +126,9 @@ def _draw_rest(weight: NDArray[np.float64], taken: NDArray[np.int64], mark: int,
 
 
 @kernel
-def draw_tokens(
-    ids_TK: Ids,
-    weight: NDArray[np.float64],
-    threshold: NDArray[np.uint64],
-    choice: NDArray[np.int64],
-    taken: NDArray[np.int64],
-    first_mark: int,
-    state: Any,  # noqa: ANN401 - numba uint64
-) -> None:
+def draw_tokens(ids_TK, tables, first_mark, state):  # type: ignore[no-untyped-def]
     """K different experts for each token; token t marks its experts in `taken` with first_mark + t."""
+    weight, threshold, choice, _, _, taken = tables
     num_tokens, top_k = ids_TK.shape
     num_experts = np.uint64(len(weight))
     for t in range(num_tokens):
@@ -177,33 +153,23 @@ def draw_tokens(
 
 
 @kernel
-def draw_ids(
-    ids: Ids,
-    offsets: NDArray[np.int64],
-    first_sequence: int,
-    last_sequence: int,
-    group_of_sequence: NDArray[np.int64],
-    log_popularity_LE: NDArray[np.float64],
-    group_scale: float,
-    noise_scale: float,
-    seed: int,
-) -> None:
+def draw_ids(  # type: ignore[no-untyped-def]
+    ids, offsets, first_sequence, last_sequence, group_of_sequence, log_popularity_LE, group_scale, noise_scale, seed
+):
     """Fill the ids of sequences first_sequence to last_sequence."""
     num_layers = ids.shape[1]
     num_experts = log_popularity_LE.shape[1]
-    weight, share = np.empty(num_experts), np.empty(num_experts)
-    threshold = np.empty(num_experts, np.uint64)
-    choice, work = np.empty((num_experts, 2), np.int64), np.empty(num_experts, np.int64)
-    taken = np.zeros(num_experts, np.int64)
+    tables = _tables(num_experts)
+    weight = tables[0]
     mark = 1
     for s in range(first_sequence, last_sequence):
         for layer in range(num_layers):
             log_popularity = log_popularity_LE[layer]
             fill_weights(weight, log_popularity, group_scale, noise_scale, seed, group_of_sequence[s], s, layer)
-            fill_alias(weight, threshold, choice, share, work)
+            fill_alias(tables)
             state = stream(seed, TOKENS, s, layer)
             start, stop = offsets[s], offsets[s + 1]
-            draw_tokens(ids[start:stop, layer], weight, threshold, choice, taken, mark, state)
+            draw_tokens(ids[start:stop, layer], tables, mark, state)
             mark += stop - start
 
 
@@ -212,22 +178,13 @@ RARE = 8.0
 
 
 @kernel
-def draw_loads(
-    tokens_SLE: NDArray[np.int32],
-    length_of_sequence: NDArray[np.int64],
-    group_of_sequence: NDArray[np.int64],
-    log_popularity_LE: NDArray[np.float64],
-    group_scale: float,
-    noise_scale: float,
-    seed: int,
-    top_k: int,
-) -> None:
+def draw_loads(  # type: ignore[no-untyped-def]
+    tokens_SLE, length_of_sequence, group_of_sequence, log_popularity_LE, group_scale, noise_scale, seed, top_k
+):
     """Fill the loads of all sequences; short sequences are drawn token by token."""
     num_sequences, num_layers, num_experts = tokens_SLE.shape
-    weight, share = np.empty(num_experts), np.empty(num_experts)
-    threshold = np.empty(num_experts, np.uint64)
-    choice, work = np.empty((num_experts, 2), np.int64), np.empty(num_experts, np.int64)
-    taken = np.zeros(num_experts, np.int64)
+    tables = _tables(num_experts)
+    weight, share = tables[0], tables[3]
     ids_TK = np.empty((EXACT_DRAWS_PER_EXPERT * num_experts // top_k, top_k), np.uint16)
     mark = 1
     for s in range(num_sequences):
@@ -240,8 +197,8 @@ def draw_loads(
                 _fill_inclusion(weight, share, top_k)
                 _draw_counts(counts, share, length, top_k, weight, state)
                 continue
-            fill_alias(weight, threshold, choice, share, work)
-            draw_tokens(ids_TK[:length], weight, threshold, choice, taken, mark, state)
+            fill_alias(tables)
+            draw_tokens(ids_TK[:length], tables, mark, state)
             mark += length
             counts[:] = 0
             for e in ids_TK[:length].flat:
@@ -249,7 +206,7 @@ def draw_loads(
 
 
 @kernel
-def _fill_inclusion(weight: NDArray[np.float64], inclusion: NDArray[np.float64], top_k: int) -> None:
+def _fill_inclusion(weight, inclusion, top_k):  # type: ignore[no-untyped-def]
     """Probability that an expert is among the K drawn: 1 - exp(-c * weight), with c such that the sum is K.
 
     Weighted draws without replacement are a race of exponential clocks that stops at the K-th; c is its typical
@@ -272,14 +229,7 @@ def _fill_inclusion(weight: NDArray[np.float64], inclusion: NDArray[np.float64],
 
 
 @kernel
-def _draw_counts(
-    counts: NDArray[np.int32],
-    inclusion: NDArray[np.float64],
-    length: int,
-    top_k: int,
-    real: NDArray[np.float64],
-    state: Any,  # noqa: ANN401 - numba uint64
-) -> None:
+def _draw_counts(counts, inclusion, length, top_k, real, state):  # type: ignore[no-untyped-def]
     """Tokens of each expert among `length` tokens; they add up to length * K.
 
     Rare experts are Poisson. The others are normal with binomial mean and variance, conditioned on the total, which

@@ -6,9 +6,8 @@
     ids-00001.bin     the tokens after them, and so on; every shard but the last has the same number of tokens
     offsets.bin, ...  the index arrays of `routing.py`, one file each: little-endian int64; recorded: bytes 0 or 1
 
-Symbols: T tokens, S sequences, L layers, K experts per token. Nothing is pickled, and a manifest cannot name a file
-outside the folder. Ids are memory-mapped in windows, and checksums are computed while reading: a shard that does not
-match its checksum raises an error at its last token.
+Symbols: T tokens, S sequences, L layers, K experts per token. Nothing is pickled, and no file outside the folder can be
+named. A shard that does not match its checksum raises an error at its last token.
 """
 
 from __future__ import annotations
@@ -16,11 +15,13 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError, TraceFormatError
@@ -34,11 +35,6 @@ from equilibra.trace.routing import (
     index_fields,
     tokens_per_piece,
 )
-
-if TYPE_CHECKING:
-    from collections.abc import Iterator
-
-    from numpy.typing import NDArray
 
 __all__ = ["Manifest", "StoredArray", "StoredShard", "StoredTrace", "open_trace", "stored_trace", "to_json"]
 
@@ -93,7 +89,6 @@ class Manifest:
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes of one token's ids."""
         return self.num_layers * self.top_k * id_dtype(self.num_experts).itemsize
 
 

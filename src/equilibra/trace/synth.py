@@ -27,22 +27,19 @@ pairs of tokens count the same, so long sequences count more, as they do in a lo
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING
 
 import numpy as np
+from numpy.typing import NDArray
 
+from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.routing import Recording, RoutingPiece, RoutingTrace, id_dtype, tokens_per_piece
 from equilibra.trace.sampling import draw_ids, draw_loads
-
-if TYPE_CHECKING:
-    from collections.abc import Callable, Iterator
-
-    from numpy.typing import NDArray
 
 __all__ = ["SynthKnobs", "SynthShape", "fit_knobs", "synthesize", "synthesize_loads", "synthetic_recording"]
 
@@ -74,9 +71,7 @@ class SynthKnobs:
             "drift": (0.0, 1.0), "median_length": (1.0, 1e9), "length_tail": (0.0, 10.0), "max_length": (1, 10**9),
         }  # fmt: skip
         for name, (least, most) in limits.items():
-            value = getattr(self, name)
-            if not least <= value <= most:
-                raise InputError(f"{name} must be from {least} to {most}, not {value}")
+            check_number(name, getattr(self, name), low=least, high=most)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +89,7 @@ class SynthShape:
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "answers_per_prompt", "num_layers", "top_k"):
-            if not 1 <= getattr(self, name) <= 10**7:
-                raise InputError(f"{name} must be from 1 to 10000000, not {getattr(self, name)}")
+            check_whole(name, getattr(self, name), low=1, high=10**7)
         if self.num_sequences > 10**7:
             raise InputError(f"{self.num_sequences} sequences are too many: use at most 10000000")
         id_dtype(self.num_experts)
@@ -203,8 +197,7 @@ def _lengths(size: SynthShape, knobs: SynthKnobs, seed: int, step: int) -> NDArr
 
 def _log_popularity(size: SynthShape, knobs: SynthKnobs, seed: int, step: int) -> NDArray[np.float64]:
     """[L, E] popularity_skew * A after `step` steps of drift."""
-    if step > 100_000:
-        raise InputError(f"step must be at most 100000, not {step}")
+    check_whole("step", step, low=0, high=100_000)
     grid = (size.num_layers, size.num_experts)
     popularity = _generator(seed, POPULARITY, 0).standard_normal(grid)
     for past in range(1, step + 1) if knobs.drift > 0 else ():
@@ -224,8 +217,7 @@ def fit_knobs(recording: Recording, *, answers_per_prompt: int = 8, drift: float
     Without known prompt groups, runs of `answers_per_prompt` neighbours stand for them: recordings are often sorted by
     domain. One recording cannot show drift, so the caller gives it.
     """
-    if answers_per_prompt < 1:
-        raise InputError(f"answers per prompt must be at least 1, not {answers_per_prompt}")
+    check_whole("answers_per_prompt", answers_per_prompt, low=1)
     groups = recording.group_of_sequence
     if groups is None:
         groups = np.arange(recording.num_sequences) // answers_per_prompt

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 from importlib.resources import files
-from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -22,24 +21,27 @@ from equilibra.execute.steps.masters import float32_masters, masters_or_paramete
 from equilibra.integrations.hf import ModelFolder, Replica, ShardedModel, Text, build_model, open_model_folder, text_of
 from equilibra.integrations.reasoning_gym import reasoning_gym_task
 from equilibra.integrations.routing_formats import model_from_config
-from equilibra.integrations.sglang.engine import Server, SGLangEngine, check_url
+from equilibra.integrations.served import Server, check_url
+from equilibra.integrations.sglang.engine import SGLangEngine
 from equilibra.integrations.vllm.engine import VLLMEngine
+from equilibra.integrations.vllm.interface import import_vllm
+from equilibra.integrations.vllm.server import VLLMServerEngine
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.algorithms.registry import algorithm_named
 from equilibra.rl.engine import Engine
 from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.rollout import Rollout, RolloutSetting
 from equilibra.rl.tasks.jsonl import jsonl_task
-from equilibra.rl.tasks.task import Task, UserScorer, reward_function
+from equilibra.rl.tasks.task import Task, reward_function
 from equilibra.rl.tasks.timed import TimedTask
 from equilibra.train.config import Option, TrainConfig
 
 __all__ = [
-    "Parts", "algorithm_of", "build_engine", "build_learner", "build_model_of", "build_parts", "build_rollout",
-    "check_engine", "cluster_of", "model_folder_of", "task_of",
+    "Parts", "algorithm_of", "balancer_setting", "build_engine", "build_learner", "build_model_of", "build_parts",
+    "build_rollout", "check_engine", "cluster_of", "model_folder_of", "task_of",
 ]  # fmt: skip
 
-# Which engine answers: the embedded one, SGLang servers, or vLLM on the ranks.
+# Which engine answers: the embedded one, vLLM on the ranks, or servers of vLLM or SGLang.
 
 WEIGHTS = "engine-weights"
 """default folder of handed-over weights, in the run folder"""
@@ -71,9 +73,13 @@ def cluster_of(config: TrainConfig) -> Cluster:
 
 
 def model_folder_of(config: TrainConfig) -> ModelFolder:
-    """The folder of the embedded model or of the user's."""
+    """The folder of the embedded model or of the user's.
+
+    vLLM has no heads of 16 on CPUs, so with it the embedded model has four heads of 32 instead of eight of 16.
+    """
     if config.model.source == "embedded":
-        return open_model_folder(Path(str(files("equilibra.train") / "embedded")))
+        name = "embedded_wide_heads" if config.rollout.engine == "vllm" else "embedded"
+        return open_model_folder(Path(str(files("equilibra.train") / name)))
     return open_model_folder(config.model.source)
 
 
@@ -86,7 +92,7 @@ def task_of(config: TrainConfig) -> Task:
     )
     if task.reward:
         reward_function(task.reward)  # report errors now
-        return TimedTask(own, partial(UserScorer.of, own.name, task.reward), limit_s=task.score_timeout_s)
+        return TimedTask(own, partial(reward_function, task.reward, own.name), limit_s=task.score_timeout_s)
     if task.kind == "jsonl":
         return own  # only compares text: needs no time limit
     make = partial(reasoning_gym_task, task.name, options, seed=seed)
@@ -169,16 +175,21 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
         )  # fmt: skip
     else:
         model.requires_grad_(requires_grad=False)
-    balance = config.balance
-    setting = BalancerSetting(
-        tokens_per_rank=balance.tokens_per_rank, planner=balance.planner if lr is not None else "static",
-        hardware=balance.hardware, move_sequences=balance.move_sequences, seed=config.run.seed, **balance.limits(),
-    )  # fmt: skip
+    setting = balancer_setting(config, config.balance.planner if lr is not None else "static")
     return Learner(
         model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),
         optimizer=optimizer, pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,
         max_norm=config.optimizer.max_norm, lr=lr or 0.0, warm_up_steps=config.optimizer.warm_up_steps, values=value,
         skipped=Skipped(config.optimizer.max_skipped_steps),
+    )  # fmt: skip
+
+
+def balancer_setting(config: TrainConfig, planner: str) -> BalancerSetting:
+    """How steps are planned."""
+    balance = config.balance
+    return BalancerSetting(
+        tokens_per_rank=balance.tokens_per_rank, planner=planner, hardware=balance.hardware,
+        move_sequences=balance.move_sequences, seed=config.run.seed, **balance.limits(),
     )  # fmt: skip
 
 
@@ -201,15 +212,17 @@ def build_rollout(parts: Parts, run: Path | None = None) -> Rollout:
 def check_engine(config: TrainConfig) -> None:
     """Refuse now an engine that cannot be used."""
     rollout = config.rollout
-    if rollout.engine == "sglang":
+    if rollout.engine == "sglang" or rollout.server:
         _addresses(rollout.server)
-    if rollout.engine == "vllm":
-        if find_spec("vllm") is None:
-            raise InputError("rollout.engine is vllm, which is not installed: install vLLM, or use another engine")
-        if config.run.dtype == "float64":
-            raise InputError("vLLM does not support float64: set run.dtype to bfloat16 or float32")
-    if rollout.options and rollout.engine != "vllm":
-        raise InputError(f"rollout.options are for vLLM, but rollout.engine is {rollout.engine}: remove them")
+    if rollout.engine == "vllm" and not rollout.server:
+        import_vllm()
+    if rollout.server and rollout.engine == "embedded":
+        raise InputError("rollout.server is for sglang and vllm, but rollout.engine is embedded: set one of them")
+    if rollout.options and (rollout.engine != "vllm" or rollout.server):
+        raise InputError(
+            f"rollout.options are for vLLM on the ranks, but rollout.engine is {rollout.engine}"
+            f"{' with rollout.server' if rollout.server else ''}: remove them"
+        )
 
 
 def _addresses(text: str) -> list[str]:
@@ -228,14 +241,18 @@ def build_engine(parts: Parts, run: Path | None) -> Engine:
         raise InputError(f"the engine {rollout.engine} needs a folder for new weights: set rollout.weights_folder")
     folder = Path(rollout.weights_folder) if rollout.weights_folder else Path(str(run)) / WEIGHTS
     model = model_from_config(parts.folder.config.to_dict())
-    files = {"config.json": parts.folder.config_file(parts.dtype), **text.files()}
-    if rollout.engine == "vllm":
+    dtype = torch.float32 if rollout.engine == "vllm" and parts.dtype == torch.float64 else parts.dtype
+    files = {"config.json": parts.folder.config_file(dtype), **text.files()}
+    vocabulary = parts.folder.config.vocab_size
+    if rollout.engine == "vllm" and not rollout.server:
         return VLLMEngine(
-            group, model, end=text.end, folder=folder, files=files, dtype=parts.config.run.dtype,
+            group, model, end=text.end, vocabulary=vocabulary, folder=folder, files=files,
+            max_tokens=rollout.max_prompt_tokens + rollout.max_answer_tokens, dtype=str(dtype).removeprefix("torch."),
             options=rollout.options,
         )  # fmt: skip
     servers = [Server(url=url, timeout_s=rollout.server_timeout_s) for url in _addresses(rollout.server)]
-    return SGLangEngine(
-        servers=servers, group=group, model=model, vocabulary=parts.folder.config.vocab_size, end=text.end,
-        folder=folder, files=files, dtype=parts.dtype,
+    engine = VLLMServerEngine if rollout.engine == "vllm" else SGLangEngine
+    return engine(
+        servers=servers, group=group, model=model, vocabulary=vocabulary, end=text.end, folder=folder, files=files,
+        dtype=dtype,
     )  # fmt: skip

@@ -13,7 +13,7 @@ import json
 import re
 import textwrap
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from difflib import get_close_matches
 from functools import cache
@@ -152,23 +152,17 @@ def _unknown(what: str, name: str) -> InputError:
 
 
 def _nearest(name: str) -> list[str]:
+    """Options and sections that may be meant: within the section, else any of that key."""
     section, _, key = name.partition(".")
     types = option_types()
-    if section in types and key:
-        return [f"{section}.{one}" for one in get_close_matches(key, types[section], 1)] or _having(key)
-    if key:
-        dotted = [f"{one}.{entry}" for one in types for entry in types[one]]
+    dotted = [f"{one}.{entry}" for one in types for entry in types[one]]
+    if key and section not in types:
         return get_close_matches(name, dotted, 1)
-    keys = sorted({entry for keys in types.values() for entry in keys})
-    near = get_close_matches(section, [*keys, *types], 1)
-    return near if near and near[0] not in keys else _having(section)
-
-
-def _having(key: str) -> list[str]:
-    """Options of any section whose key is closest."""
-    keys: Iterable[str] = {entry for section in option_types().values() for entry in section}
-    found = get_close_matches(key, sorted(keys), 1)
-    return [f"{name}.{found[0]}" for name, section in option_types().items() if found and found[0] in section]
+    if key and (near := get_close_matches(key, types[section], 1)):
+        return [f"{section}.{near[0]}"]
+    keys = sorted({entry for entries in types.values() for entry in entries})
+    near = get_close_matches(key or section, keys if key else [*keys, *types], 1)
+    return [one for one in dotted if near and one.endswith(f".{near[0]}")] or near
 
 
 def with_overrides(config: TrainConfig, overrides: Sequence[str]) -> TrainConfig:

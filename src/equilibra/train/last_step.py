@@ -7,11 +7,10 @@
 Predicted times cover log-prob and update only, on ranks that share no processor. Compare predictions with each other,
 not with the measured time. `about["predicted"]` names them; `about["training"]` holds the curves.
 
-`paced` fits the rates of the machine to the measured step. A balanced step cannot separate fixed costs from costs per
-row, because every rank has the same rows. So launches and latencies stay those of a base machine, and each kind of work
-gets one factor that makes its predicted time the measured one: experts forward, experts backward, attention with the
-other dense parts, and all-to-alls. All-to-alls are measured as a whole, so all links have one rate. Reordering rows is
-part of these kinds, so device memory costs nothing; an optimizer step, the same for every plan, is free.
+`paced` fits the rates of the machine. In a balanced step every rank has the same rows, which cannot separate fixed
+costs from costs per row. So launches and latencies stay those of a base machine, and each kind of work (experts
+forward, experts backward, attention with the other dense parts, all-to-alls over all links) gets one factor that makes
+its predicted time the measured one. Reordering rows is part of these: device memory and the optimizer step are free.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class LastStep:
         self._kept: tuple[int, PlannerRecord, Batch] | None = None
 
     def keep(self, step: int, record: PlannerRecord | None, batch: Batch) -> None:
-        """Keep a finished step."""
         if record is not None:
             self._kept = (step, record, batch)
 
@@ -131,7 +129,6 @@ def _left_alone(batch: Batch, *, tokens_per_rank: int) -> StepPlan:
 
 
 def _model(parts: Parts, *, num_layers: int) -> MoEModel:
-    """The model for the cost model."""
     spec, config, width = parts.folder.spec, parts.folder.config, parts.dtype.itemsize
     vocabulary = config.vocab_size * spec.hidden
     low = width < 4  # then there are fp32 masters

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from equilibra.core.atomic import atomic_file, cannot
+from equilibra.rl.observe import Observer
 
 __all__ = ["MAX_POINTS", "History", "MetricsFile", "curves", "read_history"]
 
@@ -74,13 +75,11 @@ def _finite(rows: dict[int, Row], name: str) -> list[float]:
     return [row[name] for _, row in sorted(rows.items()) if name in row and math.isfinite(row[name])]
 
 
-class MetricsFile:
+class MetricsFile(Observer):
     """An observer that appends to the file and opens it for every line, because it may be cut in between."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-
-    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None: ...
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
         self._append(STEP, step, metrics)

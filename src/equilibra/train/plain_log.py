@@ -9,18 +9,19 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Any, TextIO
 
 from equilibra.core.atomic import cannot
 from equilibra.rl.observe import Observer
-from equilibra.train.metrics_file import History
+from equilibra.train.metrics_file import STAGE, History
 from equilibra.train.run_folder import RunFolder
 
-__all__ = ["LogFile", "PlainLog", "Screen", "Several", "step_line", "summary", "summary_table", "to_stream"]
+__all__ = ["LogFile", "PlainLog", "Several", "step_line", "summary", "summary_table", "to_stream"]
 
 SLOW = ("start", "warm-up", "report")
 """stages that get their own lines, because no step ends meanwhile"""
-EXPLAINED = {"start": "start (loads libraries; the first time it also compiles, about a minute)"}
+STARTING = "loads libraries; the first time it also compiles, about a minute"
+EXPLAINED = {"start": f"start ({STARTING})"}
 PARTS = 4
 """lines of a slow stage whose progress is known"""
 COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
@@ -41,21 +42,10 @@ TRENDS = (
     ("seconds per step", "seconds", "{:.2f}"),
 )
 """rows of the summary: label, metric, format"""
-STAGE = "seconds_"
 ORDER = ("rollout", "reward", "plan", "logprob", "advantages", "update", "weights", "checkpoint")
 
 
-class Screen(Observer, Protocol):
-    """An observer that shows a run to the user."""
-
-    def note(self, text: str) -> None:
-        """Show a message."""
-
-    def close(self) -> None:
-        """Restore the terminal; the last picture stays."""
-
-
-class Several:
+class Several(Observer):
     """Passes everything on to several observers, in order."""
 
     def __init__(self, observers: Sequence[Observer]) -> None:
@@ -73,12 +63,13 @@ class Several:
         for one in self.observers:
             one.evaluated(step, metrics)
 
-    def close(self) -> None:
-        """Close the observers that can be closed."""
+    def note(self, text: str) -> None:
         for one in self.observers:
-            close = getattr(one, "close", None)
-            if close is not None:
-                close()
+            one.note(text)
+
+    def close(self) -> None:
+        for one in self.observers:
+            one.close()
 
 
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
@@ -96,11 +87,10 @@ def _numbered(step: int, steps: int) -> str:
     return f"step {step + 1:>{max(len(str(steps)), 3)}}/{steps}"
 
 
-class PlainLog:
+class PlainLog(Observer):
     """A screen of plain lines, passed to `write` without line ends."""
 
     def __init__(self, write: Callable[[str], None], *, steps: int) -> None:
-        """steps: of the whole run."""
         self._write, self._steps = write, steps
         self._told: tuple[str, int] | None = None
 
@@ -121,8 +111,6 @@ class PlainLog:
 
     def note(self, text: str) -> None:
         self._write(text)
-
-    def close(self) -> None: ...
 
 
 class LogFile:

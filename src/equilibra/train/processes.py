@@ -24,9 +24,9 @@ from time import monotonic
 from equilibra.core.environment import environment_with
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.cost.files import prices_of
+from equilibra.rl.observe import Observer
 from equilibra.train.config import ClusterConfig
-from equilibra.train.plain_log import Screen
-from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, Told, failure_of, rank_main, run_rank
+from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, failure_of, rank_main, run_rank
 from equilibra.train.run_folder import FolderLock
 
 __all__ = ["NODES", "Place", "launch", "place_under_torchrun", "run_processes"]
@@ -57,14 +57,15 @@ class _Rank:
     """whether the pipe is open"""
     ended: bool = False
 
-    def listen(self, screen: Screen) -> None:
+    def listen(self, screen: Observer) -> None:
         """Pass its messages to the screen, and notice its end."""
         code = self.process.exitcode  # before the pipe, which still holds its last message
         try:
             while self.speaks and self.pipe.poll():
                 said = self.pipe.recv()
-                if isinstance(said, Told):
-                    getattr(screen, said.method)(*said.arguments, **said.keywords)
+                if isinstance(said, tuple):
+                    method, arguments, keywords = said
+                    getattr(screen, method)(*arguments, **keywords)
                 else:
                     self.ending, self.ended_at = said, monotonic()
         except (EOFError, OSError):
@@ -75,7 +76,6 @@ class _Rank:
                 self.ending, self.ended_at = _death(code), monotonic()
 
     def tell(self, what: str) -> None:
-        """Send a message if it still listens."""
         with suppress(OSError):
             self.pipe.send(what)
 
@@ -91,7 +91,7 @@ def _death(code: int) -> Failure:
     return Failure(text=f"was killed by {name}{hint}")
 
 
-def run_processes(job: Job, *, screen: Screen, lock: FolderLock) -> bool:
+def run_processes(job: Job, *, screen: Observer, lock: FolderLock) -> bool:
     """Run all ranks to the end; returns whether they were told to stop earlier."""
     world = job.config.cluster.num_processes
     if world > MOST_PROCESSES:
@@ -167,7 +167,7 @@ def _holding_interrupts() -> Iterator[None]:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
-def _listen(ranks: Sequence[_Rank], screen: Screen, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
+def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
     """Listen until all ranks ended, or GRACE_S after a failure; returns the ranks still running."""
     told, deadline = False, float("inf")
     while running := [rank for rank in ranks if not rank.ended]:
@@ -266,7 +266,7 @@ def place_under_torchrun(cluster: ClusterConfig, environment: Mapping[str, str] 
     return Place(rank=rank, world=world, restarts=restarts)
 
 
-def launch(job: Job, *, screen: Screen, place: Place | None, lock: FolderLock | None) -> bool:
+def launch(job: Job, *, screen: Observer, place: Place | None, lock: FolderLock | None) -> bool:
     """Run to the last step; returns whether the run was told to stop earlier."""
     prices_of(job.config.balance.hardware)  # a name that does not exist ends the run now, not after the warm-up
     if place is None:

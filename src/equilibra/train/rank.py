@@ -15,7 +15,7 @@ import sys
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
@@ -26,10 +26,10 @@ from typing import Any, Self
 
 from equilibra.core.errors import InputError, RankLostError
 from equilibra.integrations.tensorboard import TensorBoard
-from equilibra.rl.observe import Silent
+from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.metrics_file import MetricsFile
-from equilibra.train.plain_log import LogFile, PlainLog, Screen, Several
+from equilibra.train.plain_log import LogFile, PlainLog, Several
 from equilibra.train.run_folder import RunFolder
 
 __all__ = [
@@ -88,13 +88,8 @@ class Job:
     """module:function that trains; imported only by the ranks"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Told:
-    """A call of one of the screen's methods."""
-
-    method: str
-    arguments: tuple[Any, ...]
-    keywords: Mapping[str, Any] = field(default_factory=dict)
+Told = tuple[str, tuple[Any, ...], Mapping[str, Any]]
+"""a call of one of the screen's methods: its name, arguments and keywords"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,54 +120,45 @@ def failure_of(error: BaseException) -> Failure:
     return Failure(text=text[:2000], is_input=isinstance(error, InputError), is_echo=lost)
 
 
-def run_rank(job: Job, rank: int, *, screen: Screen, stop: Callable[[], bool]) -> None:
-    """Train as this world rank; only rank 0 uses the screen."""
+def run_rank(job: Job, rank: int, *, screen: Observer, stop: Callable[[], bool]) -> None:
+    """Train as this world rank; only rank 0 reports, to files and to the screen."""
     module, _, function = job.worker.partition(":")
     worker: Callable[..., None] = getattr(import_module(module), function)
-    if rank != 0:
-        worker(
-            job.config, job.folder.path, resume=job.resume, observer=Silent(), stop=stop, say=_nothing, cut=_nothing
-        )  # fmt: skip
-        return
-    metrics, log = MetricsFile(job.folder.metrics), PlainLog(LogFile(job.folder.log), steps=job.config.run.steps)
-    files = Several([metrics, log, TensorBoard(job.folder.tensorboard)])
-
-    def say(text: str) -> None:
-        log.note(text)
-        screen.note(text)
-
+    metrics, files, observer = MetricsFile(job.folder.metrics), Several([]), Several([])
+    if rank == 0:
+        log = PlainLog(LogFile(job.folder.log), steps=job.config.run.steps)
+        files = Several([metrics, log, TensorBoard(job.folder.tensorboard)])
+        observer = Several([files, screen])
     try:
         worker(
-            job.config, job.folder.path, resume=job.resume, observer=Several([files, screen]), stop=stop, say=say,
-            cut=metrics.cut,
+            job.config, job.folder.path, resume=job.resume, observer=observer, stop=stop, say=observer.note,
+            cut=metrics.cut if rank == 0 else lambda _step: None,
         )  # fmt: skip
     finally:
         files.close()
 
 
-def _nothing(_value: object) -> None: ...
-
-
-class _Teller:
+class _Teller(Observer):
     """A screen that sends everything over a pipe."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe = pipe
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        self._pipe.send(Told(method="stage", arguments=(name,), keywords={"step": step, "done": done, "total": total}))
+        self._tell("stage", name, step=step, done=done, total=total)
 
     def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pipe.send(Told(method="step", arguments=(step, _plain(metrics))))
+        self._tell("step", step, _plain(metrics))
 
     def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._pipe.send(Told(method="evaluated", arguments=(step, _plain(metrics))))
+        self._tell("evaluated", step, _plain(metrics))
 
     def note(self, text: str) -> None:
-        self._pipe.send(Told(method="note", arguments=(text,)))
+        self._tell("note", text)
 
-    def close(self) -> None:
-        pass
+    def _tell(self, method: str, *arguments: object, **keywords: object) -> None:
+        told: Told = (method, arguments, keywords)
+        self._pipe.send(told)
 
 
 def _plain(metrics: Mapping[str, float]) -> dict[str, float]:

@@ -20,7 +20,6 @@ import os
 import shutil
 import socket
 from contextlib import suppress
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from time import monotonic, sleep
@@ -38,39 +37,16 @@ WORTHLESS = {"config.toml", "log.txt", ".lock", "output", "tensorboard", "start"
 """entries of a run that finished no step"""
 
 
-@dataclass(frozen=True, kw_only=True)
 class RunFolder:
     """Paths of a run's files."""
 
-    path: Path
-
-    @property
-    def config(self) -> Path:
-        return self.path / "config.toml"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def log(self) -> Path:
-        return self.path / "log.txt"
-
-    @property
-    def tensorboard(self) -> Path:
-        return self.path / "tensorboard"
-
-    @property
-    def output(self) -> Path:
-        return self.path / "output"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
+    def __init__(self, *, path: Path) -> None:
+        self.path, self.config, self.metrics = path, path / "config.toml", path / "metrics.jsonl"
+        self.log, self.tensorboard = path / "log.txt", path / "tensorboard"
+        self.output, self.checkpoints = path / "output", path / "checkpoints"
 
     @property
     def has_checkpoint(self) -> bool:
-        """Whether the run can be resumed."""
         folders = self.checkpoints.glob("policy/step-*")
         return any(folder.is_dir() and not folder.suffix.startswith((".part", ".aside")) for folder in folders)
 
@@ -79,7 +55,6 @@ class RunFolder:
             part.write_text(toml_text(config), encoding="utf-8")
 
     def discard_if_worthless(self) -> None:
-        """Remove the folder if no step was finished in it."""
         if self.is_worthless:
             shutil.rmtree(self.path, ignore_errors=True)
 

@@ -21,7 +21,9 @@ from rich.spinner import Spinner
 from rich.table import Table
 from rich.text import Text
 
-from equilibra.train.metrics_file import History
+from equilibra.rl.observe import Observer
+from equilibra.train.metrics_file import STAGE, History
+from equilibra.train.plain_log import STARTING
 
 __all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
 
@@ -60,9 +62,6 @@ def sparkline(values: Sequence[float], width: int = 40) -> str:
     low, high = min(means), max(means)
     scale = (len(SPARKS) - 1) / (high - low) if high > low else 0.0
     return "".join(SPARKS[round((mean - low) * scale)] for mean in means)
-
-
-STARTING = "loads libraries; the first time it also compiles, about a minute"
 
 
 def draw(picture: Picture, *, now: float, spinner: RenderableType | None = None) -> RenderableType:
@@ -116,7 +115,7 @@ def _clock(seconds: float) -> str:
 
 def _stage_bar(history: History) -> RenderableType:
     """Seconds of each stage of the newest step, as parts of one bar and as numbers."""
-    seconds = {stage: history.last(f"seconds_{stage}") or 0.0 for stage in STAGES}
+    seconds = {stage: history.last(STAGE + stage) or 0.0 for stage in STAGES}
     seconds = {stage: value for stage, value in seconds.items() if math.isfinite(value) and value > 0}
     total = sum(seconds.values())
     if total <= 0:
@@ -142,8 +141,8 @@ def can_draw(stream: TextIO) -> bool:
     return console.is_terminal and not console.is_dumb_terminal and console.encoding.startswith("utf")
 
 
-class LiveView:
-    """A `Screen` that draws."""
+class LiveView(Observer):
+    """Draws a run on the terminal; the last picture stays."""
 
     def __init__(
         self, *, title: str, steps: int, history: History | None = None, console: Console | None = None,
@@ -185,6 +184,5 @@ class LiveView:
         self._live.refresh()
 
     def close(self) -> None:
-        """Stop drawing; the last picture stays."""
         self._spinner = None
         self._live.stop()

@@ -30,7 +30,7 @@ from equilibra.execute.steps.gradients import check_replicated, clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.learner import Learner, total_over
-from equilibra.rl.loop import LoopSetting, Source, Trainer, train
+from equilibra.rl.loop import Source, Trainer, train
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
@@ -44,7 +44,7 @@ from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep
 from equilibra.train.state import State
 
-__all__ = ["run_worker"]
+__all__ = ["device_of", "joined_group", "run_worker", "source_of"]
 
 FIRST_PROBLEM = 1 << 24
 """number of the first warm-up problem, far from those of RL"""
@@ -62,14 +62,14 @@ def run_worker(
     cut: drops the metrics of this step and later ones. observer, say and cut matter on world rank 0 only.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
-    device = _device(config)
-    with _joined(config, device) as group:
+    device = device_of(config)
+    with joined_group(config, device) as group:
         observer.stage("start", step=0)
         parts = build_parts(config, group, device)
         model = build_model_of(parts)
         policy, critic, reference = _learners(parts, model, folder, observer, resume=resume)
         learners = [learner for learner in (policy, critic, reference) if learner is not None]
-        source = _source(parts, model, folder)
+        source = source_of(parts, model, folder)
         windowed = parts.algorithm.windowed and isinstance(source, EngineSource)
         state = State(folder, policy, critic, keep=config.run.keep, timeout_s=config.run.checkpoint_timeout_s)
         first = 0
@@ -81,16 +81,17 @@ def run_worker(
         for learner in learners:
             check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
         cut(first)
-        observer.stage("weights", step=first)
-        setting = _loop(config, windowed=parts.algorithm.windowed)
-        source.new_weights(setting.version(first))
         last = LastStep(parts, folder)
 
         def save(step: int) -> None:
             state.save(step, source.carried if isinstance(source, EngineSource) and windowed else None)
 
         trainer = Trainer(
-            setting=setting, source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
+            steps=config.run.steps, evaluate_every=config.run.evaluate_every,
+            checkpoint_every=config.run.checkpoint_every, mini_batches=config.algorithm.mini_batches,
+            epochs=config.algorithm.epochs, max_answer_tokens=config.rollout.max_answer_tokens,
+            places=config.rollout.prompts * config.rollout.answers if parts.algorithm.windowed else 0,
+            source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
             critic=None if critic is None else Critic(critic),
             reference=reference, save=save, keep_record=last.keep, observer=observer, stop=_agreed(group, stop),
         )  # fmt: skip
@@ -118,7 +119,8 @@ def _learners(
     return policy, critic, _reference(parts, model, folder, resume=resume)
 
 
-def _device(config: TrainConfig) -> torch.device:
+def device_of(config: TrainConfig) -> torch.device:
+    """The device of this rank."""
     if config.run.device == "cpu" or (config.run.device == "auto" and not torch.cuda.is_available()):
         if config.balance.path in ("ipc", "both"):
             raise InputError(
@@ -144,7 +146,8 @@ def _device(config: TrainConfig) -> torch.device:
 
 
 @contextmanager
-def _joined(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
+def joined_group(config: TrainConfig, device: torch.device) -> Iterator[ExpertGroup]:
+    """Join the other ranks."""
     given = dist.is_initialized()  # by the program that called us
     world = dist.get_world_size() if given else int(os.environ.get("WORLD_SIZE", "1"))
     if world != config.cluster.num_processes:
@@ -189,7 +192,7 @@ def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, fold
     if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
         model.save(folder / "start", parts.text.files(), overwrite=True)
     if value is not None:
-        value.load_trunk(folder / "start")
+        value.load(folder / "start", head=False)
 
 
 def _warm_up(parts: Parts, model: ShardedModel, observer: Observer) -> None:
@@ -241,7 +244,6 @@ def _supervised_loss(parts: Parts, model: ShardedModel, sequences: Sequence[tupl
 
 
 def _warm_up_key(parts: Parts) -> str:
-    """A digest of everything that warmed-up weights depend on."""
     config = parts.config
     about = [asdict(config.task), asdict(config.warm_up), config.run.seed, config.run.dtype, parts.text.digest()]
     text = json.dumps([*about, parts.folder.config.to_dict()], sort_keys=True, default=str)
@@ -260,7 +262,8 @@ def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool)
     return build_learner(parts, frozen, lr=None)
 
 
-def _source(parts: Parts, model: ShardedModel, folder: Path) -> Source:
+def source_of(parts: Parts, model: ShardedModel, folder: Path) -> Source:
+    """Where the run's answers come from."""
     config, runtime, spec = parts.config, model.runtime, parts.folder.spec
     shape = ModelShape(
         family=parts.folder.family.model_type, num_layers=len(runtime.weights), num_experts=spec.num_experts,
@@ -294,12 +297,3 @@ def _check(parts: Parts, source: Source, say: Callable[[str], None]) -> Mismatch
         roundoffs, num_layers=parts.folder.config.num_hidden_layers, temperature=rollout.temperature
     )
     return MismatchCheck(limit=limit, stop=rollout.mismatch == "stop", say=say)
-
-
-def _loop(config: TrainConfig, *, windowed: bool) -> LoopSetting:
-    run, rollout = config.run, config.rollout
-    return LoopSetting(
-        steps=run.steps, mini_batches=config.algorithm.mini_batches, epochs=config.algorithm.epochs,
-        evaluate_every=run.evaluate_every, checkpoint_every=run.checkpoint_every,
-        max_answer_tokens=rollout.max_answer_tokens, places=rollout.prompts * rollout.answers if windowed else 0,
-    )  # fmt: skip

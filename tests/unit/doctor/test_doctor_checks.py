@@ -54,7 +54,7 @@ def test_a_check_that_raises_is_a_finding(monkeypatch, name):
     def breaks(*_):
         raise RuntimeError("\n  the device fell off the bus\nat line 3")
 
-    monkeypatch.setitem(worker.CHECKS, name, worker.CHECKS[name]._replace(run=breaks))
+    monkeypatch.setitem(worker.CHECKS, name, worker.CHECKS[name]._replace(run=breaks, on_gpu=False))
     (found,) = check(name)
     assert found.name == name
     assert found.state is worker.CHECKS[name].on_error

@@ -37,7 +37,7 @@ def found_in(text: str, *, kernels: bool = True) -> list[str]:
 def test_the_device_is_always_named():
     for folder in FOLDERS:
         for file in sorted((SOURCE / folder).rglob("*.py")):
-            expected = ["kernel[grid]"] if file == SOURCE / "execute" / "kernels" / "device.py" else []
+            expected = ["kernel[grid]"] if file == SOURCE / "execute" / "kernels" / "__init__.py" else []
             assert found_in(file.read_text(), kernels=file.parent.name == "kernels") == expected, file
 
 

@@ -25,10 +25,8 @@ def test_forward_and_backward_equal_autograd(activation, bias, weigh):
     weights = torch.rand(11, dtype=torch.float64, requires_grad=True)
     dy = torch.randn_like(wanted)
     (wanted * weights[:, None] if weigh else wanted).backward(dy)
-    instances = [ExpertParts.named({n: p.data[e] for n, p in layer.experts.items()}) for e in range(3)]
-    gradients = [
-        ExpertParts.named({n: torch.zeros_like(p.data[e]) for n, p in layer.experts.items()}) for e in range(3)
-    ]
+    instances = [ExpertParts(**{n: p.data[e] for n, p in layer.experts.items()}) for e in range(3)]
+    gradients = [ExpertParts(**{n: torch.zeros_like(p.data[e]) for n, p in layer.experts.items()}) for e in range(3)]
     y, h = expert_math.forward(activation, rows.detach(), sizes, instances)
     dx = torch.empty_like(rows)
     weighted = RowWeights(weights.detach(), torch.full_like(weights, torch.nan).detach()) if weigh else None

@@ -2,7 +2,6 @@
 
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
 import torch
 
@@ -29,7 +28,7 @@ def node(names: list[str], rank: int) -> SimpleNamespace:
     """A group as far as `check_peers` knows it: the ranks of one node, and what they say."""
     return SimpleNamespace(
         rank=rank, index=0, num_ranks=len(names), first_of_node=0, cluster=SimpleNamespace(ranks_per_node=len(names)),
-        gather=lambda _mine, what: [np.frombuffer(name.encode(), np.uint8) for name in names],
+        gather_text=lambda _mine, what: names,
         all_succeed=lambda attempt, what: attempt(),
     )  # fmt: skip
 

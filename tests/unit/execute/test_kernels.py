@@ -40,11 +40,12 @@ def see(name, found, wanted):
 SWIGLU, CLAMPED = Activation.SWIGLU, Activation.CLAMPED_SWIGLU
 SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (500, 0, 1700, 7))
 EVERY, NO_DOWN, BIASES = (1, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1)  # gate_up, down and their biases: which are learned
-for (D, F, sizes), kind, bias, learned, num_first, num_last, weigh in (
+cases = (
     (SMALL, SWIGLU, False, EVERY, 0, 2, True), (SMALL, CLAMPED, True, EVERY, 2, 2, True),
     (SMALL, CLAMPED, True, EVERY, 0, 0, False), (SMALL, SWIGLU, True, NO_DOWN, 0, 1, True),
     (SMALL, SWIGLU, True, BIASES, 5, 0, True), (LARGE, SWIGLU, False, EVERY, 2, 1, False),
-):
+)
+for (D, F, sizes), kind, bias, learned, num_first, num_last, weigh in cases[:1] if broken else cases:
     parts = lambda: ExpertParts(random(2 * F, D), random(D, F), *((random(2 * F), random(D)) if bias else ()))
     instances = [parts() for _ in sizes]
     x, dy = random(sum(sizes), D) * 4, random(sum(sizes), D)
@@ -74,9 +75,10 @@ for (D, F, sizes), kind, bias, learned, num_first, num_last, weigh in (
             if a is not None:
                 see("gradients", a, b)
     assert told == [1]
-launches = grouped.Shares.of(grouped._share_task(groups, x, F, learned=(True, True)), torch.device("cpu"))
-first, second = (launch.shares.view(-1, 10) for launch in launches)
-assert first[:, 1].sum() > 0 and second[:, 9].sum() > 0, "both launches, dx before weights, and halves"
+if not broken:
+    launches = grouped.Shares.of(grouped._share_task(groups, x, F, learned=(True, True)), torch.device("cpu"))
+    first, second = (launch.shares.view(-1, 10) for launch in launches)
+    assert first[:, 1].sum() > 0 and second[:, 9].sum() > 0, "both launches, dx before weights, and halves"
 T, K = 9, 3
 values = random(T * K, D)
 row_of_pair = torch.randperm(T * K, generator=generator).view(T, K).to(torch.int32)

@@ -5,7 +5,7 @@ import pytest
 torch = pytest.importorskip("torch")
 
 from equilibra.execute.copies.collective import Staging  # noqa: E402
-from equilibra.execute.group import Ready  # noqa: E402
+from equilibra.execute.group import Ready, Then  # noqa: E402
 
 ROW = torch.zeros(6, dtype=torch.float64)
 
@@ -15,7 +15,7 @@ def test_a_buffer_comes_again_when_what_it_carried_has_arrived():
     staging.expect(3)
     first = staging.take()
     assert (first.shape, first.dtype) == ((3, 6), torch.float64)
-    moving = staging.until(Ready(), first)
+    moving = Then(Ready(), lambda: staging.give_back(first))
     second = staging.take()
     assert second.data_ptr() != first.data_ptr(), "the first is on its way"
     moving.wait()

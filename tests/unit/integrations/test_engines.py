@@ -20,8 +20,10 @@ from equilibra.core.errors import ExecuteError, InputError, MismatchError
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.integrations.routing_formats import model_from_config
-from equilibra.integrations.sglang.engine import Server, SGLangEngine, check_url
-from equilibra.integrations.vllm.engine import VLLMEngine, import_vllm
+from equilibra.integrations.served import Server, check_url
+from equilibra.integrations.sglang.engine import SGLangEngine
+from equilibra.integrations.vllm.engine import VLLMEngine
+from equilibra.integrations.vllm.interface import EXTENSION, check_version, import_vllm
 from equilibra.integrations.weights_folder import write_weights
 from equilibra.rl.engine import Request, seed_of
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
@@ -400,19 +402,29 @@ def test_a_resumed_run_may_have_other_servers_but_no_other_engine():
 class SamplingParams:
     """The documented arguments, and no others."""
 
-    def __init__(self, *, n, temperature, max_tokens, seed, logprobs, stop_token_ids, ignore_eos, detokenize):
-        assert (n, logprobs, ignore_eos, detokenize) == (1, 0, True, False)
+    def __init__(
+        self, *, temperature, max_tokens, detokenize, n=1, seed=None, logprobs=None, prompt_logprobs=None,
+        stop_token_ids=(-1,), ignore_eos=False,
+    ):  # fmt: skip
+        assert (n, detokenize) == (1, False)
+        assert prompt_logprobs == 0 or (logprobs, ignore_eos) == (0, True)
         self.temperature, self.max_tokens, self.seed, self.stop = temperature, max_tokens, seed, stop_token_ids
+        self.of_prompt = prompt_logprobs is not None
 
 
 class LLM:
     """What is used of vllm.LLM, on top of the server's model."""
 
     made: ClassVar[list] = []
+    keeps: ClassVar[bool] = False
+    """whether updates do not reach the model"""
 
-    def __init__(self, *, model, dtype, skip_tokenizer_init, enable_return_routed_experts, logprobs_mode, **options):
-        assert (skip_tokenizer_init, enable_return_routed_experts) == (True, True)
-        assert logprobs_mode == "processed_logprobs"
+    def __init__(
+        self, *, model, dtype, skip_tokenizer_init, enable_return_routed_experts, logprobs_mode, worker_extension_cls,
+        max_model_len, **options,
+    ):  # fmt: skip
+        assert (skip_tokenizer_init, enable_return_routed_experts, max_model_len) == (True, True, 20)
+        assert (logprobs_mode, worker_extension_cls) == ("processed_logprobs", EXTENSION)
         self.options, self.dtype, self.calls, self.served = options, dtype, [], Served()
         self.served.update({"model_path": model})
         self.spoil = lambda output: None
@@ -420,13 +432,16 @@ class LLM:
 
     def collective_rpc(self, method, kwargs):
         self.calls.append(method)
-        self.served.update({"model_path": kwargs["weights_path"]})
+        if not self.keeps:
+            self.served.update({"model_path": kwargs["folder"]})
 
     def reset_prefix_cache(self):
         self.calls.append("reset_prefix_cache")
 
     def generate(self, prompts, sampling_params, use_tqdm):
         assert use_tqdm is False
+        if isinstance(sampling_params, SamplingParams):
+            return [self._scored(prompt["prompt_token_ids"]) for prompt in prompts]
         requests = [
             Request(tokens=np.array(prompt["prompt_token_ids"]), noise=noise_of(one.seed, one.max_tokens))
             for prompt, one in zip(prompts, sampling_params, strict=True)
@@ -434,6 +449,15 @@ class LLM:
         self.served.replica.end = sampling_params[0].stop[0]
         said = self.served.replica.generate(requests, temperature=sampling_params[0].temperature)
         return [self._output(request, one) for request, one in zip(requests, said, strict=True)]
+
+    def _scored(self, tokens):
+        replica = self.served.replica
+        with torch.no_grad():
+            logs = replica.model(torch.tensor([tokens])).logits[0].log_softmax(-1)
+        said = [
+            {token: SimpleNamespace(logprob=float(row[token]))} for row, token in zip(logs, tokens[1:], strict=False)
+        ]
+        return SimpleNamespace(prompt_logprobs=[None, *said])
 
     def _output(self, request, said):
         full = np.zeros((len(said.experts), 3, 3), np.uint8)
@@ -452,38 +476,65 @@ class LLM:
         )
 
 
-def vllm_engine(model, group, tmp_path, options=None):
-    library = SimpleNamespace(LLM=LLM, SamplingParams=SamplingParams)
+def vllm_engine(model, group, tmp_path, options=None, *, cpu=False, keeps=False):
+    platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: cpu))
+    kind = type("LLM", (LLM,), {"keeps": keeps})
+    library = SimpleNamespace(LLM=kind, SamplingParams=SamplingParams, platforms=platforms)
     return VLLMEngine(
         group, model_from_config(model.config.to_dict()), end=END, folder=tmp_path / "weights", dtype="float32",
-        files={"config.json": model.config_file(torch.float64)}, options=options or {}, load=lambda: library,
+        vocabulary=300, max_tokens=20, files={"config.json": model.config_file(torch.float64)}, options=options or {},
+        load=lambda: library,
     )  # fmt: skip
 
 
-def test_vllm_gives_the_numbers_of_the_embedded_engine(model, weights, group, tmp_path):
-    changed = {name: value * 1.01 for name, value in weights.items()}
-    engine = vllm_engine(model, group, tmp_path, {"gpu_memory_utilization": 0.4})
-    for current in (weights, changed):
-        engine.load_weights(iter(current.items()))
-        same(engine.generate(requests_of(), temperature=1.0), embedded(model, current, requests_of(), 1.0))
-    llm = LLM.made[-1]
-    assert llm.calls == ["reload_weights", "reset_prefix_cache"]
-    assert (llm.options, llm.dtype) == ({"gpu_memory_utilization": 0.4}, "float32")
-
-
-def test_vllm_that_repacks_weights_is_started_anew(model, weights, group, tmp_path):
-    """Its CPU build: `reload_weights` would leave the old ones."""
-    engine = vllm_engine(model, group, tmp_path)
-    engine._library.platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
-    changed = {name: value * 1.01 for name, value in weights.items()}
-    before = len(LLM.made)
-    for version, current in enumerate((weights, changed)):
+def answer_with_all(engine, model, weights):
+    """Hand over three different sets of weights and ask with each; the number of starts before every answer."""
+    before, starts = len(LLM.made), []
+    for version in range(3):
+        current = {name: value * (1 + 0.01 * version) for name, value in weights.items()}
         engine.load_weights(iter(current.items()), version=version)
+        starts.append(len(LLM.made) - before)
         found = engine.generate(requests_of(), temperature=1.0)
         same(found, embedded(model, current, requests_of(), 1.0))
         assert {one.version for one in found} == {version}
-    assert len(LLM.made) == before + 2
-    assert LLM.made[-1].calls == []
+    return starts
+
+
+def test_vllm_gives_the_numbers_of_the_embedded_engine(model, weights, group, tmp_path):
+    engine = vllm_engine(model, group, tmp_path, {"gpu_memory_utilization": 0.4})
+    assert answer_with_all(engine, model, weights) == [1, 1, 1]
+    llm = LLM.made[-1]
+    assert llm.calls == ["equilibra_load", "reset_prefix_cache"] * 2
+    assert (llm.options, llm.dtype) == ({"gpu_memory_utilization": 0.4}, "float32")
+
+
+def test_vllm_on_cpus_is_believed_once_an_update_equals_a_fresh_start(model, weights, group, tmp_path):
+    engine = vllm_engine(model, group, tmp_path, {"enforce_eager": False}, cpu=True)
+    assert answer_with_all(engine, model, weights) == [1, 2, 2]
+    assert engine.in_place is True
+    assert LLM.made[-1].calls == ["equilibra_load", "reset_prefix_cache"]
+    assert LLM.made[-1].options == {"enforce_eager": False, "kv_cache_memory_bytes": 1 << 30}
+
+
+def test_vllm_that_keeps_old_weights_is_started_anew(model, weights, group, tmp_path, caplog):
+    engine = vllm_engine(model, group, tmp_path, cpu=True, keeps=True)
+    assert answer_with_all(engine, model, weights) == [1, 2, 3]
+    assert engine.in_place is False
+    assert "every update starts it anew" in caplog.text
+
+
+@pytest.mark.parametrize("version", ["0.27.1", "0.31.0+cpu", "0.32.0", "1.0.0", "unknown", "0.1.dev1"])
+def test_versions_of_vllm_that_do_not_fit(version):
+    with pytest.raises(InputError, match=rf"vLLM {version.replace('+', '.')} is not supported: .*install 0\.30"):
+        check_version(version)
+
+
+@pytest.mark.parametrize("version", ["0.28.0", "0.29.1", "0.30.0", "0.30.0+cpu"])
+def test_versions_of_vllm_that_fit(version):
+    check_version(version)
+    if version < "0.30":
+        with pytest.raises(InputError, match=r"before 0\.30 its CPU build cannot return routed experts"):
+            check_version(version, cpu=True)
 
 
 @pytest.mark.parametrize(("change", "reason"), [

@@ -18,7 +18,7 @@ from equilibra.events.schema import Direction
 from equilibra.integrations.executor.balancer import count_routing
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.copies import slot_and_part
-from equilibra.integrations.megatron.layer import check_config, check_wrapping
+from equilibra.integrations.megatron.layer import check_config, check_wrapping, wait_for_gathers
 from equilibra.integrations.megatron.visits import MOST_LAYERS, Ahead, MegatronVisits, to_slots
 from equilibra.integrations.planned import MegatronSetting, cluster_of, contiguous_slots, slot_table
 from equilibra.plan.entry import plan_step
@@ -195,7 +195,12 @@ def test_options_that_cannot_be_together_are_refused_with_the_reason() -> None:
         ({"expert_tensor_parallel_size": 2}, "experts must be whole"),
         ({"moe_expert_capacity_factor": 1.0}, "dropped by slots"),
         ({"fp8": "hybrid"}, "quantised"),
+        ({"moe_expert_rank_capacity_factor": 1.0}, "dropped by slots"),
         ({"delay_wgrad_compute": True}, "before they are computed"),
+        ({"overlap_dispatch_backward_with_experts_wgrad": True}, "before they are computed"),
+        ({"use_transformer_engine_op_fuser": True}, "fused operations"),
+        ({"moe_single_grouped_weight": True}, "separate parameters"),
+        ({"moe_ncclep_zero_copy": True}, "buffers that are made for homes alone"),
         ({"cuda_graph_impl": "local"}, "shapes"),
     ]:
         with pytest.raises(InputError, match=reason):
@@ -204,9 +209,12 @@ def test_options_that_cannot_be_together_are_refused_with_the_reason() -> None:
 
 def test_weights_that_come_late_are_refused() -> None:
     check_wrapping(None)
-    check_wrapping(SimpleNamespace(overlap_grad_reduce=True, overlap_param_gather=False))
-    with pytest.raises(InputError, match="overlap_param_gather=True: weights are gathered when an expert runs"):
-        check_wrapping(SimpleNamespace(overlap_param_gather=True))
+    check_wrapping(SimpleNamespace(overlap_grad_reduce=True, overlap_param_gather=True))
+    with pytest.raises(InputError, match="use_megatron_fsdp=True: weights are gathered when an expert runs"):
+        check_wrapping(SimpleNamespace(use_megatron_fsdp=True))
+    optimizer = SimpleNamespace(ddp_config=SimpleNamespace(overlap_param_gather=True))
+    with pytest.raises(InputError, match=r"pass balance.. the model wrapped in DistributedDataParallel"):
+        wait_for_gathers([torch.nn.Linear(1, 1)], [], optimizer)
 
 
 def test_names_of_experts() -> None:

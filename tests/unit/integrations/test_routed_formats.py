@@ -27,9 +27,10 @@ from tests.references.engine_formats import (
 from tests.references.hf_models import CONFIGS, small_config
 from transformers import AutoModelForCausalLM
 
+from equilibra.core.errors import InputError
 from equilibra.integrations import nemo_rl, sglang, slime, verl, vllm
 from equilibra.integrations.responses import sequences_of_file
-from equilibra.integrations.routing_formats import RoutedModel, model_from_config, save_sequences, trace_of_sequences
+from equilibra.integrations.routing_formats import RoutedModel, model_from_config, save_sequences
 from equilibra.trace.open import load_trace
 
 ONES = [known(4, 6), known(4, 1), known(7, 3)]
@@ -101,9 +102,17 @@ def test_sglang_start_len_and_forgotten_rows():
     check(sglang.sequence_of_result(result, MODEL), ONES[0], missing=[5])
 
 
-def test_sglang_completions():
-    (sequence,) = sglang.sequences_of_response(sglang_choice(ONES[0]), MODEL)
+@pytest.mark.parametrize("before_0_5_9", [False, True])
+def test_sglang_completions(before_0_5_9):
+    (sequence,) = sglang.sequences_of_response(sglang_choice(ONES[0], before_0_5_9=before_0_5_9), MODEL)
     check(sequence, ONES[0])
+
+
+def test_sglang_completions_have_routing_of_the_first_choice_alone():
+    response = sglang_choice(ONES[0])
+    response["choices"].append({"index": 1})
+    with pytest.raises(InputError, match=r"choice 1: SGLang returns the routing of the first choice alone: ask with n"):
+        list(sglang.sequences_of_response(response, MODEL))
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -147,7 +156,7 @@ def test_slime_samples_without_routing_are_routed_live():
     found = list(slime.sequences_of_samples([slime_sample(ONES[0], 7), lost], MODEL))
     assert found[1].num_tokens == ONES[1].num_tokens
     assert not found[1].recorded.any()
-    assert trace_of_sequences(found, MODEL).tokens_without_routing == 1 + ONES[1].num_tokens
+    assert sum(int((~one.recorded).sum()) for one in found) == 1 + ONES[1].num_tokens
 
 
 @pytest.mark.parametrize("tensors", [False, True])
@@ -190,14 +199,14 @@ def test_engines_and_frameworks_agree(tmp_path):
     }
     for name, sequences in ways.items():
         kept = list(sequences)
-        trace = trace_of_sequences(kept, MODEL)
+        recorded = np.concatenate([sequence.recorded for sequence in kept])
         for suffix in ("eqtrace", "npz"):
             assert save_sequences(kept, tmp_path / f"{name}.{suffix}", MODEL) == (25, 3)
             stored = load_trace(tmp_path / f"{name}.{suffix}")
             assert stored.tokens_without_routing == 3
             ids = np.concatenate([piece.ids for piece in stored.pieces()])
-            np.testing.assert_array_equal(ids, trace.ids)
-            np.testing.assert_array_equal(ids[trace.recorded], np.concatenate([one.ids for one in ONES]))
+            np.testing.assert_array_equal(ids, np.concatenate([sequence.ids for sequence in kept]))
+            np.testing.assert_array_equal(ids[recorded], np.concatenate([one.ids for one in ONES]))
             np.testing.assert_array_equal(stored.offsets, [0, 10, 15, 25])
     assert sorted(path.suffix for path in tmp_path.iterdir()) == [".eqtrace"] * 5 + [".npz"] * 5
 
@@ -205,6 +214,7 @@ def test_engines_and_frameworks_agree(tmp_path):
 def test_files_of_responses(tmp_path):
     lines = [
         vllm_response(ONES[:2]), sglang_result(ONES[2]), [sglang_result(ONES[0])], sglang_choice(ONES[1]),
+        sglang_choice(ONES[2], before_0_5_9=True),
         {"request": {"routed_experts_start_len": 3}, "response": sglang_result(ONES[0], first=3)},
         {"request": {"sampling_params": {"routed_experts_prompt_start": 2}},
          "response": vllm_response(ONES[2:], first=2)},
@@ -212,7 +222,16 @@ def test_files_of_responses(tmp_path):
     file = tmp_path / "responses.jsonl"
     file.write_text("\n\n".join(map(json.dumps, lines)) + "\n")
     found = list(sequences_of_file(file, MODEL))
-    expected = [(ONES[0], 0), (ONES[1], 0), (ONES[2], 0), (ONES[0], 0), (ONES[1], 0), (ONES[0], 3), (ONES[2], 2)]
+    expected = [
+        (ONES[0], 0),
+        (ONES[1], 0),
+        (ONES[2], 0),
+        (ONES[0], 0),
+        (ONES[1], 0),
+        (ONES[2], 0),
+        (ONES[0], 3),
+        (ONES[2], 2),
+    ]
     for sequence, (one, first) in zip(found, expected, strict=True):
         check(sequence, one, missing=range(first))
 

@@ -6,17 +6,14 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import SequenceLoad, StepLoad
+from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
 from equilibra.integrations.megatron import Step
 from equilibra.integrations.verl.contract import ENGINE
 from equilibra.integrations.verl.engine import OPTIONS, VerlSetting, check_engine, figures, setting_of
-from equilibra.integrations.verl.hooks import spread_partitions
 from equilibra.plan.entry import plan_step
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
@@ -38,7 +35,7 @@ def test_options_come_from_the_block() -> None:
 @pytest.mark.parametrize(
     ("block", "said"),
     [
-        ({"spare_slot": 1}, "has no option spare_slot: it has enabled, planner"),
+        ({"spare_slot": 1}, "has no option spare_slot: it has enabled, mode, planner"),
         ({"spare_slots": "1"}, "equilibra.spare_slots must be a whole number from 0 to 65535, not '1'"),
         ({"spare_slots": True}, "spare_slots must be a whole number from 0 to 65535, not True"),
         ({"ranks_per_node": 2.0}, "equilibra.ranks_per_node must be a whole number from 1 to 65535, not 2.0"),
@@ -85,9 +82,10 @@ def engine(**changed: object) -> SimpleNamespace:
     ],
 )
 def test_engines_that_cannot_be_planned(changed: dict, said: str) -> None:
-    check_engine(engine())
+    check_engine(engine(), VerlSetting())
+    check_engine(engine(mode="disabled"), VerlSetting(mode="live"))
     with pytest.raises(InputError, match=said) as caught:
-        check_engine(engine(**changed))
+        check_engine(engine(**changed), VerlSetting())
     assert "equilibra.enabled=False" in str(caught.value)
 
 
@@ -102,31 +100,6 @@ def test_the_plugin_waits_for_verl() -> None:
         assert ENGINE not in sys.modules
     finally:
         sys.meta_path[:] = before
-
-
-@settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1))
-def test_spread_keeps_the_limit_and_lowers_the_skew(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    lengths = rng.choice([6, 10, 16], size=24)
-    tokens = np.zeros((24, 2, 8), np.int32)
-    for s, length in enumerate(lengths):
-        for layer in range(2):
-            tokens[s, layer] = rng.multinomial(2 * length, rng.dirichlet(np.full(8, 0.2)))
-    sequences = SequenceLoad(tokens_SLE=tokens, length_of_sequence=lengths)
-    partitions = [sorted(part.tolist()) for part in np.array_split(rng.permutation(24), 4)]
-    limit = max(int(lengths[part].sum()) for part in partitions)
-    found = spread_partitions(sequences, CLUSTER, partitions, limit)
-    assert sorted(s for part in found for s in part) == list(range(24))
-    assert [len(part) for part in found] == [len(part) for part in partitions]
-    assert max(int(lengths[part].sum()) for part in found) <= limit
-    assert skew(tokens, found) <= skew(tokens, partitions)
-    assert found == spread_partitions(sequences, CLUSTER, partitions, limit)
-
-
-def skew(tokens: np.ndarray, partitions: list[list[int]]) -> float:
-    load = np.stack([tokens[part].sum(axis=0).reshape(2, 4, -1).sum(axis=2) for part in partitions])
-    return float(((load - load.mean(axis=2, keepdims=True)) ** 2).sum())
 
 
 def test_figures_of_a_plan() -> None:

@@ -6,12 +6,11 @@ from itertools import combinations, product
 import numpy as np
 import pytest
 
+from benchmarks.exact import exact_fewest_copies, exact_makespan
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
-from equilibra.plan import bounds
-from equilibra.plan.exact import exact_fewest_copies, exact_makespan
 
 
 def lowest_with(load, home, num_ranks, copies):
@@ -100,6 +99,24 @@ def test_without_scipy_the_extra_is_named(monkeypatch):
         exact_makespan(np.array([9, 0]), np.array([0, 1]), Cluster(ranks_per_node=2), slots=1)
 
 
+def bound_of_flash_only(load, placement, *, spare_slots):
+    """[L, M] fewest tokens of the slowest rank if homes stay and copies are made only inside a node.
+
+    Tokens of a node's experts stay on it, so the bound is the mean rank of the fullest node; without slots, the
+    fullest rank.
+    """
+    group = placement.cluster.ranks_per_node
+    bins = placement.home_of_expert // group if spare_slots else placement.home_of_expert
+    num_bins = placement.cluster.num_nodes if spare_slots else placement.cluster.num_ranks
+    num_layers, num_micro_batches = load.num_layers, load.num_micro_batches
+    in_bin = np.zeros(num_layers * num_micro_batches * num_bins, np.int64)
+    problem_LM1 = np.arange(num_layers * num_micro_batches).reshape(num_layers, num_micro_batches, 1)
+    np.add.at(in_bin, problem_LM1 * num_bins + bins[:, None, :], load.expert_load().transpose(1, 0, 2))
+    in_bin_LMB = in_bin.reshape(num_layers, num_micro_batches, num_bins)
+    slowest = in_bin_LMB.max(axis=2)
+    return -(-slowest // group) if spare_slots else slowest
+
+
 @pytest.mark.parametrize("slots", [0, 1, 2])
 def test_bounds_are_never_above_the_exact_optimum_and_sometimes_reach_it(slots):
     reached = 0
@@ -111,8 +128,8 @@ def test_bounds_are_never_above_the_exact_optimum_and_sometimes_reach_it(slots):
         tokens = rng.poisson(rng.gamma(0.7, 40, (2, 2, num_experts, 1)) * np.ones(cluster.num_ranks))
         load = StepLoad(tokens_MLER=np.ascontiguousarray(tokens, np.int32))
         placement = Placement(home_of_expert=np.stack([home, home]).astype(np.int32), cluster=cluster)
-        any_plan = bounds.any_plan(load)
-        flash_only = bounds.flash_only(load, placement, spare_slots=slots)
+        any_plan = load.lower_bound()
+        flash_only = bound_of_flash_only(load, placement, spare_slots=slots)
         assert any_plan.shape == flash_only.shape == (2, 2)
         assert (any_plan <= flash_only).all()
         for layer in range(2):
@@ -126,4 +143,4 @@ def test_bounds_are_never_above_the_exact_optimum_and_sometimes_reach_it(slots):
 def test_any_plan_is_the_mean_rounded_up():
     tokens = np.zeros((1, 1, 2, 2), np.int32)
     tokens[0, 0, 0] = [3, 4]
-    assert bounds.any_plan(StepLoad(tokens_MLER=tokens)).tolist() == [[4]]
+    assert StepLoad(tokens_MLER=tokens).lower_bound().tolist() == [[4]]

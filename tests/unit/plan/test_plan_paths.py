@@ -8,9 +8,8 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import StepProblem
-from equilibra.plan.step import Equilibra
+from equilibra.plan.step import Equilibra, late_stages
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
 

@@ -19,7 +19,6 @@ from equilibra.integrations.planned import MegatronSetting, PlanSetting
 from equilibra.integrations.slime.hooks import SlimeSetting
 from equilibra.integrations.verl.engine import VerlSetting
 from equilibra.plan.entry import plan_step
-from equilibra.plan.layer import Means
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.relevel import base_rows
 from equilibra.plan.setting import PlannerSetting
@@ -41,7 +40,7 @@ def skewed(seed: int = 0) -> StepLoad:
     return StepLoad(tokens_MLER=(popularity * rng.integers(20, 60, (8, 1, 128, 8))).astype(np.int32))
 
 
-@pytest.mark.parametrize("kind", [*SETTINGS, BalanceConfig, Means, StepProblem])
+@pytest.mark.parametrize("kind", [*SETTINGS, BalanceConfig, StepProblem])
 def test_limits_are_declared_once(kind):
     assert issubclass(kind, CopyLimits)
     assert set(LIMITS) <= {one.name for one in fields(kind)}

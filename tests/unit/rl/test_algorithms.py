@@ -64,7 +64,7 @@ def test_unknown_options_are_errors():
         InputError, match="no option of the loss of ppo is named 'clip'; use one of clip_low, clip_high"
     ):
         algorithm_named("ppo", loss={"clip": 0.9})
-    with pytest.raises(InputError, match="clip_low must be above 0 and at most 1, not 7"):
+    with pytest.raises(InputError, match="clip_low must be a number more than 0 to 1, not 7"):
         algorithm_named("ppo", loss={"clip_low": 7})
 
 

@@ -61,8 +61,8 @@ def test_values_of_another_type_are_computed_in_float64():
     ("rewards", "options", "words"),
     [
         (np.zeros(2), {}, r"a reward and a value for each token, not \(2,\) and \(3,\)"),
-        (np.zeros(3), {"discount": 1.5}, "discount of advantages must be from 0 to 1, not 1.5"),
-        (np.zeros(3), {"decay": float("nan")}, "decay of advantages must be from 0 to 1, not nan"),
+        (np.zeros(3), {"discount": 1.5}, "discount of advantages must be a number from 0 to 1, not 1.5"),
+        (np.zeros(3), {"decay": float("nan")}, "decay of advantages must be a number from 0 to 1, not nan"),
     ],
 )
 def test_errors(rewards, options, words):

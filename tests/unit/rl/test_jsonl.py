@@ -212,7 +212,7 @@ def test_shares_that_leave_nothing(write, share):
 
 def test_numbers_and_seeds(write):
     path = write(sums(10))
-    with pytest.raises(InputError, match="seed must be 0 or more"):
+    with pytest.raises(InputError, match="seed must be a whole number from 0"):
         jsonl_task(path, seed=-1)
     task = jsonl_task(path)
     with pytest.raises(InputError, match="no problem -1"):

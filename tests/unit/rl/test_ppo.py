@@ -97,7 +97,7 @@ def test_masks_and_setting():
         ({"decay": 1.1}, "decay of ppo must be a number from 0 to 1, not 1.1"),
         ({"discount": -0.1}, "discount of ppo must be a number from 0 to 1, not -0.1"),
         ({"discount": "all"}, "discount of ppo must be a number from 0 to 1, not 'all'"),
-        ({"value_clip": float("inf")}, "value_clip of ppo must be a number, 0 or more, not inf"),
+        ({"value_clip": float("inf")}, "value_clip of ppo must be a number from 0 .*, not inf"),
         ({"whiten": 1}, "whiten of ppo must be true or false, not 1"),
     ],
 )

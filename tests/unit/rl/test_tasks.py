@@ -1,13 +1,14 @@
 """Final answers, a user's own reward, and what every task promises."""
 
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.rl.tasks.jsonl import final_answer, jsonl_task, same_final_answer
-from equilibra.rl.tasks.task import Problem, RewardFunction, check_number, hash_of_prompt, judged, reward_function
+from equilibra.rl.tasks.task import Problem, RewardFunction, check_number, hash_of_prompt, reward_function
 
 
 def test_hash_of_prompt_is_the_published_sha256():
@@ -121,21 +122,16 @@ def test_a_reward_from_a_file_gets_prompt_answer_and_expected(from_file, task):
     seen = from_file(
         "seen = []\ndef score(prompt, answer, expected):\n    seen.append((prompt, answer, expected))\n    return 0.25"
     )
-    own = judged(task, seen)
-    problem = own.problem(3)
-    assert own.reward(problem, "words") == 0.25
+    problem = task.problem(3)
+    assert seen.reward(problem, "words") == 0.25
     assert seen.function.__globals__["seen"] == [(problem.prompt, "words", problem.answer)]
-    assert (own.name, own.num_held_out) == (task.name, task.num_held_out)
-    assert (own.problem(3), own.held_out(0)) == (task.problem(3), task.held_out(0))
-    assert judged(task, None) is task
     assert task.reward(problem, "words") == 0.0  # the task's own, to compare
 
 
 def test_a_reward_from_a_module(tmp_path, monkeypatch, task):
     (tmp_path / "own_rewards_for_test.py").write_text("def score(prompt, answer, expected): return answer == expected")
     monkeypatch.syspath_prepend(tmp_path)
-    own = judged(task, reward_function("own_rewards_for_test:score"))
-    problem = own.problem(0)
+    own, problem = reward_function("own_rewards_for_test:score"), task.problem(0)
     assert own.reward(problem, problem.answer) == 1.0
     assert own.reward(problem, "") == 0.0
     del sys.modules["own_rewards_for_test"]
@@ -146,7 +142,7 @@ def test_a_reward_in_a_file_may_hold_dataclasses_and_be_an_object(from_file, tas
         "from dataclasses import dataclass\n@dataclass\nclass Score:\n    x: 'float'\n"
         "    def __call__(self, prompt, answer, expected): return self.x\nscore = Score(0.5)"
     )
-    assert judged(task, from_file(body)).reward(task.problem(0), "") == 0.5
+    assert from_file(body).reward(task.problem(0), "") == 0.5
 
 
 @pytest.mark.parametrize(
@@ -206,16 +202,15 @@ def test_files_that_hold_no_reward(from_file, body, message):
     ],
 )
 def test_rewards_that_go_wrong(from_file, task, value, message):
-    own = judged(task, from_file(f"def score(prompt, answer, expected): return {value}"))
+    own = replace(from_file(f"def score(prompt, answer, expected): return {value}"), task=task.name)
     with pytest.raises(InputError, match=message):
-        own.reward(own.problem(4), "")
+        own.reward(task.problem(4), "")
 
 
 @pytest.mark.parametrize("value", [True, 1, 0.5, np.float32(0.5), np.int64(1), np.True_])
 def test_numbers_of_all_kinds_are_rewards(value):
-    reward = RewardFunction(named="it", function=lambda *_: value)(
-        "task", Problem(number=0, prompt="a", answer="b"), ""
-    )
+    own = RewardFunction(named="it", function=lambda *_: value)
+    reward = own.reward(Problem(number=0, prompt="a", answer="b"), "")
     assert type(reward) is float
     assert reward == float(value)
 
@@ -225,4 +220,4 @@ def test_a_keyboard_interrupt_goes_through():
         raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        RewardFunction(named="it", function=stop)("task", Problem(number=0, prompt="a", answer="b"), "")
+        RewardFunction(named="it", function=stop).reward(Problem(number=0, prompt="a", answer="b"), "")

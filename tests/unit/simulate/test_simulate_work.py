@@ -91,8 +91,8 @@ def test_moves_are_those_of_the_busiest_rank(name):
         ]
         for layer in range(plan.num_layers):
             for rows, inside, across in (
-                (moves.tolist(), found.moved_inside_L, found.moved_across_L),
-                (standing, found.standing_inside_L, found.standing_across_L),
+                (moves.tolist(), *found.moved_2L),
+                (standing, *found.standing_2L),
             ):
                 for same_node, busiest in ((True, inside), (False, across)):
                     busy = np.zeros((2, 8), int)

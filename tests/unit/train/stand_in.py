@@ -108,3 +108,12 @@ def limited(config, folder, **_):
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
     print("kept until the end")
     (folder / "file").write_text("too much")
+
+
+def loses_gradients_of_copies(*arguments, **options):
+    """For `equilibra verify`: what copies contribute does not return home."""
+    from equilibra.execute.experts.weights import ExpertWeights
+    from equilibra.train.verify import run_verify
+
+    ExpertWeights.add_gradient = lambda *_: None
+    run_verify(*arguments, **options)

@@ -9,6 +9,7 @@ from rich.console import Console
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.tensorboard import TensorBoard
+from equilibra.rl.observe import Observer
 from equilibra.train.metrics_file import History, MetricsFile, read_history
 from equilibra.train.plain_log import (
     EXPLAINED,
@@ -187,33 +188,20 @@ def test_tensorboard_reads_one_curve_of_a_resumed_run(tmp_path):
 # --- several ---
 
 
-def test_several_tell_all_and_close_those_that_can_be():
+def test_several_tell_and_close_all():
     said: list[str] = []
 
     class Closed(PlainLog):
         def close(self) -> None:
             said.append("closed")
 
-    observer = Several([PlainLog(said.append, steps=2), Several([Closed(said.append, steps=2)]), MetricsLess()])
+    observer = Several([PlainLog(said.append, steps=2), Several([Closed(said.append, steps=2)]), Observer()])
     observer.stage("start", step=0)
     observer.step(0, {"reward": 1.0})
     observer.evaluated(1, {"reward_held_out": 0.5})
     observer.close()
     line, held_out = "step   1/2  reward 1.000", "held out    reward 0.500 after 1 steps"
     assert said == [EXPLAINED["start"], EXPLAINED["start"], line, line, held_out, held_out, "closed"]
-
-
-class MetricsLess:
-    """An observer without a close."""
-
-    def stage(self, name, *, step, done=0, total=0):
-        pass
-
-    def step(self, step, metrics):
-        pass
-
-    def evaluated(self, step, metrics):
-        pass
 
 
 # --- the live view ---

@@ -18,7 +18,8 @@ CONFIG = TrainConfig(run=RunConfig(steps=7))
 
 def test_a_new_run_has_its_configuration_and_a_lock(tmp_path):
     folder, lock = begin_run(tmp_path / "a" / "b", CONFIG)
-    assert reopen_run(folder.path) == (folder, CONFIG)
+    again, config = reopen_run(folder.path)
+    assert (again.path, config) == (folder.path, CONFIG)
     with pytest.raises(InputError, match=rf"in use by another run \(process {os.getpid()} on "):
         FolderLock(folder, patience_s=0)
     lock.close()

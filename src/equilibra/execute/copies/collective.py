@@ -2,36 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from equilibra.core.visit import CopyList
-from equilibra.execute.copies.transfer import Copied, ExpertSource
-from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
+from equilibra.execute.copies.transfer import Copied, TransferEngine
+from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready, Then
 
 __all__ = ["CollectiveEngine", "Staging"]
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class _Returned:
-    """Gradients in flight; `wait` adds them by holding rank and expert."""
-
-    moving: Pending
-    copies: CopyList
-    rows_kP: Tensor
-    source: ExpertSource
-    staging: Staging
-
-    def wait(self) -> None:
-        self.moving.wait()
-        for row, expert in enumerate(self.copies.served_expert.tolist()):
-            self.source.add_gradient(self.copies.layer, expert, self.rows_kP[row])
-        self.staging.give_back(self.rows_kP)
-
-
-class CollectiveEngine:
+class CollectiveEngine(TransferEngine):
     """Reads weights when they are fetched, so they are always of the current version."""
 
     def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
@@ -44,9 +27,6 @@ class CollectiveEngine:
     @property
     def num_bytes(self) -> int:
         return self.gradients.nbytes + self._sent.num_bytes + self._received.num_bytes
-
-    def serve(self, source: ExpertSource) -> None:
-        self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:  # noqa: ARG002 - weights are read when they are fetched
         self._sent.expect(copied.most_served)
@@ -63,7 +43,7 @@ class CollectiveEngine:
             Channel.COPIES, sent, copies.served_sizes, slots_nP, copies.held_sizes,
             what=f"fetching flash copies of MoE layer {copies.layer}",
         )  # fmt: skip
-        return self._sent.until(moving, staged)
+        return Then(moving, lambda: self._sent.give_back(staged))
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
         return self.gradients[: copies.held_expert.size]
@@ -77,16 +57,12 @@ class CollectiveEngine:
             staged[: copies.served_expert.size], copies.served_sizes,
             what=f"returning gradients of flash copies of MoE layer {copies.layer}",
         )  # fmt: skip
-        return _Returned(moving=moving, copies=copies, rows_kP=staged, source=self.source, staging=self._received)
+        return Then(moving, partial(self._add, copies, staged))
 
-    def finish_sums(self) -> None:
-        """Nothing to do: `wait` adds them."""
-
-    def finish_reads(self) -> None:
-        """Nothing to do: `fetch` reads weights at once."""
-
-    def close(self) -> None:
-        """Nothing to release."""
+    def _add(self, copies: CopyList, rows_kP: Tensor) -> None:
+        for row, expert in enumerate(copies.served_expert.tolist()):  # by holding rank and expert
+            self.source.add_gradient(copies.layer, expert, rows_kP[row])
+        self._received.give_back(rows_kP)
 
 
 class Staging:
@@ -118,20 +94,3 @@ class Staging:
             self.num_bytes -= rows_nP.nbytes
         else:
             self._free.append(rows_nP)
-
-    def until(self, moving: Pending, rows_nP: Tensor) -> Pending:
-        """The same transfer; waiting for it also gives the buffer back."""
-        return _Carried(moving=moving, staging=self, rows_nP=rows_nP)
-
-
-@dataclass(kw_only=True, eq=False)
-class _Carried:
-    moving: Pending
-    staging: Staging
-    rows_nP: Tensor | None
-
-    def wait(self) -> None:
-        self.moving.wait()
-        if self.rows_nP is not None:  # not twice
-            self.staging.give_back(self.rows_nP)
-            self.rows_nP = None

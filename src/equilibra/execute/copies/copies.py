@@ -59,8 +59,6 @@ class CopySetting:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Return:
-    """Gradients of a visit's flash copies in flight."""
-
     moving: Pending
     key: VisitKey
     copies: CopyList
@@ -79,6 +77,7 @@ class Copies:
         self._slots = SpareSlots(
             num_slots=setting.spare_slots, depth=setting.prefetch_depth, row=self._row, now=recorder.now
         )
+        self.standing = StandingStore(group, weights, None)
         self._engines: dict[Path, TransferEngine] = {}
         self._lists: dict[VisitKey, CopyList] = {}
         self._returning: _Return | None = None
@@ -94,18 +93,16 @@ class Copies:
         return self._row.dtype == like.dtype and self._row.device == like.device
 
     def arm(self, armed: GroupPlan) -> None:
-        """Prepare for this plan's copies."""
         self.forget()
         self.armed, self._lists = armed, {}
-        before = getattr(self, "standing", None)
-        self.standing = StandingStore(self.group, self.weights, armed.plan, before, self.recorder.now)
+        self.standing = StandingStore(self.group, self.weights, armed.plan, self.standing, self.recorder.now)
         source = Sources(weights=self.weights, standing=self.standing)
         self._path = {stage: self._chosen(path, stage) for stage, path in self.setting.path.items()}
         for path in dict.fromkeys(self._path.values()):  # in the same order on every rank
             if path not in self._engines:
                 self._engines[path] = self._engine(path)
         for engine in self._engines.values():
-            engine.serve(source)
+            engine.source = source
 
     def _chosen(self, path: Path, stage: Stage) -> Path:
         """Resolve `auto` for this plan; equal on every rank."""
@@ -144,8 +141,7 @@ class Copies:
         """Drop all copies: the weights or the plan change."""
         self.finish_returns()
         self._slots.forget()
-        if hasattr(self, "standing"):
-            self.standing.forget()
+        self.standing.forget()
 
     def offer(self, version: int) -> None:
         """Publish this version of the weights for copying."""
@@ -186,7 +182,6 @@ class Copies:
         return self._lists[key]
 
     def _look_ahead(self, key: VisitKey, direction: Direction) -> None:
-        """Start to fetch what the next visits need."""
         layer, number, last = key.layer, key.micro_batch, len(self.weights) - 1
         backward, turns = direction is not Direction.FORWARD, key.stage is Stage.UPDATE
         for _ in range(self.setting.prefetch_depth):
@@ -207,7 +202,6 @@ class Copies:
     # --- gradients ---
 
     def flash_gradients(self, key: VisitKey) -> list[ExpertParts]:
-        """Buffers for the gradients of a visit's flash copies."""
         self._end_return()
         if key.layer in self._summing:  # in other layers sums may still be under way
             self._finish_sums()
@@ -242,7 +236,6 @@ class Copies:
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
     def return_standing(self) -> None:
-        """Return the gradients of standing copies."""
         start = self.recorder.now()
         self.standing.give_back()
         span = (start, self.recorder.now())
@@ -256,11 +249,9 @@ class Copies:
         return self._row.numel() * self.weights[0].gradient_dtype.itemsize
 
     def memory_bytes(self) -> dict[str, int]:
-        """Memory of copies on this rank, by kind."""
-        standing = self.standing.num_bytes if hasattr(self, "standing") else 0
         return {
             "spare_slots": self._slots.num_bytes,
-            "standing_copies": standing,
+            "standing_copies": self.standing.num_bytes,
             "transfers": sum(engine.num_bytes for engine in self._engines.values()),
         }
 

@@ -11,9 +11,8 @@ Symbols: S spare slots per rank, R ranks of the node, P values of one expert in 
                  compute stream waits for them a layer later
                  holder: before list n + 2 its compute stream waits until all have taken list n
 
-    icePath` is where weights and gradients are pulled from: `ipc` another GPU's memory, `host` shared host memory.
-    ients in the same GPU's memory are added in place and then marked taken. List numbers agree on all ranks of a node,
-    use all make the same calls.
+`DevicePath` is where weights and gradients are pulled from: `ipc` another GPU's memory, `host` shared host memory. All
+ranks of a node make the same calls, so their list numbers agree.
 """
 
 from __future__ import annotations
@@ -31,7 +30,8 @@ from torch import Tensor
 from equilibra.core.errors import InputError, RankLostError, StaleError
 from equilibra.core.visit import CopyList
 from equilibra.execute.copies.segment import Signals
-from equilibra.execute.copies.transfer import Copied, ExpertSource
+from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.transfer import Copied, TransferEngine
 from equilibra.execute.group import ExpertGroup, Pending, Ready
 from equilibra.execute.record import mark
 
@@ -49,7 +49,7 @@ class DevicePath(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def publish(self, copied: Copied, source: ExpertSource) -> None:
+    def publish(self, copied: Copied, source: Sources) -> None:
         """Collective: make new weights available to pull."""
         ...
 
@@ -73,8 +73,8 @@ def banks_of(num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> Tensor
     return torch.zeros(2, num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
 
 
-class DeviceEngine:
-    """A TransferEngine on GPUs over a path."""
+class DeviceEngine(TransferEngine):
+    """Copies on GPUs over a path."""
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor, path: DevicePath) -> None:
         if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
@@ -102,9 +102,6 @@ class DeviceEngine:
     def _compute(self) -> torch.cuda.Stream:
         """The stream that computes experts; its device need not be the current one."""
         return torch.cuda.current_stream(self._row.device)
-
-    def serve(self, source: ExpertSource) -> None:
-        self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:
         """Block the host until published: nothing could run meanwhile."""
@@ -207,8 +204,6 @@ class DeviceEngine:
 
 @dataclass(frozen=True)
 class _Arriving:
-    """Weights being pulled on the side stream."""
-
     span: tuple[torch.cuda.Event, torch.cuda.Event]
     """start and end events"""
     device: torch.device
@@ -236,7 +231,6 @@ class _Coming:
 
     @property
     def span(self) -> tuple[torch.cuda.Event | None, torch.cuda.Event | None]:
-        """Start and end events, set once waited for."""
         return self.start, self.end
 
     def wait(self) -> None:

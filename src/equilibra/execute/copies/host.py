@@ -23,14 +23,14 @@ from torch import Tensor
 from equilibra.core.errors import RankLostError, StaleError
 from equilibra.core.visit import CopyList
 from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
-from equilibra.execute.copies.transfer import Copied, ExpertSource
-from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready
+from equilibra.execute.copies.transfer import Copied, TransferEngine
+from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready, Then
 
 __all__ = ["HostEngine"]
 
 
-class HostEngine:
-    """A TransferEngine over one segment per node."""
+class HostEngine(TransferEngine):
+    """Copies through one segment per node."""
 
     def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
         self.group, self.row = group, row
@@ -44,9 +44,6 @@ class HostEngine:
     @property
     def num_bytes(self) -> int:
         return 0 if self._segment is None else self._segment.num_bytes
-
-    def serve(self, source: ExpertSource) -> None:
-        self.source = source
 
     def publish(self, version: int, copied: Copied) -> None:
         if self._segment is None or self._segment.num_entries < copied.most_of_a_node:
@@ -70,11 +67,8 @@ class HostEngine:
             return Ready()
         if self._segment is None or self._copied is None:
             raise StaleError("cannot fetch copies over the host path: no weights are published yet")
-        entries = [
-            self._copied.entry_of(copies.layer, expert, origin)
-            for expert, origin in zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
-        ]
-        return _Read(self._reader.submit(self._segment.read, entries, version, slots_nP), self.group.timeout_s)
+        reading = self._reader.submit(self._segment.read, self._copied.entries(copies), version, slots_nP)
+        return _Read(reading, self.group.timeout_s)
 
     def gradient_slots(self, copies: CopyList) -> Tensor:
         if self._segment is None:
@@ -87,24 +81,15 @@ class HostEngine:
         if copies.num_in_node == 0 or self._segment is None:
             return Ready()
         bank, self._list = self._segment.gradients_2RSP[self._list % 2], self._list + 1
-        said = self.group.sum(
-            Channel.GRADIENTS,
-            torch.zeros(1, device=self.row.device),
-            what=f"returning gradients of flash copies of MoE layer {copies.layer}",
-        )
-        return _Returned(said, partial(self._add, copies, bank))
+        what = f"returning gradients of flash copies of MoE layer {copies.layer}"
+        said = self.group.sum(Channel.GRADIENTS, torch.zeros(1, device=self.row.device), what=what)
+        return Then(said, partial(self._add, copies, bank))
 
     def _add(self, copies: CopyList, bank_RSP: Tensor) -> None:
         for expert, target, slot in zip(
             copies.served_expert.tolist(), copies.served_target.tolist(), copies.served_slot.tolist(), strict=True
         ):
             self.source.add_gradient(copies.layer, expert, bank_RSP[target - copies.first_rank, slot])
-
-    def finish_sums(self) -> None:
-        """Nothing to do: `wait` adds them."""
-
-    def finish_reads(self) -> None:
-        """Nothing to do: fetches read the segment, not the weights."""
 
     def close(self) -> None:
         """Stop the reader; the memory is freed with the last rank that maps it."""
@@ -114,8 +99,6 @@ class HostEngine:
 
 @dataclass(frozen=True, kw_only=True)
 class _Shape:
-    """Layout of a segment."""
-
     num_entries: int
     num_ranks: int
     num_slots: int
@@ -164,13 +147,3 @@ class _Read:
             self.future.result(self.timeout_s)
         except TimeoutError as error:
             raise RankLostError(f"reading shared memory took longer than the timeout of {self.timeout_s} s") from error
-
-
-@dataclass(frozen=True)
-class _Returned:
-    said: Pending
-    add: partial[None]
-
-    def wait(self) -> None:
-        self.said.wait()
-        self.add()

@@ -24,7 +24,7 @@ from equilibra.core.errors import EquilibraError, ExecuteError
 from equilibra.core.visit import CopyList
 from equilibra.execute.copies.pinned import PinnedPath, signals_of_node
 from equilibra.execute.copies.standing import Sources
-from equilibra.execute.copies.transfer import Copied, ExpertSource
+from equilibra.execute.copies.transfer import Copied
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.watch import first_line
 
@@ -54,51 +54,45 @@ def exchanged(
     group: ExpertGroup, tensors: list[Tensor], dtype: torch.dtype, device: torch.device
 ) -> dict[int, list[Tensor]]:
     """Collective: the tensors of every rank of the node by rank, mapped on this rank's device."""
-    text: list[bytes] = []
-
-    def share() -> None:
-        handles = [handle_of(tensor) if tensor.numel() else None for tensor in tensors]
-        text.append(json.dumps(handles).encode())
-
-    result = {group.rank: tensors}
-    group.all_succeed(share, what="sharing memory of the GPU")
-    said = group.gather(np.frombuffer(text[0], np.uint8), what="exchanging handles of GPU memory")
+    mine = group.all_succeed(
+        lambda: json.dumps([handle_of(tensor) if tensor.numel() else None for tensor in tensors]),
+        what="sharing memory of the GPU",
+    )
+    said = group.gather_text(mine, what="exchanging handles of GPU memory")
     first, per_node = group.index * group.num_ranks, group.cluster.ranks_per_node
 
-    def open_others() -> None:
+    def open_all() -> dict[int, list[Tensor]]:
+        result = {group.rank: tensors}
         for rank in range(group.first_of_node, group.first_of_node + per_node):
             if rank != group.rank:
-                handles = json.loads(said[first + rank].tobytes())
+                handles = json.loads(said[first + rank])
                 result[rank] = [_opened_or_empty(handle, dtype, device) for handle in handles]
+        return result
 
-    group.all_succeed(open_others, what="opening memory of other GPUs")
-    return result
+    return group.all_succeed(open_all, what="opening memory of other GPUs")
 
 
 def ipc_works(group: ExpertGroup, like: Tensor) -> bool:
     """Collective: whether the node's GPUs can open each other's memory; containers and drivers may forbid it."""
-    works: list[bool] = []
 
-    def tried() -> None:
+    def works() -> bool:
         try:
             check_peers(group, like.device)
             exchanged(group, [like.new_zeros(8)], like.dtype, like.device)
         except (EquilibraError, RuntimeError) as error:
             logger.warning("GPUs of this node cannot open each other's memory (%s): copies take other paths", error)
-            works.append(False)
-        else:
-            works.append(True)
+            return False
+        return True
 
-    group.all_succeed(tried, what="trying whether GPUs can open each other's memory")
-    return works[0]
+    return group.all_succeed(works, what="trying whether GPUs can open each other's memory")
 
 
 def gpus_of_node(group: ExpertGroup, device: torch.device) -> list[str]:
     """Collective: UUID of every rank's GPU; device numbers are ambiguous where a process sees one GPU only."""
     name = str(torch.cuda.get_device_properties(device).uuid)
-    said = group.gather(np.frombuffer(name.encode(), np.uint8), what="asking for names of GPUs")
+    said = group.gather_text(name, what="asking for names of GPUs")
     first = group.index * group.num_ranks + group.first_of_node
-    return [part.tobytes().decode() for part in said[first : first + group.cluster.ranks_per_node]]
+    return said[first : first + group.cluster.ranks_per_node]
 
 
 def share_a_gpu(group: ExpertGroup, device: torch.device) -> bool:
@@ -107,10 +101,7 @@ def share_a_gpu(group: ExpertGroup, device: torch.device) -> bool:
 
 
 def check_peers(group: ExpertGroup, device: torch.device) -> None:
-    """Collective: ExecuteError if a GPU of the node is known to lack peer access to another.
-
-    A process that sees only its own GPU cannot ask; there, opening the memory fails instead.
-    """
+    """Collective: ExecuteError if GPUs lack peer access; one that cannot see the others fails when it opens memory."""
     names = gpus_of_node(group, device)
     seen = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
 
@@ -146,8 +137,7 @@ class IpcPath:
         """Signals only: mapped memory is counted on the rank that owns it."""
         return self._signals.raw.nbytes
 
-    def publish(self, copied: Copied, source: ExpertSource) -> None:
-        assert isinstance(source, Sources)
+    def publish(self, copied: Copied, source: Sources) -> None:
         mine = [part.detach() for weights in source.weights for part in weights.parts()] + [source.standing.rows_CP]
         now = tuple(tensor.data_ptr() for tensor in mine)
         moved = self.group.gather(np.array([now != self._shared]), what="asking whether weights have moved")
@@ -164,17 +154,12 @@ class IpcPath:
             self._location[copied.origin == rank] = said[first + rank]
         self._copied, self._layout = copied, source.weights[0].layout
 
-    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        self.pull_until(copies, slots_nP, last=self.row.numel())
-
-    def pull_until(self, copies: CopyList, slots_nP: Tensor, *, last: int) -> None:
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor, *, last: int | None = None) -> None:
         """Pull the values of every copy before `last`, which ends a row of a part."""
         assert self._copied is not None
-        names = list(self._layout.shapes)
-        for slot, (expert, origin) in enumerate(
-            zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
-        ):
-            at = int(self._location[self._copied.entry_of(copies.layer, expert, origin)])
+        names, last = list(self._layout.shapes), self.row.numel() if last is None else last
+        locations = self._location[self._copied.entries(copies)].tolist()
+        for slot, (at, origin) in enumerate(zip(locations, copies.held_origin.tolist(), strict=True)):
             tensors = self._tensors[origin]
             if at < 0:
                 slots_nP[slot, :last].copy_(tensors[-1][-1 - at, :last], non_blocking=True)
@@ -214,16 +199,16 @@ class BothPath(IpcPath):
     def num_bytes(self) -> int:
         return super().num_bytes + self._host.num_bytes
 
-    def publish(self, copied: Copied, source: ExpertSource) -> None:
+    def publish(self, copied: Copied, source: Sources) -> None:
         super().publish(copied, source)
         self._host.publish(copied, source)
 
-    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor, *, last: int | None = None) -> None:  # noqa: ARG002
         here = torch.cuda.current_stream(self.row.device)
         self._host_stream.wait_stream(here)
         with torch.cuda.stream(self._host_stream):
-            self._host.pull_from(copies, slots_nP, first=self._cut)
-        self.pull_until(copies, slots_nP, last=self._cut)
+            self._host.pull_weights(copies, slots_nP, first=self._cut)
+        super().pull_weights(copies, slots_nP, last=self._cut)
         here.wait_stream(self._host_stream)
 
     def close(self) -> None:

@@ -26,7 +26,8 @@ from equilibra.execute.copies.segment import (
     unregister,
     view_of,
 )
-from equilibra.execute.copies.transfer import Copied, ExpertSource
+from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.transfer import Copied
 from equilibra.execute.group import ExpertGroup
 
 __all__ = ["PinnedPath", "signals_of_node"]
@@ -34,8 +35,6 @@ __all__ = ["PinnedPath", "signals_of_node"]
 
 @dataclass(kw_only=True, eq=False)
 class _Part:
-    """Registered shared memory."""
-
     values: Tensor
     raw: Tensor
     """uint8"""
@@ -76,7 +75,7 @@ class PinnedPath:
     def num_bytes(self) -> int:
         return sum(part.raw.nbytes for part in (self._signals, self._gradients, self._weights) if part is not None)
 
-    def publish(self, copied: Copied, source: ExpertSource) -> None:
+    def publish(self, copied: Copied, source: Sources) -> None:
         needed = copied.most_of_a_node
         if self._weights is None or len(self._weights.values) < needed:
             if self._weights is not None:
@@ -87,17 +86,11 @@ class PinnedPath:
             source.write_flat(int(copied.layer[entry]), int(copied.expert[entry]), self._weights.values[entry])
         self._copied = copied
 
-    def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
-        self.pull_from(copies, slots_nP, first=0)
-
-    def pull_from(self, copies: CopyList, slots_nP: Tensor, *, first: int) -> None:
+    def pull_weights(self, copies: CopyList, slots_nP: Tensor, *, first: int = 0) -> None:
         """Pull the values of every copy from `first` on."""
         assert self._weights is not None
         assert self._copied is not None
-        for slot, (expert, origin) in enumerate(
-            zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
-        ):
-            entry = self._copied.entry_of(copies.layer, expert, origin)
+        for slot, entry in enumerate(self._copied.entries(copies)):
             slots_nP[slot, first:].copy_(self._weights.values[entry, first:], non_blocking=True)
 
     def push_gradients(self, bank: int, count: int) -> None:

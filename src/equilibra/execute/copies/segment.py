@@ -59,7 +59,6 @@ class Signals:
         )  # fmt: skip
 
     def release(self) -> None:
-        """Let every waiting stream go on."""
         self.values[:] = FOREVER
 
 
@@ -97,17 +96,16 @@ PAGE = 4096
 
 def map_of_node(group: ExpertGroup, num_bytes: int) -> mmap.mmap:
     """Collective over all nodes: memory that the node's first rank makes and the others open."""
-    made: list[int] = []
-    opened: list[mmap.mmap] = []
+    made: list[int] = []  # here, so that it is closed if another rank fails
 
     def create() -> None:
         if group.rank == group.first_of_node:
             made.append(_create(num_bytes))
 
-    def open_it() -> None:
+    def open_it() -> mmap.mmap:
         descriptor = made[0] if made else _open_existing(*where)
         try:
-            opened.append(mmap.mmap(descriptor, num_bytes))
+            return mmap.mmap(descriptor, num_bytes)
         finally:
             if not made:
                 os.close(descriptor)
@@ -117,11 +115,10 @@ def map_of_node(group: ExpertGroup, num_bytes: int) -> mmap.mmap:
         mine = [os.getpid(), made[0], os.fstat(made[0]).st_ino] if made else [0, 0, 0]
         every = group.gather(np.array(mine, np.int64), what="sharing memory of the node")
         where = every[group.index * group.num_ranks + group.first_of_node].tolist()
-        group.all_succeed(open_it, what="opening shared memory of the node")
+        return group.all_succeed(open_it, what="opening shared memory of the node")
     finally:
         for descriptor in made:
             os.close(descriptor)
-    return opened[0]
 
 
 def pages(num_bytes: int) -> int:

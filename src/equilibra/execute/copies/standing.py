@@ -98,7 +98,6 @@ class StandingStore:
         return int(self._rows[layer].start + np.flatnonzero(self._lists[layer].held_expert == expert)[0])
 
     def holds(self, layer: int, expert: int) -> bool:
-        """Whether this rank holds a standing copy of an expert."""
         return layer in self._lists and bool((self._lists[layer].held_expert == expert).any())
 
     def parts(self, layer: int) -> tuple[list[ExpertParts], list[ExpertParts]]:
@@ -138,7 +137,7 @@ def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Sources:
-    """An ExpertSource of this rank's homes and standing copies."""
+    """The homes and standing copies of this rank, which flash copies are made of."""
 
     weights: Sequence[ExpertWeights]
     """by layer"""
@@ -153,6 +152,7 @@ class Sources:
         return self.weights[layer].slot_of(expert)
 
     def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
+        """Copy an instance's weights into a row."""
         if self.standing.holds(layer, expert):
             self.standing.wait(layer)
             row_P.copy_(self.standing.rows_CP[self.standing.row_of(layer, expert)])
@@ -161,6 +161,7 @@ class Sources:
             self.weights[layer].write_flat(expert, row_P)
 
     def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
+        """Add gradients to an instance's, in order."""
         if self.standing.holds(layer, expert):
             add_in_order(self.standing.gradients_CP[self.standing.row_of(layer, expert)], rows_P)
         else:

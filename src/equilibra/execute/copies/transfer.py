@@ -8,11 +8,11 @@ only where the whole node has nothing to move, which every rank knows from the p
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from time import perf_counter
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -22,10 +22,11 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.visit import CopyList, VisitKey
+from equilibra.execute.copies.standing import Sources
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.record import Moment, Span
 
-__all__ = ["Copied", "ExpertSource", "Path", "SpareSlots", "Taken", "TransferEngine", "copied_of"]
+__all__ = ["Copied", "Path", "SpareSlots", "Taken", "TransferEngine", "copied_of"]
 
 
 @dataclass(kw_only=True)
@@ -82,7 +83,6 @@ class SpareSlots:
         self._banks.append(bank)
 
     def take(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
-        """Wait for the copies of a visit."""
         if copies.num_in_node == 0:
             return Taken(rows_nP=self._banks[0].rows_SP[:0], span=None)
         self.start(key, copies, engine, version)
@@ -135,8 +135,11 @@ class Copied:
     most_served: int
     """most copies made of one rank's instances for one layer and micro-batch"""
 
-    def entry_of(self, layer: int, expert: int, origin: int) -> int:
-        return int(np.flatnonzero((self.layer == layer) & (self.expert == expert) & (self.origin == origin))[0])
+    def entries(self, copies: CopyList) -> list[int]:
+        """Entries of the copies this rank holds, in the order of slots."""
+        of_layer = self.layer == copies.layer
+        held = zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True)
+        return [int(np.flatnonzero(of_layer & (self.expert == e) & (self.origin == r))[0]) for e, r in held]
 
 
 def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Copied:
@@ -145,8 +148,7 @@ def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Co
     for stage in stages:
         part = plan.stages[stage]
         layer = part.problem_of_copy() // plan.num_micro_batches
-        of_rank = part.problem_of_copy() * group.num_ranks + part.origin
-        most_served = max(most_served, int(np.bincount(of_rank).max(initial=0)))
+        most_served = max(most_served, int(part.on_links()[1].max()))
         found.append(np.stack([part.origin // per_node, layer, part.expert, part.origin]).astype(np.int64))
     every = np.unique(np.concatenate(found, axis=1), axis=1)
     mine = every[1:, every[0] == group.node].astype(np.int32)
@@ -154,54 +156,38 @@ def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Co
     return Copied(layer=mine[0], expert=mine[1], origin=mine[2], most_of_a_node=most, most_served=most_served)
 
 
-class ExpertSource(Protocol):
-    """The homes and standing copies on this rank, which flash copies are made of."""
-
-    def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
-        """Copy an instance's weights into a row."""
-        ...
-
-    def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
-        """Add gradients to an instance's, in order."""
-        ...
-
-
-class TransferEngine(Protocol):
+class TransferEngine(ABC):
     """One path. An engine only ever hands out the version of the weights that is asked for."""
 
+    source: Sources
+    """the homes and standing copies on this rank, which flash copies are made of"""
+
     @property
+    @abstractmethod
     def num_bytes(self) -> int:
         """Memory beside the slots: gradients, and memory that ranks of a node share (counted on each)."""
-        ...
 
-    def serve(self, source: ExpertSource) -> None:
-        """Make copies of these instances from now on."""
-        ...
-
+    @abstractmethod
     def publish(self, version: int, copied: Copied) -> None:
         """Collective over all nodes: make this version of the weights available for a plan's copies."""
-        ...
 
+    @abstractmethod
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:
         """Start filling this rank's slots with the copies it holds."""
-        ...
 
+    @abstractmethod
     def gradient_slots(self, copies: CopyList) -> Tensor:
         """[n, P] buffer for the gradients of the copies held here; one list at a time."""
-        ...
 
+    @abstractmethod
     def give_back(self, copies: CopyList) -> Pending:
         """Start returning those gradients; waiting adds them to the origins', by holding rank and expert."""
-        ...
 
-    def finish_sums(self) -> None:
+    def finish_sums(self) -> None:  # noqa: B027 - most paths add gradients in `wait`
         """Make later computation see all gradients added so far."""
-        ...
 
-    def finish_reads(self) -> None:
+    def finish_reads(self) -> None:  # noqa: B027 - most paths read no weights after `fetch` or `publish`
         """Collective over all nodes, before weights change: wait until no rank reads them for copies."""
-        ...
 
-    def close(self) -> None:
+    def close(self) -> None:  # noqa: B027
         """Release memory and threads."""
-        ...

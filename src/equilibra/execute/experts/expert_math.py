@@ -2,15 +2,13 @@
 
 Symbols: N rows, D width, F inner width, I instances of experts on this rank.
 
-The backward pass is written out because autograd would keep the weights of copies, whose slots serve other layers in
-between. It keeps the input and the first product of each row. Results are not kept: gradients of their weights are
-computed here from the inner width:
+The backward pass is written out, because autograd would keep the weights of copies, whose slots serve other layers in
+between. It keeps the input and the first product of each row; gradients of row weights need no results:
 
     dw = dout . y = dout . (W2 a + b2) = (dout W2) . a + dout . b2
 
-Every product covers one instance's rows, so its result does not depend on what else the rank computes.
-
-This file is the reference. On GPUs, in 16-bit dtypes, `kernels.grouped` computes all instances at once.
+Every product covers one instance's rows, so its result does not depend on what else the rank computes. This file is the
+reference; on GPUs, in 16-bit dtypes, `kernels.grouped` computes all instances at once.
 """
 
 from __future__ import annotations
@@ -134,10 +132,7 @@ def _add_products(
     wanted: ExpertParts | ExpertGradients, second: tuple[Tensor, Tensor], first: tuple[Tensor, Tensor],
     weights_N1: Tensor | None,
 ) -> None:  # fmt: skip
-    """Gradients of both matrices from (gradient of the product, its input), and of biases.
-
-    Rows of the second input are weighted already; the bias beside it has weights of its own.
-    """
+    """Add gradients of both matrices from (gradient of the product, its weighted input), and of biases."""
     for weight, bias, (gradient, rows), weights in (
         (wanted.down, wanted.down_bias, second, weights_N1), (wanted.gate_up, wanted.gate_up_bias, first, None)
     ):  # fmt: skip

@@ -54,7 +54,7 @@ class FlatLayout:
     def experts(self, rows_nP: Tensor) -> list[ExpertParts]:
         """Every row as an expert, without copying."""
         parts = {name: self.part(name, rows_nP).unbind(0) for name in self.shapes}
-        return [ExpertParts.named({name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
+        return [ExpertParts(**{name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
 
 
 class ExpertWeights(nn.Module):
@@ -86,7 +86,6 @@ class ExpertWeights(nn.Module):
 
     @property
     def names(self) -> list[str]:
-        """Names of the parts, in the order of the flat form."""
         return list(self.layout.shapes)
 
     def parts(self) -> list[nn.Parameter]:
@@ -112,7 +111,6 @@ class ExpertWeights(nn.Module):
         return self.parts()[0].device
 
     def slot_of(self, expert: int) -> int:
-        """Row of an expert in the stack."""
         slot = int(np.searchsorted(self.experts, expert))
         if slot >= self.experts.size or self.experts[slot] != expert:
             raise InputError(f"expert {expert} is not at home on this rank, which has {self.experts.tolist()}")
@@ -129,12 +127,11 @@ class ExpertWeights(nn.Module):
         if keep and self._homes is not None and self._homes[0] == now:
             return self._homes[1]
         every = {name: part.detach().unbind(0) for name, part in zip(self.names, parts, strict=True)}
-        of_expert = [ExpertParts.named({n: every[n][i] for n in every}) for i in range(self.experts.size)]
+        of_expert = [ExpertParts(**{n: every[n][i] for n in every}) for i in range(self.experts.size)]
         self._homes = (now, of_expert) if keep else None
         return of_expert
 
     def forget_homes(self) -> None:
-        """Drop cached views of the weights."""
         self._homes = None
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:

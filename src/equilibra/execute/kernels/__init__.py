@@ -1,20 +1,78 @@
 """Triton kernels: grouped products over instances' rows, and rows to tokens and back.
 
-Without a GPU or Triton, torch operations compute the same.
+Here are their launches and asynchronous uploads of small tables. Without a GPU or Triton, torch operations compute the
+same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.execute.kernels.device import has_triton, launch, multiprocessors
-
-__all__ = ["add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "plain_sum", "spread", "weighted_sum"]
+__all__ = ["Upload", "add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "row_kernels"]
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
+
+INTERPRETED = 3
+"""programs when kernels are interpreted"""
+
+
+@cache
+def has_triton() -> bool:
+    """Whether Triton is installed."""
+    return find_spec("triton") is not None
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Multiprocessors of a GPU; INTERPRETED without one."""
+    return int(torch.cuda.get_device_properties(device).multi_processor_count) if device.type == "cuda" else INTERPRETED
+
+
+def launch(kernel: Any, grid: tuple[int, ...], like: Tensor, *arguments: Any, **constants: Any) -> None:  # noqa: ANN401
+    """Launch a Triton kernel on a tensor's device; Triton itself uses the current one."""
+    with torch.cuda.device_of(like):  # type: ignore[no-untyped-call]
+        kernel[grid](*arguments, **constants)
+
+
+class Upload:
+    """Numbers copied on a side stream without blocking the host; the first stream to read them waits, later ones must
+    be ordered after it.
+    """
+
+    def __init__(self, numbers: NDArray[np.integer], device: torch.device) -> None:
+        host = torch.from_numpy(numbers.astype(np.int32))
+        self._values, self._arrived = host, None
+        if device.type == "cuda":
+            self._values = torch.empty_like(host, device=device)
+            side = _side_stream(device)
+            side.wait_stream(torch.cuda.current_stream(device))  # earlier users of this memory may still run
+            with torch.cuda.stream(side):
+                self._values.copy_(host.pin_memory(), non_blocking=True)
+            self._values.record_stream(side)  # if never read, nothing else orders the two streams
+            self._arrived = side.record_event()
+
+    @property
+    def values(self) -> Tensor:
+        """int32, valid on the current stream."""
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:  # once: in a later graph capture it would be an outside event
+            torch.cuda.current_stream(self._values.device).wait_event(arrived)
+        return self._values
+
+
+@cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
 def on_gpu(rows_ND: Tensor) -> bool:
@@ -22,38 +80,15 @@ def on_gpu(rows_ND: Tensor) -> bool:
     return rows_ND.is_cuda and rows_ND.dtype in KNOWN and has_triton()
 
 
+def row_kernels() -> ModuleType:
+    """The module of kernels over rows, which needs Triton."""
+    return import_module("equilibra.execute.kernels.rows")
+
+
 def add_in_order(into: Tensor, rows: Sequence[Tensor]) -> None:
     """Add rows[0], rows[1], ... in this order."""
     if on_gpu(into) and all(row.is_contiguous() and row.dtype == into.dtype for row in (into, *rows)):
-        from equilibra.execute.kernels import rows as triton_rows  # noqa: PLC0415 - needs Triton
-
-        triton_rows.add_in_order(into, rows)
+        row_kernels().add_in_order(into, rows)
     else:
         for row in rows:
             into += row
-
-
-def spread(
-    tokens_TD: Tensor, row_of_pair_TK: Tensor, rows_ND: Tensor, pairs_TK: Tensor | None = None,
-    numbers_N: Tensor | None = None,
-) -> None:  # fmt: skip
-    """Write every token once per choice, and the rows' numbers from those of pairs."""
-    from equilibra.execute.kernels import rows  # noqa: PLC0415 - needs Triton
-
-    rows.spread(tokens_TD, row_of_pair_TK, rows_ND, pairs_TK, numbers_N)
-
-
-def weighted_sum(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
-    """[T, D] each token's rows, weighted and summed in the order of its choices."""
-    from equilibra.execute.kernels import rows  # noqa: PLC0415
-
-    return rows.weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
-
-
-def plain_sum(
-    rows_ND: Tensor, row_of_pair_TK: Tensor, numbers_N: Tensor | None = None, pairs_TK: Tensor | None = None
-) -> Tensor:
-    """[T, D] each token's rows, summed in the order of its choices; numbers of pairs are written from rows'."""
-    from equilibra.execute.kernels import rows  # noqa: PLC0415
-
-    return rows.plain_sum(rows_ND, row_of_pair_TK, numbers_N, pairs_TK)

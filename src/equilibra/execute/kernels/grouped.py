@@ -1,9 +1,7 @@
 """The expert layer on a GPU: `expert_math`'s forward and backward pass as grouped products.
 
-Symbols: N rows, D width, F inner width, I instances.
-
-Tables are made on the host, where sizes are known, and uploaded asynchronously (`Upload`): nothing synchronises with
-the device.
+Symbols: N rows, D width, F inner width, I instances. Tables are made on the host, where sizes are known, and uploaded
+asynchronously: nothing synchronises with the device.
 """
 
 from __future__ import annotations
@@ -21,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels.device import Upload, has_triton, launch, multiprocessors
+from equilibra.execute.kernels import Upload, has_triton, launch, multiprocessors
 from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.kernels.shares import launches_of
 
@@ -236,7 +234,6 @@ class Shares(NamedTuple):
 
     @property
     def work(self) -> Tensor:
-        """Int32: numbers of tiles."""
         return self.table.values[: self.num_tiles]
 
     @property
@@ -274,7 +271,6 @@ class ShareTask(NamedTuple):
     """P"""
 
     def share_out(self) -> tuple[NDArray[np.int32], ...]:
-        """See `launches_of`."""
         weight, dx = self.tiles
         each = [_num_tiles(self.width, self.inner, weight), _num_tiles(2 * self.inner, self.width, weight)]
         num_dx = sum(-(-size // dx.bm) for size in self.sizes) * -(-self.width // dx.bn)

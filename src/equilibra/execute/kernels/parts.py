@@ -34,10 +34,6 @@ class ExpertParts(NamedTuple):
     down_bias: Tensor | None = None
     """[D]"""
 
-    @classmethod
-    def named(cls, parts: dict[str, Tensor]) -> ExpertParts:
-        return cls(**parts)
-
 
 class ExpertGradients(NamedTuple):
     """Gradient buffers of one instance; None for parts that are not trained."""

@@ -2,11 +2,6 @@
 
 Symbols: N rows, D width, F inner width, I instances; BM, BN, BK: sizes of a tile.
 
-Rows are grouped by instance. Weights are found by a table of places, one per instance, so homes and copies are computed
-by one launch and nothing is gathered into one tensor. A tile of rows never crosses instances; tiles are listed by the
-host, which knows all sizes from the plan. Sums run over the inner dimension in one order whatever the tile, so a row's
-result does not depend on what else is computed.
-
     first_product        h = x W1.T + b1, a = act(h)
     product              y = a W2.T + b2; da = dy W2; dx = dh W1
     activation_gradient  dh = act'(h) w da, a = w act(h), dw = act(h) . da, where rows are weighted
@@ -14,10 +9,13 @@ result does not depend on what else is computed.
     bias_gradient        db += column sums
     bias_products        dw += dy . b2
 
-Activations are computed in float32 from h as it is stored, so the backward pass sees the same values.
+Rows are grouped by instance. A table of addresses finds each instance's weights, so one launch computes homes and
+copies without gathering them. The host knows all sizes and lists the tiles; a tile never crosses instances. Sums run
+over the inner dimension in one order, so a row's result does not depend on what else is computed. Activations are
+computed in float32 from h as stored, so the backward pass sees the same values.
 
-As many programs as multiprocessors each take tiles in turn, and fetch for the next tile while they store the last one.
-So descriptors cannot be those of one instance, and both kinds are made to reach everywhere (`_rows`, `_places`).
+One program per multiprocessor takes tiles in turn and loads the next tile while it stores the last. So a descriptor
+must reach every instance (`_rows`, `_places`).
 """
 # Triton's language is not typed, and its constants are written in capitals.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
@@ -85,7 +83,6 @@ def _places(base, unit, like, R: tl.constexpr, C: tl.constexpr, BR: tl.constexpr
 
 @triton.jit
 def _halves(values, BM: tl.constexpr, BN: tl.constexpr):
-    """The left and the right half of a tile's columns."""
     return tl.split(tl.permute(tl.reshape(values, (BM, 2, BN // 2)), (0, 2, 1)))
 
 
@@ -102,7 +99,6 @@ def _activate(gate, up, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _activation_gradients(gate, up, da, CLAMPED: tl.constexpr):
-    """Gradients of gate and up."""
     if CLAMPED:
         inside_gate, inside_up = gate <= 7.0, (up >= -7.0) & (up <= 7.0)
         gate = tl.minimum(gate, 7.0)
@@ -119,7 +115,6 @@ def _activation_gradients(gate, up, da, CLAMPED: tl.constexpr):
 
 @triton.jit
 def _bias(biases, places, g, unit, cols, end, like):
-    """Values of an instance's bias, as a row."""
     bias = biases.to(like.dtype) + tl.load(places + g).to(tl.int64) * unit
     return tl.load(bias + cols, mask=cols < end, other=0.0)[None, :]
 

@@ -2,11 +2,11 @@
 
 Symbols: T tokens, K experts per token, N rows, D width.
 
-    spread        rows[row_of_pair[t, k]] = tokens[t]; numbers of pairs too, if there are any
-    weighted_sum   out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices
-    plain_sum     the same without weights; numbers of rows back to pairs too, if there are any
+    spread         rows[row_of_pair[t, k]] = tokens[t], and the numbers of pairs to rows
+    weighted_sum   out[t] = sum over k of w[t, k] rows[row_of_pair[t, k]], in the order of choices, in float32
+    plain_sum      the same without weights, and the numbers of rows back to pairs
 
-Sums are taken in float32. A program has one token. Rows may lie apart from each other, as may numbers of rows.
+A program has one token. Rows and their numbers may be strided.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from equilibra.execute.kernels.device import launch, multiprocessors
+from equilibra.execute.kernels import launch, multiprocessors
 
 __all__ = ["add_in_order", "plain_sum", "spread", "weighted_sum"]
 
@@ -113,9 +113,6 @@ def _sum(
             tl.store(pairs + t * K + k, tl.load(numbers + row * apart).to(pairs.dtype.element_ty))
         total += values
     tl.store(out + t * D + cols, total.to(out.dtype.element_ty), mask=cols < D)
-
-
-# mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
 
 MOST = 4

@@ -11,13 +11,12 @@ an instance's rows for weights, 2F for rows. One launch computes all three, in f
     ROWS_AFTER    as many tiles of dx, by the second half; then the rest, by all
     HALVES        the last tiles of dx as half tiles, where programs end sooner with them
 
-    alf of the programs multiply while the other half waits for memory, which dominates adding to float32 sums. Tiles of
-    hts go in order to the program that is free first, so neighbouring tiles run at the same time and share caches.
-    igning small instances last would fill better, but is slower.) The last tiles of dx are short and fill the gaps. Two
-     tiles cost a little more than a whole one, but a tile of dx may be a thirtieth of a program's work.
+So half of the programs multiply while the other half waits for memory, which dominates adding to float32 sums. Tiles of
+weights go in order to the program that is free first: neighbouring tiles run at the same time and share caches. The
+last tiles of dx are short and fill the gaps.
 
-    nstances have more tiles than there are programs, whole rounds of them get a launch of their own, in which all
-    rams stay at the same rows of an instance: caches need that where instances have many rows.
+Where instances have more tiles than there are programs, whole rounds of them get a launch of their own, in which all
+programs stay at the same rows of an instance: caches need that where instances have many rows.
 """
 
 from __future__ import annotations
@@ -25,7 +24,6 @@ from __future__ import annotations
 from enum import IntEnum
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 
@@ -47,7 +45,7 @@ ROWS_BEFORE, DOWN, GATE_UP, ROWS_AFTER, HALVES = (int(part) for part in Part)
 
 
 @inlined
-def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, program: int) -> None:
+def _sink(ends, programs, end, program):  # type: ignore[no-untyped-def]
     """Replace the top of a heap of programs, ordered by end and number."""
     place, size = 0, len(ends)
     while True:
@@ -66,9 +64,7 @@ def _sink(ends: NDArray[np.int64], programs: NDArray[np.int64], end: int, progra
 
 
 @inlined
-def _latest(
-    heap: NDArray[np.int64], of: NDArray[np.int64], count: int, cost: int, short_count: int, short_cost: int
-) -> int:
+def _latest(heap, of, count, cost, short_count, short_cost):  # type: ignore[no-untyped-def]
     """When the last program ends if so many more tiles, then short ones, are assigned."""
     ends, programs = heap.copy(), of.copy()
     latest = int(heap.max())
@@ -80,10 +76,7 @@ def _latest(
 
 
 @inlined
-def _settle_halves(
-    groups_G5: NDArray[np.int64], counts_G: NDArray[np.int64], ends: NDArray[np.int64], programs: NDArray[np.int64],
-    given: int,
-) -> None:  # fmt: skip
+def _settle_halves(groups_G5, counts_G, ends, programs, given):  # type: ignore[no-untyped-def]
     """Merge half tiles unless programs end sooner with them; `given` tiles of dx are assigned already."""
     cost, short_cost = groups_G5[-2:, 3]
     left, halves = counts_G[-2] - given, counts_G[-1]
@@ -94,10 +87,7 @@ def _settle_halves(
 
 
 @inlined
-def _listed(
-    program_of_tile: NDArray[np.int32], part_of_tile: NDArray[np.int8], number_of_tile: NDArray[np.int32],
-    steps_PK: NDArray[np.int64],
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+def _listed(program_of_tile, part_of_tile, number_of_tile, steps_PK):  # type: ignore[no-untyped-def]
     """Work and shares: tiles sorted by program and part."""
     following = np.zeros(steps_PK.size + 1, np.int64)
     for tile in range(len(program_of_tile)):
@@ -117,9 +107,7 @@ def _listed(
 
 
 @kernel
-def shares_of(
-    groups_G5: NDArray[np.int64], rounds: int, num_programs: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+def shares_of(groups_G5, rounds, num_programs):  # type: ignore[no-untyped-def]
     """Work [n] (numbers of tiles) and shares [P, 2 * NUM_PARTS]: of each part, where a program's tiles begin in the
     work, and how many steps they take.
 
@@ -183,10 +171,7 @@ def shares_of(
 
 
 @kernel
-def launches_of(
-    rows_I: NDArray[np.int64], each_2: NDArray[np.int64], num_dx: int, step: int, sum_cost: int, cost_of_dx: int,
-    cost_of_half: int, num_programs: int,
-) -> tuple[NDArray[np.int32], NDArray[np.int32], NDArray[np.int32], NDArray[np.int32]]:  # fmt: skip
+def launches_of(rows_I, each_2, num_dx, step, sum_cost, cost_of_dx, cost_of_half, num_programs):  # type: ignore[no-untyped-def]
     """Work and shares of both launches; the first may be empty. each_2: tiles of an instance's dW2 and dW1, 0 if it is
     not learned; num_dx: tiles of dx; step: rows of a step; costs in rows, of a sum, of a tile of dx and of half of one.
     """

@@ -2,18 +2,17 @@
 
 Symbols: T tokens, K experts per token, N rows, D width, H homes.
 
-Every rank runs all three, forward and backward, even without rows: the token tensor is threaded through them, so no
-rank skips a collective. They save the same number of tensors on every rank, because activation checkpointing stops a
-recompute at the last of them. A token's results are summed in the order of its choices, so the sum does not depend on
-where experts are.
+The token tensor is threaded through all three, so a rank without rows still runs every collective, and all ranks save
+the same number of tensors, which activation checkpointing needs. A token's results are summed in the order of its
+choices, wherever experts are.
 
-Combine weights results at their tokens and does not keep them. Gradients of weights are computed at the experts, which
-do not need the results: in the backward pass weights travel there with the rows' gradients and return as gradients.
+Combine weights results at their tokens and does not keep them. Gradients of weights are computed at the experts: in the
+backward pass weights travel there with the rows' gradients and return as gradients.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +23,13 @@ from equilibra.core.errors import ExecuteError, StaleError
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel
-from equilibra.execute.kernels import grouped, on_gpu, plain_sum, spread, weighted_sum
+from equilibra.execute.kernels import grouped, on_gpu, row_kernels
 from equilibra.execute.kernels.parts import RowWeights
 from equilibra.execute.micro_batch import Tables
 from equilibra.execute.record import direction_now
 from equilibra.execute.runtime import Runtime
 
-__all__ = ["Laden", "LayerPass", "combine", "dispatch", "experts", "run_visit"]
+__all__ = ["Combine", "Dispatch", "Experts", "Laden", "LayerPass", "run_visit"]
 
 ALIGNED = 16
 """bytes; alignment of rows and of their numbers"""
@@ -72,7 +71,7 @@ class Laden(NamedTuple):
     ) -> None:
         """Write every token once per choice, with the number of the pair."""
         if on_gpu(tokens_TD):
-            spread(tokens_TD, row_of_pair_TK, self.rows_ND, pairs_TK.contiguous(), self.numbers_N)
+            row_kernels().spread(tokens_TD, row_of_pair_TK, self.rows_ND, pairs_TK.contiguous(), self.numbers_N)
             return
         torch.index_select(tokens_TD, 0, token_of_row(), out=self.rows_ND)
         self.numbers_N[row_of_pair_TK.flatten().long()] = pairs_TK.flatten().to(self.numbers_N.dtype)
@@ -80,7 +79,8 @@ class Laden(NamedTuple):
     def sum_of_choices(self, row_of_pair_TK: Tensor, pairs_TK: Tensor) -> Tensor:
         """[T, D] each token's rows summed in the order of its choices; numbers are written to `pairs_TK`."""
         if on_gpu(self.rows_ND):
-            return plain_sum(self.rows_ND, row_of_pair_TK, self.numbers_N, pairs_TK)
+            out_TD: Tensor = row_kernels().plain_sum(self.rows_ND, row_of_pair_TK, self.numbers_N, pairs_TK)
+            return out_TD
         pairs_TK.copy_(self.numbers_N.index_select(0, row_of_pair_TK.flatten()).view_as(pairs_TK))
         whole = self.rows_ND if self.every is None else self.every  # strided rows are summed slowly
         return embedding_bag(row_of_pair_TK, whole, mode="sum")[:, : self.rows_ND.shape[1]]
@@ -142,7 +142,7 @@ def _rows_of(tokens_TD: Tensor, tables: Tables) -> Tensor:
     """[N, D] every token once per choice, in the order rows are sent."""
     if on_gpu(tokens_TD):
         rows_ND = tokens_TD.new_empty(tables.row_of_pair.numel(), tokens_TD.shape[1])
-        spread(tokens_TD, tables.row_of_pair, rows_ND)
+        row_kernels().spread(tokens_TD, tables.row_of_pair, rows_ND)
         return rows_ND
     return tokens_TD.index_select(0, tables.token_of_row)
 
@@ -154,7 +154,8 @@ def _in_order(rows_ND: Tensor, index: Tensor | None) -> Tensor:
 def _weighted_sum_of_choices(rows_ND: Tensor, row_of_pair_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """[T, D] each token's rows, weighted and summed in the order of its choices."""
     if on_gpu(rows_ND):
-        return weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
+        out_TD: Tensor = row_kernels().weighted_sum(rows_ND, row_of_pair_TK, weights_TK)
+        return out_TD
     if rows_ND.dtype == weights_TK.dtype:
         return embedding_bag(row_of_pair_TK, rows_ND, mode="sum", per_sample_weights=weights_TK)
     total_TD = rows_ND.new_zeros(len(weights_TK), rows_ND.shape[1], dtype=weights_TK.dtype)
@@ -250,29 +251,10 @@ class Combine(torch.autograd.Function):
         return _in_order(received.rows_ND, tables.received_of_grouped), None, None
 
 
-def dispatch(tokens_TD: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:
-    """Rows [N, D] for this rank's instances, grouped by instance, from all ranks' tokens.
-
-    Pass the weights that `combine` will use; their gradients return through dispatch.
-    """
-    rows_ND: Tensor = Dispatch.apply(tokens_TD, weights_TK, visit)  # type: ignore[no-untyped-call]
-    return rows_ND
-
-
-def experts(rows_ND: Tensor, visit: LayerPass, parameters: Sequence[Tensor]) -> Tensor:
-    """Results [N, D] of the rows."""
-    results_ND: Tensor = Experts.apply(rows_ND, visit, *parameters)  # type: ignore[no-untyped-call]
-    return results_ND
-
-
-def combine(results_ND: Tensor, weights_TK: Tensor, visit: LayerPass) -> Tensor:
-    """[T, D] every token's results, weighted and summed."""
-    out_TD: Tensor = Combine.apply(results_ND, weights_TK.detach(), visit)  # type: ignore[no-untyped-call]
-    return out_TD
-
-
 def run_visit(runtime: Runtime, layer: int, tokens_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:
     """[T, D] a layer's results for tokens routed to these experts with these weights."""
     visit = LayerPass(runtime, runtime.tables(layer, experts_TK))
-    rows_ND = dispatch(tokens_TD, weights_TK, visit)
-    return combine(experts(rows_ND, visit, runtime.weights[layer].parts()), weights_TK, visit)
+    rows_ND = Dispatch.apply(tokens_TD, weights_TK, visit)  # type: ignore[no-untyped-call]
+    results_ND = Experts.apply(rows_ND, visit, *runtime.weights[layer].parts())  # type: ignore[no-untyped-call]
+    out_TD: Tensor = Combine.apply(results_ND, weights_TK.detach(), visit)  # type: ignore[no-untyped-call]
+    return out_TD

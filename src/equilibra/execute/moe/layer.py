@@ -92,10 +92,7 @@ def weigh_experts(scores_TE: Tensor, experts_TK: Tensor, router: RouterSpec) -> 
 
 
 class ReferenceMoE(nn.Module):
-    """One layer with all experts in one process and plain autograd: slow on purpose.
-
-    `BalancedMoE` gives the same outputs, losses and gradients under every plan.
-    """
+    """All experts in one process and plain autograd, slow on purpose: `BalancedMoE` gives the same under every plan."""
 
     def __init__(self, spec: MoESpec, *, dtype: torch.dtype | None = None) -> None:
         super().__init__()

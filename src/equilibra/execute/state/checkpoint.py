@@ -23,13 +23,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from equilibra.core.atomic import flush_to_disk
 from equilibra.core.checks import check_whole
-from equilibra.core.errors import BrokenStateError, InputError
+from equilibra.core.errors import InputError
 from equilibra.execute.group import patient_group
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint_files import (
@@ -45,7 +44,7 @@ from equilibra.execute.state.checkpoint_files import (
 from equilibra.execute.state.checkpoint_load import Loading
 from equilibra.execute.state.checkpoint_state import Snapshot, Trained
 
-__all__ = ["Checkpoints", "Loaded", "Saving", "checkpoint_steps", "latest_checkpoint", "remove_checkpoint"]
+__all__ = ["Checkpoints", "Loaded", "Saving", "checkpoint_steps", "remove_checkpoint"]
 
 # --- the folder of a run's checkpoints ---
 # Only world rank 0 changes it. A kill at any moment leaves every complete checkpoint complete (see the names in
@@ -62,11 +61,6 @@ def checkpoint_steps(folder: Path) -> list[int]:
     with disk_errors("read", folder):
         matches = [COMPLETE.fullmatch(path.name) for path in folder.iterdir() if (path / MANIFEST).is_file()]
     return sorted({int(match[1]) for match in matches if match})
-
-
-def latest_checkpoint(folder: Path) -> int | None:
-    """The last step with a complete checkpoint."""
-    return max(checkpoint_steps(folder), default=None)
 
 
 def folder_of_step(folder: Path, step: int | None) -> Path:
@@ -105,10 +99,7 @@ def begin_part(folder: Path, step: int, *, last: int | None) -> str:
 
 
 def commit(folder: Path, part: Path, step: int, *, keep: int, last: int | None) -> None:
-    """Make a finished part the checkpoint of its step, and only then remove others.
-
-    Checkpoints of steps after `last` are from an earlier attempt, and are set aside.
-    """
+    """Make a finished part its step's checkpoint, set later ones of an earlier attempt aside, then remove others."""
     final = _named(folder, step)
     with disk_errors("write", final):
         for other in checkpoint_steps(folder):
@@ -133,7 +124,6 @@ def remove_checkpoint(folder: Path, step: int) -> None:
 
 
 def _set_aside(path: Path, named: Path) -> None:
-    """Rename to something nothing here reads or removes."""
     number = 1
     while (aside := named.with_name(f"{named.name}.aside{f'-{number}' if number > 1 else ''}")).exists():
         number += 1
@@ -174,7 +164,6 @@ class Saving:
 
     @property
     def done(self) -> bool:
-        """Whether it is written, or has failed."""
         return self.future is None or self.future.done()
 
     def wait(self) -> None:
@@ -211,32 +200,29 @@ class Checkpoints:
         asynchronous: return once the state is copied to host memory; `wait` or the next call raises a failure.
         """
         self.wait()
-        if self.runtime.broken is not None:
-            raise BrokenStateError(f"cannot save a checkpoint: {self.runtime.broken}")
-        taken: list[Snapshot] = []
+        self.runtime.check_whole("save a checkpoint")
 
-        def take() -> None:
+        def take() -> Snapshot:
             self.trained.check_finite()
-            taken.append(Snapshot(self.trained, extra or {}))
+            snapshot = Snapshot(self.trained, extra or {})
             if asynchronous:
-                taken[0].copy()
+                snapshot.copy()
+            return snapshot
 
-        self._ranks.all_succeed(take, what=f"taking the state of step {step}")
-        self._ranks.agree(taken[0].description(), what="where experts are and what the optimizer keeps of them")
+        snapshot = self._ranks.all_succeed(take, what=f"taking the state of step {step}")
+        self._ranks.agree(snapshot.description(), what="where experts are and what the optimizer keeps of them")
         if not asynchronous:
-            self._write(step, taken[0])
+            self._write(step, snapshot)
             return Saving()
-        self._pending = Saving(self._thread.submit(self._write, step, taken[0]))
+        self._pending = Saving(self._thread.submit(self._write, step, snapshot))
         return self._pending
 
     def _write(self, step: int, snapshot: Snapshot) -> None:
         """Collective, on connections of its own: it may run beside training."""
         ranks, rank = self._ranks, self._ranks.world_rank
-        name = [""]
 
-        def begin() -> None:
-            if rank == 0:
-                name[0] = begin_part(self.folder, step, last=self._last)
+        def begin() -> str:
+            return begin_part(self.folder, step, last=self._last) if rank == 0 else ""
 
         def end() -> None:
             if rank == 0:
@@ -244,9 +230,7 @@ class Checkpoints:
                 commit(self.folder, part, step, keep=self.keep, last=self._last)
 
         what = f"writing the checkpoint of step {step}"
-        ranks.all_succeed(begin, what=what)
-        said = ranks.gather(np.frombuffer(name[0].encode(), np.uint8), what=what)
-        part = self.folder / said[0].tobytes().decode()
+        part = self.folder / ranks.gather_text(ranks.all_succeed(begin, what=what), what=what)[0]
         try:
             ranks.all_succeed(lambda: write_shard(part, snapshot.tensors, rank), what=what)
             ranks.all_succeed(end, what=what)
@@ -260,25 +244,23 @@ class Checkpoints:
         """Collective: load model and optimizer from a step's checkpoint; None: from the last one."""
         self.wait()
         ranks, runtime = self._ranks, self.runtime
-        found: list[tuple[Path, Manifest]] = []
-        loading: list[Loading] = []
 
-        def look() -> None:
+        def look() -> tuple[Path, Manifest]:
             folder = folder_of_step(self.folder, step)
-            found.append((folder, read_manifest(folder)))
+            return folder, read_manifest(folder)
 
-        ranks.all_succeed(look, what=f"looking for a checkpoint in {self.folder}")
-        (folder, manifest), what = found[0], f"loading {found[0][0]}"
+        folder, manifest = ranks.all_succeed(look, what=f"looking for a checkpoint in {self.folder}")
+        what = f"loading {folder}"
         ranks.agree(f"step {manifest.step}, {manifest.digest}", what="the checkpoint to load")
         ranks.all_succeed(
             lambda: verify(folder, manifest, rank=ranks.world_rank, world_size=ranks.world_size), what=what
         )
-        ranks.all_succeed(lambda: loading.append(_loading(self.trained, folder, manifest)), what=what)
+        loading = ranks.all_succeed(lambda: _loading(self.trained, folder, manifest), what=what)
         runtime.disarm()
 
         def fill() -> None:
-            read_tensors(folder, manifest, loading[0].tensors)
-            loading[0].install()
+            read_tensors(folder, manifest, loading.tensors)
+            loading.install()
 
         try:
             ranks.all_succeed(fill, what=what)
@@ -288,7 +270,7 @@ class Checkpoints:
         runtime.broken = None
         runtime.weights_changed()
         self._last = manifest.step
-        return Loaded(step=manifest.step, extra=loading[0].extra)
+        return Loaded(step=manifest.step, extra=loading.extra)
 
     def wait(self) -> None:
         """Wait for an asynchronous save; raises what went wrong."""
@@ -296,7 +278,6 @@ class Checkpoints:
         pending.wait()
 
     def close(self) -> None:
-        """Wait for a pending save, and stop the thread."""
         try:
             self.wait()
         finally:

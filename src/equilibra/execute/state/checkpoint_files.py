@@ -1,14 +1,14 @@
 """A checkpoint on disk: shards in the format of torch.distributed.checkpoint (DCP), and a manifest of them.
 
-FOLDER/step-00000012/        complete: renamed to this once everything in it was on disk
-__0_0.distcp, ...        tensors, one file per rank that had any
-.metadata                DCP's own index, a pickle for other readers of DCP; never read here
-manifest.json            index, sizes and SHA-256 of all files, plain values; written last
-FOLDER/step-*.part           an interrupted save or removal; the next save deletes it
-FOLDER/step-*.replaced       the step's previous checkpoint; valid until the new one is complete
-FOLDER/step-*.aside          newer than the checkpoint a run resumed from; never read or removed
+    FOLDER/step-00000012/        complete: renamed to this once everything in it was on disk
+        __0_0.distcp, ...        tensors, one file per rank that had any
+        .metadata                DCP's own index, a pickle for other readers of DCP; never read here
+        manifest.json            index, sizes and SHA-256 of all files, plain values; written last
+    FOLDER/step-*.part           an interrupted save or removal; the next save deletes it
+    FOLDER/step-*.replaced       the step's previous checkpoint; valid until the new one is complete
+    FOLDER/step-*.aside          newer than the checkpoint a run resumed from; never read or removed
 
-tensors are unpickled, by `torch.load(weights_only=True)`.
+Only tensors are unpickled, by `torch.load(weights_only=True)`.
 """
 
 from __future__ import annotations

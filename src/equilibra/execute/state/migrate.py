@@ -3,13 +3,12 @@
 Symbols: H homes on this rank, B bytes of one expert in one tensor, w columns at a time, R ranks, S experts that leave
 (as many arrive: every rank has H homes before and after).
 
-An expert is one row of several stacked tensors [H, ...]: parameters, masters, moments. A tensor moves as bytes [H, B],
-a few columns at a time: leaving rows are packed and exchanged, rows that only change slot wait in staging, then all
-are written to their new slots. Tensors keep their storage, so optimizers and views stay valid.
+An expert is one row of several stacked tensors [H, ...]. A tensor moves as bytes [H, B], a few columns at a time:
+leaving rows are packed and exchanged, rows that only change slot wait in staging, then all are written to their new
+slots. Tensors keep their storage, so optimizers and views stay valid.
 
-Promises. Staging memory is bounded and allocated before anything moves; if any rank cannot allocate it, no rank moves
-anything. There and back is the identity to the bit. An interrupted move marks the runtime broken, so nothing computes
-with or saves a mixed state.
+Staging is allocated before anything moves; if any rank cannot, no rank moves. An interrupted move marks the runtime
+broken, so nothing computes with or saves a mixed state.
 """
 
 from __future__ import annotations
@@ -19,6 +18,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from time import perf_counter
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -123,15 +123,15 @@ Carried = Callable[[nn.Parameter], Mapping[str, Tensor]]
 DEFAULT_STAGING_BYTES = 256 << 20
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class Migrated:
     """Statistics of a migration."""
 
     num_moves: int
     """experts that changed home, over all ranks of the group"""
-    num_bytes: int
+    num_bytes: int = 0
     """sent by this rank"""
-    num_exchanges: int
+    num_exchanges: int = 0
     """all-to-all calls"""
     staging_bytes: int
     """temporary memory on this rank"""
@@ -155,76 +155,59 @@ def optimizer_tensors(
 def migrate(
     runtime: Runtime, migration: Migration, carried: Carried | None = None, *, max_bytes: int = DEFAULT_STAGING_BYTES
 ) -> Migrated:
-    """Collective over all groups, between optimizer steps: move every expert to its home in `migration.after`.
-
-    max_bytes: staging memory per rank.
-    """
-    if runtime.broken is not None:
-        raise BrokenStateError(runtime.broken)
-    group, checked = runtime.group, _Checked()
-    group.all_succeed(lambda: checked.fill(runtime, migration, carried, max_bytes), what="checking which homes move")
+    """Collective, between optimizer steps: move experts to their homes in `migration.after`; max_bytes: of staging."""
+    runtime.check_whole()
+    group = runtime.group
+    checked = group.all_succeed(
+        lambda: _checked(runtime, migration, carried, max_bytes), what="checking which homes move"
+    )
     group.agree(checked.description, what="what moves with an expert")
     runtime.disarm()  # its standing copies are of the old homes, and their memory is free now
-
-    staging: list[Tensor] = []
-
-    def allocate() -> None:
-        staging.append(_staging(checked.staging_bytes, runtime.weights[0].device))
-
-    group.all_succeed(allocate, what=f"taking {checked.staging_bytes} bytes of memory to move homes")
-    done = _Counter()
-    with _broken_if_cut_off(runtime, done, len(checked.moves)):
+    staging = group.all_succeed(
+        lambda: _staging(checked.staging_bytes, runtime.weights[0].device),
+        what=f"taking {checked.staging_bytes} bytes of memory to move homes",
+    )
+    done, moved = Migrated(num_moves=migration.num_moves, staging_bytes=checked.staging_bytes), list[LayerMove]()
+    with _broken_if_cut_off(runtime, moved, len(checked.moves)):
         for move in checked.moves:
             begin = perf_counter()
-            num_bytes = _move_layer(group, move, checked.tensors[move.layer], staging[0], done)
+            num_bytes = _move_layer(group, move, checked.tensors[move.layer], staging, done)
             _record(runtime, move, num_bytes, begin)
-            done.layers += 1
+            moved.append(move)
         group.all_succeed(lambda: None, what="hearing from all ranks that their homes have moved")
         for layer, weights in enumerate(runtime.weights):
             weights.experts = np.flatnonzero(migration.after.home_of_expert[layer] == group.rank).astype(np.int32)
         runtime.placement = migration.after
     runtime.weights_changed()
-    return Migrated(
-        num_moves=migration.num_moves, num_bytes=done.num_bytes, num_exchanges=done.exchanges,
-        staging_bytes=checked.staging_bytes,
-    )  # fmt: skip
+    return done
 
 
-@dataclass(kw_only=True)
-class _Counter:
-    layers: int = 0
-    exchanges: int = 0
-    num_bytes: int = 0
-
-
-class _Checked:
+class _Checked(NamedTuple):
     """What is to be done, once it is known that it can be."""
 
-    def __init__(self) -> None:
-        self.moves: list[LayerMove] = []
-        self.tensors: dict[int, list[Tensor]] = {}
-        """by layer, as bytes [H, B]"""
-        self.staging_bytes = 0
-        self.description = ""
+    moves: list[LayerMove]
+    tensors: dict[int, list[Tensor]]
+    """by layer, as bytes [H, B]"""
+    staging_bytes: int
+    description: str
 
-    def fill(self, runtime: Runtime, migration: Migration, carried: Carried | None, max_bytes: int) -> None:
-        """Look at everything and change nothing."""
-        _check_moment(runtime, migration)
-        hashed = hashlib.sha256(f"{max_bytes}".encode())
-        for placement in (migration.before, migration.after):
-            hashed.update(placement.home_of_expert.tobytes())
-        num_tensors = 0
-        for layer in np.unique(migration.moves()[:, 0]).tolist():
-            move = layer_move(migration, layer, runtime.group.rank)
-            names, tensors = _tensors_of(runtime, layer, carried)
-            hashed.update("\n".join(names).encode())
-            self.moves.append(move)
-            self.tensors[layer] = tensors
-            widest = max(tensor.shape[1] for tensor in tensors)
-            width = width_of(move, widest, max_bytes)
-            self.staging_bytes = max(self.staging_bytes, move.staging_rows * width)
-            num_tensors += len(tensors)
-        self.description = f"{migration.num_moves} moves, {num_tensors} tensors, {hashed.hexdigest()[:16]}"
+
+def _checked(runtime: Runtime, migration: Migration, carried: Carried | None, max_bytes: int) -> _Checked:
+    """Look at everything and change nothing."""
+    _check_moment(runtime, migration)
+    hashed = hashlib.sha256(f"{max_bytes}".encode())
+    for placement in (migration.before, migration.after):
+        hashed.update(placement.home_of_expert.tobytes())
+    layers = np.unique(migration.moves()[:, 0]).tolist()
+    moves, tensors, staging_bytes = [layer_move(migration, layer, runtime.group.rank) for layer in layers], {}, 0
+    for move in moves:
+        names, tensors[move.layer] = _tensors_of(runtime, move.layer, carried)
+        hashed.update("\n".join(names).encode())
+        width = width_of(move, max(tensor.shape[1] for tensor in tensors[move.layer]), max_bytes)
+        staging_bytes = max(staging_bytes, move.staging_rows * width)
+    num_tensors = sum(map(len, tensors.values()))
+    description = f"{migration.num_moves} moves, {num_tensors} tensors, {hashed.hexdigest()[:16]}"
+    return _Checked(moves, tensors, staging_bytes, description)
 
 
 def _check_moment(runtime: Runtime, migration: Migration) -> None:
@@ -279,7 +262,7 @@ def _staging(num_bytes: int, device: torch.device) -> Tensor:
 
 
 def _move_layer(
-    group: ExpertGroup, move: LayerMove, tensors: list[Tensor], staging: Tensor, counter: _Counter
+    group: ExpertGroup, move: LayerMove, tensors: list[Tensor], staging: Tensor, done: Migrated
 ) -> int:  # fmt: skip
     """Move everything of one layer; returns the bytes of one expert."""
     expert_bytes = 0
@@ -289,19 +272,19 @@ def _move_layer(
         width = width_of(move, num_columns, staging.numel())
         for first in range(0, num_columns, width):
             move_columns(group, move, rows_HB[:, first : first + width], staging)
-            counter.exchanges += 1
-    counter.num_bytes += expert_bytes * len(move.leaving_slots)
+            done.num_exchanges += 1
+    done.num_bytes += expert_bytes * len(move.leaving_slots)
     return expert_bytes
 
 
 @contextmanager
-def _broken_if_cut_off(runtime: Runtime, done: _Counter, num_layers: int) -> Iterator[None]:
+def _broken_if_cut_off(runtime: Runtime, moved: list[LayerMove], num_layers: int) -> Iterator[None]:
     """Whatever ends the block early leaves experts in two places or none: mark it, and say so."""
     try:
         yield
     except BaseException as error:
         runtime.broken = (
-            f"a migration was cut off after {done.layers} of {num_layers} layers ({type(error).__name__}): experts, "
+            f"a migration was cut off after {len(moved)} of {num_layers} layers ({type(error).__name__}): experts, "
             "their masters and moments are mixed and must not be used or saved; load the last checkpoint"
         )
         if isinstance(error, Exception) and not isinstance(error, EquilibraError):

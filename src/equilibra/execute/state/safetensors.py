@@ -11,10 +11,8 @@ dense: everything but experts, by name in the file, on every rank; `dense_tensor
     config.json, tokenizer.json, ...    other given files, by world rank 0
     model.safetensors.index.json        the file of every tensor; its metadata names the other files
 
-File contents follow from placement and shapes alone. The folder appears atomically, once complete. A rank reads only
-its homes. Optimizer state is not included: see `checkpoint`.
-
-An export only replaces a folder that holds nothing but an earlier export.
+The folder appears atomically, and only replaces one that holds nothing but an earlier export. Optimizer state is not
+included: see `checkpoint`.
 """
 
 from __future__ import annotations
@@ -36,7 +34,7 @@ from torch import Tensor
 
 from equilibra.core.atomic import atomic_folder, flush_to_disk
 from equilibra.core.checks import check_whole
-from equilibra.core.errors import BrokenStateError, InputError
+from equilibra.core.errors import InputError
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.safetensors_names import Entry, Naming
 from equilibra.execute.state.safetensors_read import (
@@ -57,8 +55,6 @@ DEFAULT_FILE_BYTES = 5 << 30
 
 @dataclass(frozen=True, kw_only=True)
 class _File:
-    """One file to write."""
-
     rank: int
     """of the first group; writes the file"""
     names: dict[str, int]
@@ -69,48 +65,38 @@ def export_safetensors(
     folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *,
     others: Mapping[str, bytes] | None = None, overwrite: bool = False, max_file_bytes: int = DEFAULT_FILE_BYTES,
 ) -> None:  # fmt: skip
-    """Collective: write the weights to a shared file system.
-
-    others: further files by name, from world rank 0 only.
-    """
-    if runtime.broken is not None:
-        raise BrokenStateError(f"cannot export weights: {runtime.broken}")
+    """Collective: write the weights to a shared file system; others: more files by name, from world rank 0 only."""
+    runtime.check_whole("export weights")
     group, target, what = runtime.group, Path(folder), f"exporting weights to {folder}"
-    files: list[_File] = []
-    room: list[tuple[Tensor, Tensor]] = []
-    name, values = [""], dict(dense)
     more = dict(others or {}) if group.world_rank == 0 else {}
 
-    def prepare() -> None:
+    def prepare() -> tuple[list[_File], Mapping[str, Tensor], tuple[Tensor, Tensor] | None]:
         check_others(more)
-        files.extend(_files(runtime, naming, dense, max_file_bytes))
+        files = _files(runtime, naming, dense, max_file_bytes)
         if naming.stacked:
-            writes = group.rank < len(runtime.weights)
-            room.append(room_for_a_layer(runtime, receives=writes))
-        else:
-            values.update(_own_experts(runtime, naming))
+            return files, dense, room_for_a_layer(runtime, receives=group.rank < len(runtime.weights))
+        return files, {**dense, **_own_experts(runtime, naming)}, None
 
-    group.all_succeed(prepare, what=what)
+    files, values, room = group.all_succeed(prepare, what=what)
     every = json.dumps([(file.rank, file.names) for file in files])
     group.agree(hashlib.sha256(every.encode()).hexdigest()[:32], what="the tensors to export")
     with ExitStack() as stack:
 
-        def begin() -> None:
-            if group.world_rank == 0:
-                if overwrite:
-                    check_replaceable(target)
-                part = stack.enter_context(atomic_folder(target, overwrite=overwrite, replaceable_if=INDEX))
-                name[0] = part.name
-                write_others(part, more)
+        def begin() -> str:
+            if group.world_rank != 0:
+                return ""
+            if overwrite:
+                check_replaceable(target)
+            part = stack.enter_context(atomic_folder(target, overwrite=overwrite, replaceable_if=INDEX))
+            write_others(part, more)
+            return part.name
 
         def end() -> None:
             if group.world_rank == 0:
-                _write_index(target.parent / name[0], files, sorted(more))
+                _write_index(part, files, sorted(more))
             stack.close()
 
-        group.all_succeed(begin, what=what)
-        said = group.gather(np.frombuffer(name[0].encode(), np.uint8), what=what)
-        part = target.parent / said[0].tobytes().decode()
+        part = target.parent / group.gather_text(group.all_succeed(begin, what=what), what=what)[0]
         for numbers in _rounds(files):
             write = partial(_write, part, runtime, naming, values, files, numbers, room)
             group.all_succeed(write, what=what)
@@ -119,8 +105,7 @@ def export_safetensors(
 
 def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:
     """Collective: fill experts and `dense` from published weights of any floating-point dtype."""
-    if runtime.broken is not None:
-        raise BrokenStateError(f"cannot import weights: {runtime.broken}")
+    runtime.check_whole("import weights")
     group, what = runtime.group, f"importing weights from {folder}"
     wanted: list[tuple[Row, Entry]] = [
         (None, Entry(name=name, value=value.detach(), shape=tuple(value.shape))) for name, value in dense.items()
@@ -203,7 +188,7 @@ def _rounds(files: list[_File]) -> list[list[int]]:
 
 def _write(
     part: Path, runtime: Runtime, naming: Naming, values: Mapping[str, Tensor], files: list[_File], numbers: list[int],
-    room: list[tuple[Tensor, Tensor]],
+    room: tuple[Tensor, Tensor] | None,
 ) -> None:  # fmt: skip
     """One round: gather layers if experts are stacked, then write this rank's file."""
     if runtime.group.index != 0:
@@ -211,12 +196,13 @@ def _write(
     first = len(files) - len(runtime.weights)
     layer_of = {number: number - first for number in numbers if naming.stacked and number >= first}
     for number, layer in layer_of.items():  # collectives first: nothing before them may fail on one rank
-        gather_layer(runtime, layer, room[0], target=files[number].rank)
+        assert room is not None
+        gather_layer(runtime, layer, room, target=files[number].rank)
     for number in numbers:
         if files[number].rank == runtime.group.rank:
             found = values
-            if number in layer_of:
-                found = dict(tensors_of_layer(runtime, naming, layer_of[number], room[0][1]))
+            if number in layer_of and room is not None:
+                found = dict(tensors_of_layer(runtime, naming, layer_of[number], room[1]))
             _save(part / _file_name(number, files), {name: found[name] for name in files[number].names})
 
 

@@ -64,7 +64,6 @@ class Naming:
 
     @property
     def stacked(self) -> bool:
-        """Whether a layer's experts are one tensor."""
         return bool(self.stacked_gate_up)
 
     def with_layers(self, numbers: Iterable[int]) -> Naming:
@@ -95,7 +94,6 @@ class Naming:
         return {self.name(template, layer, "biases of experts", expert=expert): shape for template, shape in named}
 
     def entries(self, spec: MoESpec, layer: int, expert: int, parts: ExpertParts) -> list[Entry]:
-        """Entries of one expert's tensors (or rows, if stacked)."""
         gate_up, down, gate_up_bias, down_bias = parts
         halves = gate_up.view(2, spec.expert_ffn, spec.hidden)
         values = [halves.permute(2, 1, 0), down.t()] if self.stacked else [halves[0], halves[1], down]

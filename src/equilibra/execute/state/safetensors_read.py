@@ -64,7 +64,6 @@ def _read(path: Path, file: Any, row: Row, entry: Entry, *, fill: bool) -> None:
 
 
 def _index(folder: Path) -> dict[str, str]:
-    """The file of every tensor."""
     path = folder / INDEX
     try:
         if not path.is_file() and (folder / ALONE).is_file():

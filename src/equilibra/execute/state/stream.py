@@ -15,14 +15,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from equilibra.core.errors import BrokenStateError, InputError, StaleError
+from equilibra.core.errors import InputError, StaleError
 from equilibra.execute.group import Channel
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.safetensors_names import Naming
 
 __all__ = ["gather_layer", "logical_weights", "room_for_a_layer", "tensors_of_layer"]
-
-WHAT = "streaming weights"
 
 
 def logical_weights(
@@ -38,16 +36,14 @@ def logical_weights(
     wait: called before each layer is gathered: a collective with a longer timeout, where some ranks do more with the
     tensors than others, such as writing to disk.
     """
-    if runtime.broken is not None:
-        raise BrokenStateError(f"cannot stream weights: {runtime.broken}")
+    runtime.check_whole("stream weights")
     group, layers = runtime.group, range(len(runtime.weights))
-    room: list[tuple[Tensor, Tensor]] = []
 
-    def prepare() -> None:
+    def prepare() -> tuple[Tensor, Tensor]:
         _check_names(runtime, naming, dense)
-        room.append(room_for_a_layer(runtime))
+        return room_for_a_layer(runtime)
 
-    group.all_succeed(prepare, what=WHAT)
+    room = group.all_succeed(prepare, what="streaming weights")
     described = [repr(naming), *(f"{name} {value.dtype} {list(value.shape)}" for name, value in dense.items())]
     group.agree(hashlib.sha256("\n".join(described).encode()).hexdigest()[:32], what="the weights to stream")
     version, placement = runtime.version, runtime.placement
@@ -57,8 +53,8 @@ def logical_weights(
         if runtime.version != version or runtime.placement != placement:
             raise StaleError("weights or homes have changed during the stream: stream weights between steps")
         wait()
-        gather_layer(runtime, layer, room[0])
-        yield from tensors_of_layer(runtime, naming, layer, room[0][1])
+        gather_layer(runtime, layer, room)
+        yield from tensors_of_layer(runtime, naming, layer, room[1])
 
 
 def _check_names(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:

@@ -18,7 +18,6 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from time import perf_counter
-from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
@@ -138,9 +137,8 @@ class Balancer:
         ahead, self._ahead = self._ahead, None
         runtime, group = self.runtime, self.runtime.group
         asked = perf_counter()
-        group.all_succeed(lambda: self._wait_for(ahead.plan), what="planning the step")
+        planned = group.all_succeed(lambda: self._finished(ahead.plan), what="planning the step")
         waited = perf_counter() - asked
-        planned = ahead.plan.result()
         plan = planned.plan
         group.agree(f"plan {plan.digest}, version {runtime.version}", what="the plan and the weights of the step")
         runtime.disarm()
@@ -156,9 +154,9 @@ class Balancer:
         runtime.arm(step.armed)
         return step
 
-    def _wait_for(self, plan: Future[Any]) -> None:
+    def _finished(self, plan: Future[PlannedStep]) -> PlannedStep:
         try:
-            plan.result(self.runtime.group.timeout_s)
+            return plan.result(self.runtime.group.timeout_s)
         except TimeoutError:
             message = f"the planner took more than the timeout of {self.runtime.group.timeout_s} s"
             raise ExecuteError(message) from None
@@ -238,10 +236,7 @@ class Balancer:
         self._sums = 0
 
     def release(self) -> None:
-        """Collective, between steps, before weights are offloaded: free copies and close other ranks' memory.
-
-        CUDA does not free memory that another rank has open.
-        """
+        """Collective, between steps, before weights are offloaded: CUDA keeps memory that another rank has open."""
         self.runtime.release()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer, *_arguments: Any) -> None:  # noqa: ANN401
@@ -265,9 +260,7 @@ class Balancer:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, _kind: type[BaseException] | None, error: BaseException | None, _traceback: TracebackType | None
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _traceback: object) -> None:
         """Close; on an error, first tell the other ranks so that nobody waits for this one."""
         if error is not None:
             self.runtime.group.watch.fail(error)

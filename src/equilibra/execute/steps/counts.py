@@ -45,10 +45,7 @@ class Route:
 
 
 def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -> list[Tensor]:
-    """Collective: send one tensor [n, ...] per owned sequence; get one per sequence run here, by sequence number.
-
-    Dtype and trailing shape are the same for all tensors; n may differ.
-    """
+    """Collective: one tensor [n, ...] per owned sequence in, one per sequence run here out; only n may differ."""
     me, world = group.world_rank, group.world_size
     mine = route.owned(me)
     if len(values) != mine.size:
@@ -81,10 +78,7 @@ def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -
 def _common_form(group: ExpertGroup, values: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype]:
     """Trailing shape and dtype; ranks without sequences learn them from the others."""
     forms = {f"{str(value.dtype).removeprefix('torch.')} {','.join(map(str, value.shape[1:]))}" for value in values}
-    text = " | ".join(sorted(forms)) or "?"
-    raw = np.frombuffer(text.encode()[:256].ljust(256, b"\0"), np.uint8)[None]
-    said = {part.tobytes().rstrip(b"\0").decode() for part in group.gather(raw, what="comparing sequences' data")}
-    said.discard("?")
+    said = set(group.gather_text(" | ".join(sorted(forms)) or "?", what="comparing sequences' data")) - {"?"}
     if len(said) != 1 or "|" in next(iter(said)):
         raise InputError(f"sequences' data must have one dtype and one trailing shape on all ranks, not {sorted(said)}")
     name, _, shape = next(iter(said)).partition(" ")

@@ -41,10 +41,7 @@ STEP, FACTOR = 0x1E3779B97F4A7C15, 0x3F58476D1CE4E5B9
 
 @torch.no_grad()
 def check_replicated(module: nn.Module, runtime: Runtime) -> None:
-    """Collective: MismatchError on every rank unless dense parameters and persistent buffers are equal to the bit.
-
-    Experts and sharded tensors (DTensor) are skipped.
-    """
+    """Collective: MismatchError unless dense parameters and persistent buffers (no DTensors) are equal to the bit."""
     group = runtime.group
     if group.world_size == 1:
         return
@@ -92,7 +89,7 @@ def _replicated(module: nn.Module, runtime: Runtime) -> Iterator[tuple[str, Tens
         own: dict[str, Tensor | None] = dict(part.named_parameters(recurse=False))
         own |= {n: b for n, b in part.named_buffers(recurse=False) if n not in part._non_persistent_buffers_set}  # noqa: SLF001
         for name, tensor in own.items():
-            if tensor is not None and id(tensor) not in experts and not hasattr(tensor, "full_tensor"):
+            if tensor is not None and id(tensor) not in experts and not is_sharded(tensor):
                 yield f"{prefix}.{name}" if prefix else name, tensor
 
 
@@ -231,11 +228,10 @@ def nonfinite_gradients(module: nn.Module, runtime: Runtime) -> list[str]:
             own.append(f"{name} of expert{'s' * (len(numbers) > 1)} {', '.join(numbers[:MOST_NAMES])}")
         elif bad:
             own.append(name)
-    text = "\n".join(own[:MOST_NAMES]).encode()
-    said = runtime.group.gather(np.frombuffer(text, np.uint8), what="naming gradients that are not finite")
+    said = runtime.group.gather_text("\n".join(own[:MOST_NAMES]), what="naming gradients that are not finite")
     ranks: dict[str, list[str]] = {}
-    for rank, part in enumerate(said):
-        for name in part.tobytes().decode().splitlines():
+    for rank, text in enumerate(said):
+        for name in text.splitlines():
             ranks.setdefault(name, []).append(str(rank))
     return [f"{n} (rank{'s' * (len(r) > 1)} {', '.join(r[:MOST_NAMES])})" for n, r in ranks.items()][:MOST_NAMES]
 
@@ -278,7 +274,7 @@ RECIPE = (
 def check_experts_are_whole(runtime: Runtime) -> None:
     """Raise InputError if FSDP shards experts: it would gather shards of different experts into one."""
     for layer, weights in enumerate(runtime.weights):
-        if any(hasattr(part, "full_tensor") for part in weights.parts()):
+        if any(is_sharded(part) for part in weights.parts()):
             raise InputError(
                 f"the experts of MoE layer {layer} are sharded (DTensor), as if all ranks held the same ones: leave "
                 f"them out, {RECIPE}"

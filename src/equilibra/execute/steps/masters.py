@@ -84,7 +84,6 @@ class Attached:
         self._handed, self._waiting, self._summed = set(), [], False
 
     def discard(self) -> None:
-        """Drop the masters' gradients."""
         for master in self.masters.values():
             master.grad = None
         self.forget()

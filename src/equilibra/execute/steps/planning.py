@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass, replace
+from pathlib import Path
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,22 +19,23 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, PlanError
 from equilibra.core.limits import MOST_SLOTS
 from equilibra.core.load import Schedule, StepLoad, step_load
+from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.rates import Rates
+from equilibra.cost.files import AUTO, prices_of
+from equilibra.cost.rates import Rates, rates_for
 from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import StepCounts, recorded_experts
 from equilibra.plan.pack import turn_in_mini_batch
-from equilibra.plan.paths import late_stages
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.setting import PlannerSetting
-from equilibra.plan.step import Equilibra
+from equilibra.plan.step import Equilibra, late_stages
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "own_schedule", "plan_of_counts", "warm"]
+__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "cache_folder", "own_schedule", "plan_of_counts", "warm"]
 
 SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
 
@@ -64,10 +67,33 @@ def warm(num_nodes: int) -> None:
     plan = Equilibra(threads=1).plan(problem)
     assert plan.schedule is not None
     load = step_load(loads, plan.schedule, cluster)
+    _warm_scarce(cluster)
     visit = plan.visit(Stage.UPDATE, 0, 0)
     visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
     visit.receive_table(0, visit.counts(load, 0))
     launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
+
+
+def _warm_scarce(cluster: Cluster) -> None:
+    """Plan a step whose copy slots do not suffice, at the prices of real links: both choose other code."""
+    num_experts = 8 * cluster.num_ranks
+    tokens_MLER = np.zeros((1, 1, num_experts, cluster.num_ranks), np.int32)
+    tokens_MLER[:, :, :8] = np.arange(20, 28)[:, None]  # all on the first rank: another can take one of eight
+    model = MoEModel(
+        name="made up", num_layers=1, hidden=64, expert_ffn=32, num_experts=num_experts, top_k=TOP_K, weight_bytes=2
+    )
+    rates = rates_for(model, prices_of(AUTO), num_nodes=cluster.num_nodes)
+    problem = StepProblem(
+        cluster=cluster, given_load=StepLoad(tokens_MLER=tokens_MLER), rates=rates, spare_slots=1,
+        previous=contiguous(cluster, num_layers=1, num_experts=num_experts), max_moves_per_layer=0,
+    )  # fmt: skip
+    Equilibra(threads=1).plan(problem)
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps the compiled code; None if it keeps none."""
+    found: Any = getattr(launches_of, "stats", None)  # absent under NUMBA_DISABLE_JIT
+    return Path(found.cache_path) if found is not None and found.cache_path else None
 
 
 STATIC = "static"
@@ -182,10 +208,7 @@ def own_schedule(
     lengths: NDArray[np.int64], rank_of_sequence: NDArray[np.int64], mini_batch_of_sequence: NDArray[np.integer], *,
     num_ranks: int, tokens_per_rank: int,
 ) -> OwnSchedule:  # fmt: skip
-    """Pack each world rank's sequences of a mini-batch in order, up to the token budget.
-
-    A group has as many micro-batches in a mini-batch as its fullest rank needs, possibly none.
-    """
+    """Pack each world rank's sequences of a mini-batch in order; a group makes as many as its fullest rank needs."""
     if lengths.max() > tokens_per_rank:
         raise BudgetError(
             f"sequence {int(lengths.argmax())} has {lengths.max()} tokens, tokens_per_rank is {tokens_per_rank}: "

@@ -121,7 +121,6 @@ class Step:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens of all ranks."""
         return int(self.sequence_loads.length_of_sequence.sum())
 
     @property
@@ -135,7 +134,6 @@ class Step:
 
     @property
     def num_mini_batches(self) -> int:
-        """Number of optimizer steps."""
         return self._schedule.num_mini_batches
 
     @property
@@ -145,7 +143,6 @@ class Step:
 
     @property
     def sequences(self) -> NDArray[np.int64]:
-        """Sequences this rank runs, in order."""
         return self.route.run(self.runtime.group.world_rank)
 
     def send(self, values: Sequence[Tensor]) -> list[Tensor]:

@@ -29,6 +29,7 @@ from equilibra.core.visit import Stage, Visit, VisitKey
 from equilibra.events.imbalance import imbalance, static_imbalance
 from equilibra.execute.group import Channel, ExpertGroup, new_group, watch_over
 from equilibra.integrations.executor.visits import LayerVisits
+from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotTable, contiguous_slots, slot_table
 from equilibra.plan.planner import StepProblem
 
@@ -158,6 +159,7 @@ class VisitBalancer(Generic[Layer, Setting]):
         self.planner = setting.chosen_planner
         self.slots = self._contiguous_slots()
         self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
+        self._warm_up = None if self.planner.name == "static" else warm_up(group.cluster.num_nodes)
 
     @property
     def placement(self) -> Placement:
@@ -197,6 +199,8 @@ class VisitBalancer(Generic[Layer, Setting]):
             cluster=self.group.cluster, given_load=load, previous=previous, rates=self._rates,
             **setting.limits(max_moves_per_layer=max_moves_per_layer),
         )  # fmt: skip
+        if self._warm_up is not None:
+            self._warm_up.wait()
         plan = self.planner.plan(problem)
         plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
         return plan

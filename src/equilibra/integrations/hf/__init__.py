@@ -7,15 +7,6 @@ from equilibra.integrations.hf.replica import Replica
 from equilibra.integrations.hf.sharded_experts import register_experts, shard_experts
 
 __all__ = [
-    "Family",
-    "ModelFolder",
-    "Replica",
-    "ShardedModel",
-    "Text",
-    "build_model",
-    "family_of",
-    "open_model_folder",
-    "register_experts",
-    "shard_experts",
-    "text_of",
-]
+    "Family", "ModelFolder", "Replica", "ShardedModel", "Text", "build_model", "family_of", "open_model_folder",
+    "register_experts", "shard_experts", "text_of",
+]  # fmt: skip

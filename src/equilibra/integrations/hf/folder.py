@@ -58,7 +58,6 @@ class ModelFolder:
 
     @property
     def spec(self) -> MoESpec:
-        """Shape of the model's MoE layers."""
         return self.family.spec(self.config)
 
     @property
@@ -151,11 +150,9 @@ class Text:
         return np.array(self.tokenizer.encode(text), np.int64)
 
     def answer(self, text: str) -> NDArray[np.int64]:
-        """Tokens of an answer, including the end token."""
         return np.array([*self.tokenizer.encode(text, add_special_tokens=False), self.end], np.int64)
 
     def read(self, tokens: NDArray[np.int64]) -> str:
-        """Text of an answer, without the end token."""
         return str(self.tokenizer.decode(tokens[tokens != self.end].tolist(), skip_special_tokens=True))
 
     def files(self) -> dict[str, bytes]:

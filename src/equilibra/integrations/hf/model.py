@@ -50,7 +50,6 @@ class ShardedModel(nn.Module):
 
     @property
     def moe_layers(self) -> list[BalancedMoE]:
-        """The MoE layers in order."""
         return [module for module in self.model.modules() if isinstance(module, BalancedMoE)]
 
     def hidden(self, tokens_BT: Tensor, mask_BT: Tensor) -> Tensor:
@@ -68,7 +67,6 @@ class ShardedModel(nn.Module):
 
     @property
     def head_parameters(self) -> list[nn.Parameter]:
-        """Parameters that `head` reads."""
         return list(self.model.lm_head.parameters())  # type: ignore[union-attr]
 
     @property
@@ -88,13 +86,9 @@ class ShardedModel(nn.Module):
         routers = dense_tensors(self.moe_layers, self.naming)
         return {name: value.detach() for name, value in {**found, **routers}.items()}
 
-    def load(self, path: Path) -> None:
-        """Collective: load published weights."""
-        import_safetensors(path, self.runtime, self.naming, self.dense())
-
-    def load_trunk(self, path: Path) -> None:
-        """Collective: load published weights except the head, for a value model."""
-        dense = {name: value for name, value in self.dense().items() if not name.startswith("lm_head.")}
+    def load(self, path: Path, *, head: bool = True) -> None:
+        """Collective: load published weights. head: False for a value model."""
+        dense = {name: value for name, value in self.dense().items() if head or not name.startswith("lm_head.")}
         import_safetensors(path, self.runtime, self.naming, dense)
 
     def save(self, path: Path, files: dict[str, bytes], *, overwrite: bool = False) -> None:
@@ -132,12 +126,11 @@ def build_model(
         model.gradient_checkpointing_enable({"use_reentrant": False})
     sharded = ShardedModel(model, folder, runtime, list(layers))
     if folder.has_weights:
-        sharded.load_trunk(folder.path) if value else sharded.load(folder.path)
+        sharded.load(folder.path, head=not value)
     return sharded
 
 
 def _router_state(router: Any, moe: BalancedMoE) -> dict[str, Tensor]:  # noqa: ANN401
-    """The initial router weights that transformers drew."""
     state = {"weight": router.weight.detach()}
     if moe.router.bias is not None:
         state["bias"] = router.bias.detach()

@@ -58,13 +58,11 @@ class Replica:
 
     @property
     def roundoff(self) -> float:
-        """Unit roundoff of the model's type on its device."""
         return unit_roundoff(self.model.dtype, self.device.type)
 
     # --- weights ---
 
     def _published(self) -> dict[str, Tensor]:
-        """The model's tensors, by published name."""
         experts = {f"model.layers.{n}.mlp." for n in self.blocks}
         found: dict[str, Tensor] = {
             name: value for name, value in self.model.state_dict().items()
@@ -104,7 +102,6 @@ class Replica:
 
     @torch.no_grad()
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
-        """Load new weights, all of them."""
         missing = set(self._tensor_of_name)
         for name, value in weights:
             tensor = self._tensor_of_name.get(name)
@@ -133,7 +130,6 @@ class Replica:
 
     @contextmanager
     def _capture(self) -> Iterator[None]:
-        """Append every router's choice to `_seen`."""
 
         def keep(_module: nn.Module, _inputs: object, output: tuple[Tensor, ...]) -> None:
             self._seen.append(output[2])
@@ -206,7 +202,6 @@ class _Growing:
         return 0.0 if self.through else float(self.request.noise[len(self.tokens)])
 
     def add(self, token: int, logprob: float, end: int) -> None:
-        """Append the sampled token."""
         if not self.through:
             self.tokens.append(token)
             self.logprobs.append(logprob)
@@ -214,7 +209,6 @@ class _Growing:
             self.through = self.ended or len(self.tokens) == self.request.max_new
 
     def processed(self, experts: NDArray[np.int32]) -> None:
-        """Append the experts of the last token."""
         if not self.through:
             self.experts.append(experts)
 

@@ -74,8 +74,6 @@ def shard_experts(
 
 @dataclass(frozen=True)
 class _Layer:
-    """A layer of a runtime."""
-
     runtime: Runtime
     number: int
 

@@ -8,6 +8,7 @@
 
 `prepare(routing)` plans a step in the background while another runs; `begin` takes its result. The ranks of a pipeline
 stage plan from the same counts and compare the plan's hash. Passes outside a step run on homes alone.
+`MegatronSetting(mode="live")` needs no recorded routing and no `begin`: every forward is planned as it begins.
 `planner="static"` switches balancing off: homes return to where plain Megatron puts them, and nothing is copied.
 """
 
@@ -20,7 +21,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
 from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
@@ -30,10 +31,20 @@ from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
 from equilibra.execute.group import ExpertGroup, device_name
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
+from equilibra.integrations.executor.live import LivePlanner
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
-from equilibra.integrations.megatron.layer import balance_layer, balanced_class, check_config, check_wrapping
+from equilibra.integrations.megatron.layer import (
+    balance_layer,
+    balanced_class,
+    check_config,
+    check_wrapping,
+    wait_for_gathers,
+)
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
-from equilibra.integrations.planned import HomeSlots, MegatronSetting, cluster_of
+from equilibra.integrations.planned import HomeSlots, MegatronSetting, SlotTable, cluster_of
+
+TOLERANCE = 0.005
+"""of planners that have none"""
 
 __all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
 
@@ -64,6 +75,7 @@ def balance(
         f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
     )
     visits = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
+    wait_for_gathers(chunks, visits, optimizer)
     return Balancer(group, setting, visits, _model_of(config, visits), optimizer)
 
 
@@ -124,6 +136,19 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
         self._place_homes()
+        self.live: LivePlanner | None = None
+        """plans forwards as they begin, with mode="live" """
+        if setting.mode == "live" and self.planner.name != "static":
+            self.live = LivePlanner(
+                group, self._rates, spare_slots=setting.spare_slots,
+                tolerance=getattr(self.planner, "tolerance", TOLERANCE),
+            )  # fmt: skip
+            for visits in layers:
+                visits.live = self._live_slots
+
+    def _live_slots(self, layer: int, counts_E: Tensor) -> SlotTable:
+        assert self.live is not None
+        return self._in_slots(self.live.visit(layer, self._home_LE[layer], counts_E))
 
     def prepare(self, routing: Routing) -> Prepared:
         """Collective: gather the counts of a later step and plan it in the background; pass the result to `begin`."""
@@ -148,6 +173,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         """
         if self.broken:
             raise BrokenStateError(self.broken)
+        if self.live is not None:
+            raise InputError("with mode='live' every forward plans itself: remove begin(), or use mode='replay'")
         self.end()
         if self.planner.name == "static":
             self.restore_homes()
@@ -225,6 +252,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             "a move of homes was cut off: experts and their optimizer state are mixed; load the last checkpoint"
         )
         for visits in self.layers:
+            visits.wait_for_weights()
             move_layer(visits, self.slots.moves_to(after, visits.layer), self.state)
         self.broken, self.slots = None, after
         self._place_homes()
@@ -232,6 +260,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
     def _place_homes(self) -> None:
         moved = not self.slots.is_contiguous
         placement = self.placement
+        self._home_LE = placement.home_of_expert
         for visits in self.layers:
             visits.expert_of_home = self.slots.expert_of_slot[visits.layer, self.group.rank].tolist()
             visits.moved = moved

@@ -27,7 +27,7 @@ from equilibra.integrations.megatron.visits import MegatronVisits
 
 __all__ = [
     "balance_layer", "balanced_class", "balanced_layer_spec", "by_micro_batch", "check_config", "check_wrapping",
-    "masked", "set_replay",
+    "masked", "set_replay", "wait_for_gathers",
 ]  # fmt: skip
 
 
@@ -75,15 +75,35 @@ def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:
 
 REFUSED: dict[str, tuple[Any, str]] = {
     "moe_expert_capacity_factor": (None, "tokens would be dropped by slots, not by experts"),
+    "moe_expert_rank_capacity_factor": (
+        None,
+        "tokens beyond a rank's budget would be dropped by slots, not by experts",
+    ),
     "moe_pad_expert_input_to_capacity": (False, "rows would be padded by slots, not by experts"),
     "moe_router_padding_for_quantization": (False, "rows would be padded by slots, not by experts"),
     "fp8": (None, "copies of quantised weights are not made"),
     "fp4": (None, "copies of quantised weights are not made"),
     "delay_wgrad_compute": (False, "gradients of copies would go home before they are computed"),
+    "overlap_dispatch_backward_with_experts_wgrad": (
+        False,
+        "gradients of copies would go home before they are computed",
+    ),
+    "use_transformer_engine_op_fuser": (
+        False,
+        "fused operations keep the experts' weights, and copies are not among them",
+    ),
+    "moe_single_grouped_weight": (False, "experts must have separate parameters"),
+    "moe_single_grouped_bias": (False, "experts must have separate parameters"),
+    "moe_ncclep_zero_copy": (False, "experts would write into buffers that are made for homes alone"),
+    "moe_ncclep_static_shape": (False, "rows beyond those that were dispatched would reach the copies"),
     "overlap_moe_expert_parallel_comm": (False, "a layer's passes would be interleaved"),
     "cuda_graph_impl": ("none", "a plan changes shapes from one micro-batch to the next"),
 }
 """options of Megatron that exclude planned execution: the value they must have, and why"""
+OF_TRAINING = (
+    "finalize_model_grads_func", "grad_scale_func", "grad_sync_func", "no_sync_func", "param_sync_func", "timers",
+)  # fmt: skip
+"""fields of Megatron's config through which the optimizer and the wrapped model are reached"""
 
 
 @cache
@@ -121,8 +141,11 @@ def balanced_layer_spec(spec: Any) -> Any:  # noqa: ANN401 - a ModuleSpec, or th
 
     changed = copy.deepcopy(spec)
     for one in getattr(changed, "layer_specs", [changed]):
-        if getattr(one.submodules.mlp, "module", None) is MoELayer:
-            one.submodules.mlp.module = balanced_class()
+        mlp = one.submodules.mlp
+        if getattr(mlp, "module", None) is MoELayer:
+            mlp.module = balanced_class()
+        elif getattr(mlp, "func", None) is MoELayer:  # since 0.18 a partial
+            one.submodules.mlp = partial(balanced_class(), *mlp.args, **mlp.keywords)
     return changed
 
 
@@ -150,13 +173,36 @@ def check_config(config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerC
 
 
 def check_wrapping(config: Any) -> None:  # noqa: ANN401 - Megatron's DistributedDataParallelConfig, if there is one
-    """Refuse kinds of data parallelism that gather weights only after copies have been made of them."""
-    for name in ("overlap_param_gather", "use_megatron_fsdp", "use_custom_fsdp"):
+    """Refuse kinds of data parallelism that keep no whole weights to make copies of."""
+    for name in ("use_megatron_fsdp", "use_custom_fsdp"):
         if getattr(config, name, False):
             raise InputError(
                 f"cannot balance a model with {name}=True: weights are gathered when an expert runs, but copies are "
                 "made earlier; set it to False"
             )
+
+
+def wait_for_gathers(chunks: Sequence[nn.Module], layers: Sequence[MegatronVisits], optimizer: Any) -> None:  # noqa: ANN401
+    """With `overlap_param_gather`, have layers wait for their experts' buckets before they read weights.
+
+    Megatron's DDP gathers the optimizer's shards during the next forward, and waits in a hook of each module. Copies
+    are made before the experts' hooks run.
+    """
+    wrapped = [chunk for chunk in chunks if getattr(getattr(chunk, "ddp_config", None), "overlap_param_gather", False)]
+    parts = getattr(optimizer, "chained_optimizers", [optimizer])
+    if not wrapped and any(getattr(getattr(one, "ddp_config", None), "overlap_param_gather", False) for one in parts):
+        raise InputError(
+            "cannot balance a bare model whose optimizer has overlap_param_gather=True: pass balance() the model "
+            "wrapped in DistributedDataParallel, so that copies wait for its gathers"
+        )
+    for visits in layers:
+        buckets = {}
+        for chunk in wrapped:
+            skip = chunk.ddp_config.align_param_gather or chunk.overlap_param_gather_with_optimizer_step  # type: ignore[union-attr]
+            for parameter in (parameter for part in visits.parts for parameter in part.values()):
+                if (bucket := chunk.param_to_bucket_group.get(parameter)) is not None:  # type: ignore[operator, union-attr]
+                    buckets[bucket] = skip
+        visits.gathers = [partial(bucket.finish_param_sync, skip) for bucket, skip in buckets.items()]
 
 
 def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> MegatronVisits:  # noqa: ANN401
@@ -173,11 +219,24 @@ def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int)
     dispatcher = type(layer.token_dispatcher)(slots, local, config=config, pg_collection=groups)
     if layer.shared_experts is not None and layer.shared_expert_overlap:
         dispatcher.set_shared_experts(layer.shared_experts)
+    if (manager := getattr(dispatcher, "_comm_manager", None)) is not None and hasattr(manager, "token_indices"):
+        manager.setup_metadata = partial(_choose_slots, manager, manager.setup_metadata)
     layer.token_dispatcher = dispatcher
     object.__setattr__(layer.experts, "forward", partial(visits.run, layer.experts.forward))
     layer.__class__ = balanced_class()
     object.__setattr__(layer, "visits", visits)  # not a submodule: the template has no parameters to train
     return visits
+
+
+def _choose_slots(manager: Any, choose: Any, map_TP: Tensor, probs_TP: Tensor) -> None:  # noqa: ANN401
+    """Flex dispatchers take the k most probable slots of a token. Drop those that are not in its map.
+
+    A token has fewer than k experts where its recorded routing is padding, such as rows of zeros. Megatron then sends
+    it to arbitrary experts with probability 0; arbitrary slots may be copy slots without a copy.
+    """
+    choose(map_TP, probs_TP)
+    chosen = map_TP.reshape(len(map_TP), -1).gather(1, manager.token_indices)
+    manager.token_indices = manager.token_indices.masked_fill(~chosen, -1)
 
 
 def _groups_of(layer: Any) -> Any:  # noqa: ANN401
@@ -198,6 +257,9 @@ def _template(layer: Any, spare_slots: int, groups: Any) -> nn.Module:  # noqa: 
     config = copy.copy(layer.config)
     config.perform_initialization = False
     config.gradient_accumulation_fusion = False
+    for name in OF_TRAINING:  # SequentialMLP copies its config deeply where experts have a width of their own
+        if hasattr(config, name):
+            setattr(config, name, None)
     build = layer.submodules.experts
     if isinstance(build, (ModuleSpec, type)):
         template = build_module(build, spare_slots, config, pg_collection=groups)

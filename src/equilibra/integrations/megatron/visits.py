@@ -47,6 +47,10 @@ class MegatronVisits(LayerVisits):
         """[H] logical numbers"""
         self.moved = False
         """whether any expert of any layer is not where plain Megatron puts it"""
+        self.gathers: Sequence[Callable[[], None]] = ()
+        """each waits for the optimizer's shards of some weights, where DDP gathers them during the forward"""
+        self.live: Callable[[int, Tensor], SlotTable] | None = None
+        """plans a forward from this rank's counts [E]; None: forwards are planned ahead"""
         self.without_plan: SlotTable | None = None
         """homes only, used while no step is armed"""
         self._arriving: dict[tuple[Direction, int], Fetched] = {}
@@ -86,7 +90,13 @@ class MegatronVisits(LayerVisits):
             self._arrived = self._fetch(slots)
         self.ahead.began(self.layer, direction)
 
+    def wait_for_weights(self) -> None:
+        """Collective over replicas: return when the weights are those of the last optimizer step."""
+        for gather in self.gathers:
+            gather()
+
     def _fetch(self, slots: SlotTable) -> Fetched:
+        self.wait_for_weights()
         parts = list(self.parts[0].values())
         packing = Packing(
             group=self.group, part_shapes=[part.shape for part in parts], like=parts[0].detach(), fused=self._fused
@@ -97,8 +107,12 @@ class MegatronVisits(LayerVisits):
 
     def to_slots(self, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Begin a forward: the router's probabilities and map, over slots instead of experts."""
-        self.current = slots = self.take() or self.without_plan
+        if self.live is not None:
+            slots: SlotTable | None = self.live(self.layer, map_TE.sum(dim=0))
+        else:
+            slots = self.take() or self.without_plan
         assert slots is not None
+        self.current = slots
         self._begin_copies(slots, direction_now())
         return to_slots(probs_TE, map_TE, slots)
 

@@ -6,21 +6,8 @@ sequence   an engine's rows to the tokens of a sequence, and sequences to a trac
 """
 
 from equilibra.integrations.routing_formats.model import RoutedModel, model_from_config, model_from_folder
-from equilibra.integrations.routing_formats.sequence import (
-    RoutedSequence,
-    Rows,
-    align,
-    save_sequences,
-    trace_of_sequences,
-)
+from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, save_sequences
 
 __all__ = [
-    "RoutedModel",
-    "RoutedSequence",
-    "Rows",
-    "align",
-    "model_from_config",
-    "model_from_folder",
-    "save_sequences",
-    "trace_of_sequences",
-]
+    "RoutedModel", "RoutedSequence", "Rows", "align", "model_from_config", "model_from_folder", "save_sequences",
+]  # fmt: skip

@@ -55,7 +55,6 @@ class RoutedModel:
 
     @property
     def moe_layers(self) -> tuple[int, ...]:
-        """Decoder layers with experts, ascending."""
         dense = set(self.dense_layers)
         return tuple(layer for layer in range(self.num_layers) if layer not in dense)
 
@@ -113,15 +112,8 @@ def _is_dense(config: Mapping[str, Any], layer: int) -> bool:
     only = config.get("mlp_only_layers") or []
     if not isinstance(only, list):
         raise InputError(f"mlp_only_layers must be a list of layers, not {only!r:.60}")
-    first, step, every = (
-        _whole(config.get(name, 0), name) for name in ("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq")
-    )
+    names = ("first_k_dense_replace", "decoder_sparse_step", "moe_layer_freq")
+    first, step, every = (0 if config.get(name) is None else config[name] for name in names)
+    for name, value in zip(names, (first, step, every), strict=True):
+        check_whole(name, value, low=0, high=MAX_LAYERS)
     return layer < first or layer in only or (layer + 1) % (step or 1) != 0 or layer % (every or 1) != 0
-
-
-def _whole(value: object, name: str, *, least: int = 0) -> int:
-    """A whole number from `least` to `MAX_LAYERS`; null counts as 0."""
-    number = 0 if value is None else value
-    if isinstance(number, bool) or not isinstance(number, int) or not least <= number <= MAX_LAYERS:
-        raise InputError(f"{name} must be a whole number from {least} to {MAX_LAYERS}, not {value!r:.40}")
-    return number

@@ -26,11 +26,11 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.integrations.routing_formats.model import RoutedModel
 from equilibra.trace.open import write_npz
-from equilibra.trace.routing import Ids, RoutingTrace, narrow_ids
+from equilibra.trace.routing import Ids, narrow_ids
 from equilibra.trace.store import open_trace
 from equilibra.trace.writer import trace_writer
 
-__all__ = ["NOTHING", "RoutedSequence", "Rows", "align", "save_sequences", "trace_of_sequences", "unrecorded"]
+__all__ = ["NOTHING", "RoutedSequence", "Rows", "align", "save_sequences", "unrecorded"]
 
 NOTHING = "no token has routing: start the engine with enable_return_routed_experts, and ask for it in every request"
 
@@ -193,28 +193,3 @@ def _store(
         if num_tokens and not num_recorded:
             raise InputError(NOTHING)
     return num_tokens, num_sequences
-
-
-def trace_of_sequences(sequences: Iterable[RoutedSequence], model: RoutedModel) -> RoutingTrace:
-    """The sequences as a trace in memory."""
-    kept = list(sequences)
-    if not kept:
-        raise InputError("a trace needs at least one sequence, and there is none")
-    recorded = np.concatenate([sequence.recorded for sequence in kept])
-    if not recorded.any():
-        raise InputError(NOTHING)
-    return RoutingTrace(
-        ids=np.concatenate([sequence.ids for sequence in kept]),
-        num_experts=model.num_experts,
-        offsets=np.cumsum([0, *(sequence.num_tokens for sequence in kept)]),
-        recorded=None if recorded.all() else recorded,
-        prompt_length_of_sequence=_all_or_none("prompt lengths", [sequence.prompt_length for sequence in kept]),
-        group_of_sequence=_all_or_none("groups", [sequence.group for sequence in kept]),
-    )
-
-
-def _all_or_none(what: str, values: list[int | None]) -> NDArray[np.int64] | None:
-    known = [value for value in values if value is not None]
-    if len(known) not in (0, len(values)):
-        raise InputError(f"{what} are known for {len(known)} of {len(values)} sequences: give them for all or none")
-    return np.array(known, np.int64) if known else None

@@ -2,8 +2,9 @@
 
 A server with `--enable-return-routed-experts` answers a request with `return_routed_experts` by the base64 of int32
 values, [prompt + answer - 1 - start, layers, k], where `start` is the request's `routed_experts_start_len` (0).
-`/generate` puts them into `meta_info["routed_experts"]` (a tensor with skip_tokenizer_init), the OpenAI-style
-endpoints into `sgl_ext` of every choice. They have no header: layers and k come from the model.
+`/generate` puts them into `meta_info["routed_experts"]` (a tensor with skip_tokenizer_init). The OpenAI-style endpoints
+put them into `sglext` of the response, for its first choice alone; before 0.5.9 into `sgl_ext` of every choice. They
+have no header: layers and k come from the model.
 """
 
 from __future__ import annotations
@@ -56,9 +57,13 @@ def _of_choices(response: Mapping[str, Any], model: RoutedModel, first: int) -> 
         raise InputError(f"choices must be a list of tables, not {choices!r:.60}")
     prompt, answer = count_in(usage, "prompt_tokens"), count_in(usage, "completion_tokens")
     num_tokens = prompt + answer if prompt is not None and answer is not None and len(choices) == 1 else None
+    shared = table_in(response, "sglext").get("routed_experts")
     for number, choice in enumerate(choices):
         with located(f"choice {number}"):
             routed = table_in(choice, "sgl_ext").get("routed_experts", choice.get("routed_experts"))
+            if shared is not None and number:
+                raise InputError("SGLang returns the routing of the first choice alone: ask with n = 1, or /generate")
+            routed = routed if shared is None else shared
             yield _sequence(routed, model, prompt, num_tokens, first)
 
 

@@ -14,11 +14,10 @@ from typing import Any
 
 from equilibra.core.errors import InputError
 
-__all__ = ["ENGINE", "MICRO_BATCHES", "NEEDED", "WRITTEN_FOR", "Needed", "check_contract", "differences"]
+__all__ = ["ENGINE", "NEEDED", "WRITTEN_FOR", "Needed", "check_contract", "differences"]
 
 WRITTEN_FOR = ("0.9.0", "0.9.1")
 ENGINE = "verl.workers.engine.megatron.transformer_impl"
-MICRO_BATCHES = "verl.workers.engine.utils"
 
 
 @dataclass(frozen=True)
@@ -40,7 +39,7 @@ NEEDED = (
         ENGINE, "MegatronEngine.forward_backward_batch", ("self", "data", "loss_function", "forward_only"),
         looks_up=("prepare_micro_batches",),
     ),
-    Needed(ENGINE, "prepare_micro_batches", ("data",), looks_up=("rearrange_micro_batches",)),
+    Needed(ENGINE, "prepare_micro_batches", ("data",)),
     Needed(
         ENGINE, "MegatronEngineWithLMHead.forward_step", ("self", "batch_iter", "model"),
         looks_up=("align_r3_router_replay_data", "build_r3_replay_mask", "set_router_replay_data"),
@@ -55,14 +54,6 @@ NEEDED = (
     Needed(ENGINE, "RouterReplay.clear_indices", ("self",)),
     Needed(ENGINE, "unwrap_model", ("model",)),
     Needed(ENGINE, "tu.get_non_tensor_data", ("data", "key", "default")),
-    Needed(ENGINE, "tu.index_select_tensor_dict", ("batch", "indices")),
-    Needed(
-        MICRO_BATCHES, "rearrange_micro_batches",
-        (
-            "batch", "max_token_len", "dp_group", "num_batches_divided_by", "same_micro_num_in_dp",
-            "min_num_micro_batch", "use_dynamic_bsz_balance", "force_group_size",
-        ),
-    ),
 )  # fmt: skip
 FIELDS = ("dynamic_context_parallel", "forward_only", "override_mcore_model_config", "router_replay")
 """fields that McoreEngineConfig must have"""

@@ -3,9 +3,9 @@
 Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this rank, K experts per token.
 
 Every `forward_backward_batch` is one step. With routing to replay, it is planned once its micro-batches are made;
-without (reference log-probs, R2's recording), it runs on homes alone. verl's own functions prepare the routing of one
-micro-batch at a time: they pack it, slice it for context and tensor parallelism, and write it to the routers. It is
-read from there and cleared again.
+without (reference log-probs, R2's recording), it runs on homes alone. In live mode every layer plans its own forwards.
+verl's own functions prepare the routing of one micro-batch at a time: they pack it, slice it for context and tensor
+parallelism, and write it to the routers. It is read from there and cleared again.
 """
 
 from __future__ import annotations
@@ -23,18 +23,20 @@ from equilibra.core.checks import check_flag
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.events.imbalance import imbalance
+from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
-from equilibra.integrations.planned import MegatronSetting
+from equilibra.integrations.planned import MegatronSetting, cluster_of
 
-__all__ = ["BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of"]
+__all__ = [
+    "BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of", "warm_engine",
+]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
-    "enabled", "planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "spread_sequences", "timeout_s",
-    "seed",
+    "enabled", "mode", "planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "timeout_s", "seed",
 )  # fmt: skip
 """names that the block accepts"""
 
@@ -50,13 +52,10 @@ class VerlSetting(MegatronSetting):
     """homes stay where they are: verl's exporters number experts by rank"""
     enabled: bool = True
     """False: the engine stays as verl made it"""
-    spread_sequences: bool = False
-    """swap sequences between a rank's micro-batches so that none has the same hot experts throughout"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_flag(f"{self.section}enabled", self.enabled)
-        check_flag(f"{self.section}spread_sequences", self.spread_sequences)
 
 
 def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's McoreEngineConfig
@@ -71,6 +70,16 @@ def setting_of(engine_config: Any) -> VerlSetting:  # noqa: ANN401 - verl's Mcor
     return VerlSetting(**{str(name): value for name, value in block.items()})
 
 
+def warm_engine(engine: Any) -> None:  # noqa: ANN401 - verl's MegatronEngine, not initialised yet
+    """Start to compile the planner while the engine loads its model, if it will be balanced."""
+    config = engine.engine_config
+    setting, ranks = setting_of(config), config.expert_model_parallel_size
+    if not setting.enabled or setting.planner == "static" or config.forward_only:
+        return
+    if ranks > 1 and (setting.mode == "live" or config.router_replay.mode != "disabled"):
+        warm_up(cluster_of(ranks, setting.ranks_per_node).num_nodes)
+
+
 def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # noqa: ANN401 - verl's MegatronEngine
     """Collective: balance an initialised engine; None if it trains no policy or balancing is off.
 
@@ -79,22 +88,23 @@ def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # n
     setting = setting_of(engine.engine_config)
     if not setting.enabled or engine.engine_config.forward_only or engine.is_value_model:
         return None
-    check_engine(engine)
+    check_engine(engine, setting)
     balancer = balance(engine.module, setting)
     logger.info("Equilibra plans %d MoE layers on %s", len(balancer.layers), balancer.group.cluster)
     return BalancedEngine(engine, verl, setting, balancer)
 
 
-def check_engine(engine: Any) -> None:  # noqa: ANN401
+def check_engine(engine: Any, setting: VerlSetting) -> None:  # noqa: ANN401
     """Refuse options of verl that exclude planning; `balance` checks Megatron's."""
     config, off = engine.engine_config, f"or set {BLOCK}.enabled=False"
     if not getattr(engine.tf_config, "num_moe_experts", None):
         raise InputError(f"there is nothing to balance: the actor's model has no experts; {off}")
-    if config.router_replay.mode == "disabled":
+    if setting.mode == "replay" and config.router_replay.mode == "disabled":
         raise InputError(
             "cannot plan without replay, since the routing is unknown before the step: set "
             "actor_rollout_ref.actor.megatron.router_replay.mode=R3 with "
-            f"actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or R2; {off}"
+            "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or R2; set "
+            f"{BLOCK}.mode=live to plan each layer from what its router has just chosen; {off}"
         )
     ranks = getattr(engine.tf_config, "expert_model_parallel_size", 1)
     if ranks < 2:
@@ -143,7 +153,7 @@ class BalancedEngine:
 
     def plan(self, micro_batches: Sequence[Any]) -> None:
         """Collective: plan the pass if it replays routing."""
-        if not self.replays:
+        if self.balancer.live is not None or not self.replays:
             return
         start = time.perf_counter()
         step = self.balancer.begin(_Replayed(self, micro_batches), self._stage)
@@ -153,6 +163,10 @@ class BalancedEngine:
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns
         """Add the metrics to an update's output, with those of the log-prob stage, where verl logs none."""
+        if self.balancer.live is not None:
+            before, after = self.balancer.live.take_imbalance()
+            part = "log_prob_" if self._stage is Stage.LOGPROB else ""
+            self.waiting |= {f"equilibra/{part}imbalance_before": before, f"equilibra/{part}imbalance_after": after}
         if self._stage is Stage.UPDATE:
             if isinstance(output, dict) and "metrics" in output:
                 output["metrics"].update({name: [value] for name, value in self.waiting.items()})

@@ -1,6 +1,6 @@
 """Turn the decisions of a baseline into a StepPlan.
 
-Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies, F flash copies.
+Symbols: M micro-batches, L layers, R ranks, E experts, C standing copies.
 """
 
 from __future__ import annotations
@@ -13,19 +13,16 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import kernel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.plan import bounds
-from equilibra.plan.fill import LayerCopies
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.split import split_expert
-from equilibra.plan.step import stage_plan
 
 __all__ = ["EXPERT", "QUOTA", "RANK", "flash_copies", "no_flash_copies", "split_copies", "step_plan"]
 
 EXPERT, RANK, QUOTA = 0, 1, 2
 """rows of the array of copies a solver fills"""
 
-Solver = Callable[[NDArray[np.int64], NDArray[np.int32], NDArray[np.int64]], int]
-"""(load [E], home [E], copies [3, ...]) -> number of copies written"""
+Solver = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]], int]
+"""(copies [3, ...], load [E], home [E]) -> number of copies written"""
 
 
 def step_plan(
@@ -46,7 +43,7 @@ def step_plan(
         previous=problem.home_now,
         standing=StandingCopies.none() if standing is None else standing,
         stages=dict.fromkeys(Stage, stage),
-        bound_LM=bounds.any_plan(problem.load),
+        bound_LM=problem.load.lower_bound(),
         schedule=problem.schedule,
     )
 
@@ -56,45 +53,33 @@ def no_flash_copies(problem: StepProblem, standing_tokens_CMR: NDArray[np.int32]
     load = problem.load
     if standing_tokens_CMR is None:
         standing_tokens_CMR = np.zeros((0, load.num_micro_batches, load.num_ranks), np.int32)
-    empty = np.zeros(0, np.int32)
-    return StagePlan(
-        first_of_problem=np.zeros(load.num_layers * load.num_micro_batches + 1, np.int64),
-        expert=empty,
-        rank=empty,
-        origin=empty,
-        tokens_FR=np.zeros((0, load.num_ranks), np.int32),
-        standing_tokens_CMR=standing_tokens_CMR,
-    )
+    return StagePlan.without_flash(standing_tokens_CMR, load.num_layers)
 
 
 def flash_copies(problem: StepProblem, solve: Solver) -> StagePlan:
     """A stage whose flash copies and quotas `solve` finds for every layer and micro-batch; homes stay."""
     load_MLE, home = problem.load.expert_load(), problem.home_now.home_of_expert
     num_micro_batches, num_layers, num_experts = load_MLE.shape
-    num_ranks = problem.cluster.num_ranks
+    num_ranks, group = problem.cluster.num_ranks, problem.cluster.ranks_per_node
     copies = np.zeros((3, num_experts + num_ranks * (problem.spare_slots + 1)), np.int64)
-    layers = []
+    first = [0]
+    found, origin, tokens = [], [], []
     for layer in range(num_layers):
-        found, tokens = [], []
         for m in range(num_micro_batches):
-            n = solve(load_MLE[m, layer], home[layer], copies)
+            n = solve(copies, load_MLE[m, layer], home[layer])
             these = np.ascontiguousarray(copies[:, np.lexsort((copies[RANK, :n], copies[EXPERT, :n]))])
             out = np.zeros((n, num_ranks), np.int32)
-            split_copies(problem.load.tokens_MLER[m, layer], home[layer], problem.cluster.ranks_per_node, *these, out)
-            found.append(these)
+            split_copies(problem.load.tokens_MLER[m, layer], home[layer], group, *these, out)
+            first.append(first[-1] + n)
+            found.append(these[:QUOTA].astype(np.int32))
+            origin.append(home[layer][these[EXPERT]])
             tokens.append(out)
-        expert, rank, _ = np.concatenate(found, axis=1)
-        layers.append(
-            LayerCopies(
-                num_of_micro_batch=np.array([these.shape[1] for these in found]),
-                expert=expert.astype(np.int32),
-                rank=rank.astype(np.int32),
-                origin=home[layer][expert],
-                tokens_FR=np.concatenate(tokens),
-                standing_tokens_CMR=np.zeros((0, num_micro_batches, num_ranks), np.int32),
-            )
-        )
-    return stage_plan(layers)
+    expert, rank = np.concatenate(found, axis=1)
+    return StagePlan(
+        first_of_problem=np.array(first, np.int64), expert=expert, rank=rank, origin=np.concatenate(origin),
+        tokens_FR=np.concatenate(tokens),
+        standing_tokens_CMR=np.zeros((0, num_micro_batches, num_ranks), np.int32),
+    )  # fmt: skip
 
 
 @kernel

@@ -2,15 +2,13 @@
 
 Symbols: L layers, E experts, P replicas (all instances), N nodes, G expert groups, R ranks, C standing copies.
 
-Method, per layer. Pack the expert groups onto nodes (heaviest first, equally many each). On every node give each
-extra replica to the expert with the largest load per replica. Pack the node's replicas onto its ranks (heaviest
-first, equally many each). Where groups do not divide over nodes, the cluster counts as one node with one group: the
-global variant. Tokens of an expert are split equally over its replicas, in every micro-batch.
+Per layer: pack expert groups onto nodes (heaviest first, equally many each), give each extra replica of a node to the
+expert with the largest load per replica, pack the node's replicas onto its ranks. Where groups do not divide over
+nodes, the cluster counts as one node with one group. An expert's tokens are split equally over its replicas.
 
-Here. A rank has E/R + spare_slots replicas per layer, and not one buffer for all layers: L times the memory of flash
-copies. Replicas of an expert on one rank are one instance with the share of as many. The home is the instance where it
-was, else one on the node where it was, else the first: homes per rank may be uneven. The other instances are standing
-copies.
+A rank has E/R + spare_slots replicas per layer: L times the memory of flash copies. Replicas on one rank are one
+instance. The home stays where it was if a replica is there, else on its node, else at the first replica, so homes per
+rank may be uneven; the other instances are standing copies.
 """
 
 from __future__ import annotations
@@ -138,10 +136,7 @@ def _instances(replicas_LER: NDArray[np.int64], before: Placement) -> tuple[NDAr
 def split_by_replicas(
     load: StepLoad, home_LE: NDArray[np.int32], standing: StandingCopies, replicas_LER: NDArray[np.int64]
 ) -> NDArray[np.int32]:
-    """[C, M, R] tokens of each copy: the tokens of an expert, counted over all sources, go to its replicas in turn.
-
-    So the replicas of an expert differ by at most one token, in total and from every source.
-    """
+    """[C, M, R] tokens of each copy: an expert's tokens go to its replicas in turn, so they differ by at most one."""
     layer, expert = standing.layer, standing.expert
     own = replicas_LER[layer, expert, standing.rank]
     key = layer.astype(np.int64) * load.num_experts + expert

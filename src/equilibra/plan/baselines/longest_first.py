@@ -1,7 +1,7 @@
 """Planners that copy nothing: static placement, and LPT (longest processing time), which reorders homes.
 
-LPT gives the heaviest expert of the batch to the least loaded rank with room, then the next; every rank gets the same
-number of homes. It levels the sum over micro-batches, not their maxima: ranks that are slow in turn look balanced.
+LPT gives the heaviest expert of the batch to the least loaded rank with room, then the next. It levels the sum over
+micro-batches, not their maxima: ranks that are slow in turn look balanced.
 """
 
 from __future__ import annotations
@@ -62,9 +62,8 @@ def longest_first_homes(problem: StepProblem) -> NDArray[np.int32]:
 
 @kernel
 def pack_evenly(weight, num_bins):  # type: ignore[no-untyped-def]
-    """[bins, items / bins] items of each bin: heaviest first into the lightest bin with room, ties to the first.
-
-    A single item per bin stays in order: no packing is better than another then.
+    """[bins, items / bins] items of each bin: heaviest first into the lightest bin with room. One item per bin stays in
+    order.
     """
     room = weight.size // num_bins
     if room == 1:

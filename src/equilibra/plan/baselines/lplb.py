@@ -2,19 +2,15 @@
 
 Symbols: L layers, M micro-batches, R ranks, S redundant experts a rank holds, C standing copies.
 
-Graph. Redundant slot s of rank r doubles an expert of rank origin[r, s]: an edge along which tokens can move either
-way.
+Redundant slot s of rank r doubles an expert of rank origin[r, s]: an edge along which tokens move either way.
   8 ranks of one node   cube with diagonals: a ring in each half, the upright edges, and diagonals back
   16 ranks              hypercube without diagonals: a directed cycle through each pair of dimensions
   several nodes         torus: a neighbour in the node, then the same rank of the neighbour node
-  otherwise, and where a rank has more slots than that: rings of strides 1, R/2, R/4, ..., then all others
-These are the published topologies (the first is the example of LPLB's README); the rest is our continuation.
+  otherwise, and for more slots: rings of strides 1, R/2, R/4, ..., then all others (our continuation)
 
-Method. Homes are reordered by the batch total (LPLB: EPLB without redundancy). The heaviest experts of every rank
-stand on the edges that leave it. Then, in every micro-batch, tokens move along edges so that the fullest rank is as
-low as possible: a linear program, whose optimum in whole numbers is found by moving tokens along paths from the
-fullest rank to the emptiest one it reaches. It is optimal when there is no such path to a rank that has at least two
-tokens less: then what the fullest rank reaches can only be emptied into itself, and is level already.
+Homes are packed by the batch total; the heaviest experts of a rank stand on the edges that leave it. In every
+micro-batch, tokens move along paths from the fullest rank to the emptiest it reaches, until none it reaches has two
+tokens less: then what it reaches is level, and the whole-number optimum is found.
 """
 
 from __future__ import annotations
@@ -43,11 +39,9 @@ class Lplb:
     online_us: ClassVar[float] = 100.0
 
     name: str = "lplb"
-    reorder: bool = True
-    """pack homes by the batch total first"""
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        home = longest_first_homes(problem) if self.reorder else problem.home_now.home_of_expert
+        home = longest_first_homes(problem)
         origin_RS = origin_of_slot(problem.cluster, problem.spare_slots)
         rows = [
             (layer, expert, rank)
@@ -118,9 +112,9 @@ def _split(problem: StepProblem, home: NDArray[np.int32], standing: StandingCopi
 
 @kernel
 def level_edges(x, amount, origin, target, share):  # type: ignore[no-untyped-def]
-    """Lower the fullest rank as far as possible: shares of the edges into share [C], from 0, and rank loads x [R].
+    """Lower the fullest rank as far as possible: edge c moves share[c] <= amount[c] tokens from origin[c] to target[c].
 
-    Edge c moves up to amount[c] tokens from rank origin[c] to rank target[c]; x starts as all at the origins.
+    x [R] starts as all at the origins, share [C] as 0; both are updated.
     """
     num_ranks, num_edges = x.size, amount.size
     # Edge c is 2c forward and 2c + 1 backward; lists of those that leave each rank.

@@ -1,4 +1,4 @@
-"""The protocol that every algorithm implements. `registry` finds an algorithm by its name.
+"""What every algorithm is. `registry` finds an algorithm by its name.
 
 Symbols: A answer tokens of a sample so far.
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,6 +20,8 @@ from equilibra.rl.loss import LossSetting, Total
 from equilibra.rl.sample import Sample
 
 __all__ = ["Algorithm", "Target", "check_finished"]
+
+PLAIN_LOSS = LossSetting()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -38,34 +40,31 @@ class Target:
             )
 
 
-class Algorithm(Protocol):
-    """Turns samples into targets."""
+@dataclass(frozen=True, kw_only=True)
+class Algorithm:
+    """Turns samples into targets. The fields of a subclass are its options."""
 
-    @property
-    def name(self) -> str:
-        """Name in the registry and in configurations."""
+    name: ClassVar[str]
+    """in the registry and in configurations"""
+    needs_values: ClassVar[bool] = False
+    """whether it needs a value model"""
+    windowed: ClassVar[bool] = False
+    """whether it can train on unfinished answers"""
 
-    @property
-    def needs_values(self) -> bool:
-        """Whether the algorithm needs a value model."""
-
-    @property
-    def windowed(self) -> bool:
-        """Whether the algorithm can train on unfinished answers."""
-
-    @property
-    def loss(self) -> LossSetting:
-        """Settings of the policy loss."""
+    loss: LossSetting = PLAIN_LOSS
 
     @property
     def value_clip(self) -> float:
         """Largest change of a value that the value loss rewards; 0: no limit."""
+        return 0.0
 
     def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        """[A] answer tokens that the policy trains on in this step."""
+        """[A] answer tokens that the policy trains on in this step: all."""
+        return np.ones(sample.answer.size, np.bool_)
 
     def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        """[A] answer tokens that the value model trains on in this step."""
+        """[A] answer tokens that the value model trains on in this step: none."""
+        return np.zeros(sample.answer.size, np.bool_)
 
     def targets(
         self, samples: Sequence[Sample], values: Sequence[NDArray[np.float64]] | None, total: Total
@@ -74,6 +73,7 @@ class Algorithm(Protocol):
 
         Every rank calls this, even without samples, because `total` sums over all ranks.
         """
+        raise NotImplementedError
 
 
 def check_finished(name: str, samples: Iterable[Sample]) -> None:

@@ -21,8 +21,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.algorithm import Target, check_finished
+from equilibra.core.checks import check_flag
+from equilibra.rl.algorithms.algorithm import Algorithm, Target, check_finished
 from equilibra.rl.loss import Average, LossSetting, Ratio, Total
 from equilibra.rl.sample import Sample
 
@@ -35,13 +35,10 @@ GSPO_LOSS = LossSetting(clip_low=3e-4, clip_high=4e-4, ratio=Ratio.SEQUENCE, ave
 
 
 @dataclass(frozen=True, kw_only=True)
-class Grpo:
+class Grpo(Algorithm):
     """Group-relative advantages, clip-higher, averaged over tokens."""
 
     name: ClassVar[str] = "grpo"
-    needs_values: ClassVar[bool] = False
-    windowed: ClassVar[bool] = False
-    value_clip: ClassVar[float] = 0.0
 
     loss: LossSetting = GRPO_LOSS
     normalise: bool = True
@@ -50,16 +47,8 @@ class Grpo:
     """subtract the mean of the other answers, not of all"""
 
     def __post_init__(self) -> None:
-        for name in ("normalise", "leave_one_out"):
-            value = getattr(self, name)
-            if not isinstance(value, bool):
-                raise InputError(f"{name} of {self.name} must be true or false, not {value!r}")
-
-    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        return np.ones(sample.answer.size, np.bool_)
-
-    def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        return np.zeros(sample.answer.size, np.bool_)
+        check_flag(f"normalise of {self.name}", self.normalise)
+        check_flag(f"leave_one_out of {self.name}", self.leave_one_out)
 
     def targets(
         self,

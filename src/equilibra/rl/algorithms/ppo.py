@@ -18,35 +18,30 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import inf
 from typing import ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_flag, check_number
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.algorithm import Target, check_finished
-from equilibra.rl.loss import LossSetting, Total
+from equilibra.rl.algorithms.algorithm import Algorithm, Target, check_finished
+from equilibra.rl.loss import Total
 from equilibra.rl.sample import Sample
 
 __all__ = ["Ppo", "Tppo", "gae_advantages", "gae_returns", "token_rewards", "whitened"]
 
 SMALLEST_STD = 1e-6
 """added to the standard deviation"""
-RANGES = (("value_clip", inf, ", 0 or more"), ("discount", 1.0, " from 0 to 1"), ("decay", 1.0, " from 0 to 1"))
-"""option, largest value, allowed range in words"""
-PPO_LOSS = LossSetting()
 
 
 @dataclass(frozen=True, kw_only=True)
-class Ppo:
+class Ppo(Algorithm):
     """Generalised advantage estimation with a value model."""
 
     name: ClassVar[str] = "ppo"
     needs_values: ClassVar[bool] = True
-    windowed: ClassVar[bool] = False
 
-    loss: LossSetting = PPO_LOSS
     value_clip: float = 0.2
     """largest change of a value that the value loss rewards; 0: no limit"""
     discount: float = 1.0
@@ -57,18 +52,13 @@ class Ppo:
     """whether advantages get mean 0 and standard deviation 1 over the trained tokens of all ranks"""
 
     def __post_init__(self) -> None:
-        for name, high, required in RANGES:
-            value = getattr(self, name)
-            if not isinstance(value, int | float) or not 0 <= value <= high or value == inf:
-                raise InputError(f"{name} of {self.name} must be a number{required}, not {value!r}")
-        if not isinstance(self.whiten, bool):
-            raise InputError(f"whiten of {self.name} must be true or false, not {self.whiten!r}")
-
-    def policy_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        return np.ones(sample.answer.size, np.bool_)
+        check_number(f"value_clip of {self.name}", self.value_clip)
+        check_number(f"discount of {self.name}", self.discount, high=1)
+        check_number(f"decay of {self.name}", self.decay, high=1)
+        check_flag(f"whiten of {self.name}", self.whiten)
 
     def value_mask(self, sample: Sample) -> NDArray[np.bool_]:
-        return np.ones(sample.answer.size, np.bool_)
+        return self.policy_mask(sample)
 
     def targets(
         self, samples: Sequence[Sample], values: Sequence[NDArray[np.float64]] | None, total: Total
@@ -112,9 +102,8 @@ def gae_advantages(
         raise InputError(
             f"advantages need a reward and a value for each token, not {rewards_A.shape} and {values_A.shape}"
         )
-    for name, value in (("discount", discount), ("decay", decay)):
-        if not 0 <= value <= 1:
-            raise InputError(f"the {name} of advantages must be from 0 to 1, not {value}")
+    check_number("the discount of advantages", discount, high=1)
+    check_number("the decay of advantages", decay, high=1)
     values = np.asarray(values_A, np.float64)
     after = np.append(values[1:], 0.0 if finished else values[-1:])[: values.size]
     deltas = rewards_A + discount * after - values

@@ -90,6 +90,7 @@ class RolloutAbout:
 
 
 class _File(NamedTuple):
+    step: int
     rank: int
     world_size: int
     path: Path
@@ -108,8 +109,8 @@ def save_rollout(
         folder.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             _write_about(folder, RolloutAbout(model=model, about=about))
-            for file in _files(folder, step):
-                if file.world_size != world_size:  # resumed with another number of ranks
+            for file in _files(folder):
+                if file.step == step and file.world_size != world_size:  # resumed with another number of ranks
                     file.path.unlink(missing_ok=True)
     except OSError as error:
         raise cannot("write", folder, error) from error
@@ -144,7 +145,7 @@ def load_rollout(
 
 def recorded_steps(folder: Path | str) -> list[int]:
     """Steps that have files."""
-    return sorted({int(match[1]) for path in _listed(Path(folder)) if (match := FILE_NAME.fullmatch(path.name))})
+    return sorted({file.step for file in _files(Path(folder))})
 
 
 def read_about(folder: Path | str) -> RolloutAbout:
@@ -154,23 +155,17 @@ def read_about(folder: Path | str) -> RolloutAbout:
         if not path.is_file():
             raise InputError(f"{folder} is not a recording of rollouts (no {ABOUT})")
         with path.open("rb") as file:
-            content = file.read(MAX_ABOUT_BYTES + 1)
-        body = json.loads(content.decode()) if len(content) <= MAX_ABOUT_BYTES else None
+            content = file.read(MAX_ABOUT_BYTES)  # of a longer file too little for valid JSON
     except OSError as error:
         raise cannot("read", path, error) from error
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{path} is damaged: not valid JSON ({error}); record again") from error
-    if not isinstance(body, dict) or (body.get("format"), body.get("version")) != (FORMAT, VERSION):
-        raise InputError(f"{path} is damaged or not {FORMAT} version {VERSION}; record again")
-    model, about = body.get("model"), body.get("about")
     try:
-        if not isinstance(model, dict) or not isinstance(about, dict):
-            raise TypeError("it must have tables model and about")  # noqa: TRY301
-        return RolloutAbout(model=ModelShape(**model), about=about)
-    except (InputError, TypeError) as error:
-        raise InputError(f"{path} is damaged: {error}; record again") from error
+        body = json.loads(content)
+        found = (body["format"], body["version"], type(body["about"]))
+        if found != (FORMAT, VERSION, dict):
+            raise InputError(f"it must have format {FORMAT}, version {VERSION} and a table about, not {found!r:.100}")
+        return RolloutAbout(model=ModelShape(**body["model"]), about=body["about"])
+    except (ValueError, RecursionError, TypeError, KeyError) as error:
+        raise InputError(f"{path} is damaged or not {FORMAT} version {VERSION} ({error}); record again") from error
 
 
 def _write_about(folder: Path, new: RolloutAbout) -> None:
@@ -195,25 +190,17 @@ def _check_rank(rank: int, world_size: int) -> None:
         raise InputError(f"there is no rank {rank} of {world_size}: ranks count from 0")
 
 
-def _listed(folder: Path) -> list[Path]:
+def _files(folder: Path) -> list[_File]:
     try:
-        return list(folder.iterdir())
+        found = [(FILE_NAME.fullmatch(path.name), path) for path in folder.iterdir()]
     except OSError as error:
         raise cannot("read", folder, error) from error
-
-
-def _files(folder: Path, step: int) -> list[_File]:
-    found = ((path, FILE_NAME.fullmatch(path.name)) for path in _listed(folder))
-    return sorted(
-        _File(rank=int(match[2]), world_size=int(match[3]), path=path)
-        for path, match in found
-        if match and int(match[1]) == step
-    )
+    return sorted(_File(int(match[1]), int(match[2]), int(match[3]), path) for match, path in found if match)
 
 
 def _complete(folder: Path, step: int) -> list[Path]:
     """The files of a step, one of each rank that wrote it."""
-    files = _files(folder, step)
+    files = [file for file in _files(folder) if file.step == step]
     if not files:
         steps = recorded_steps(folder)
         held = f"it has steps {steps[0]} to {steps[-1]}" if steps else "it has no steps"

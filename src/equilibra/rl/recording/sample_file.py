@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import warnings
 import zipfile
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from stat import S_ISREG
 from typing import Any, TypeAlias
@@ -26,6 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_file, cannot
+from equilibra.core.checks import check_text, check_whole
 from equilibra.core.errors import InputError
 from equilibra.rl.sample import Sample, Segment
 from equilibra.trace.open import _Member as StoredArray
@@ -48,30 +49,25 @@ class ModelShape:
     """digest of the tokenizer"""
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value, wanted = getattr(self, field.name), "text" if field.type == "str" else "a whole number above 0"
-            right = isinstance(value, str) if field.type == "str" else type(value) is int and value > 0
-            if not right:
-                raise InputError(f"{field.name} of a recorded model must be {wanted}, not {value!r:.60}")
+        for name in ("family", "tokenizer"):
+            check_text(f"{name} of a recorded model", getattr(self, name), empty=True)
+        for name in ("num_layers", "num_experts", "top_k", "vocabulary"):
+            check_whole(f"{name} of a recorded model", getattr(self, name), low=1, high=None)
         if self.top_k > self.num_experts:
             raise InputError(f"{self.top_k} experts per token need at least as many experts, not {self.num_experts}")
 
     def differences(self, yours: ModelShape) -> list[str]:
         """Differences in words that follow "a model"."""
-        found = []
-        if self.family != yours.family:
-            found.append(f"of the family {self.family!r}, yours is of {yours.family!r}")
         words = {
-            "num_layers": "MoE layers", "num_experts": "experts", "top_k": "experts per token",
-            "vocabulary": "token ids",
-        }  # fmt: skip
-        for name, word in words.items():
-            recorded, own = getattr(self, name), getattr(yours, name)
-            if recorded != own:
-                found.append(f"with {recorded} {word}, yours has {own}")
-        if self.tokenizer != yours.tokenizer:
-            found.append(f"with the tokenizer {self.tokenizer:.12}, yours is {yours.tokenizer:.12}")
-        return found
+            "family": "of the family {0!r}, yours is of {1!r}",
+            "num_layers": "with {} MoE layers, yours has {}",
+            "num_experts": "with {} experts, yours has {}",
+            "top_k": "with {} experts per token, yours has {}",
+            "vocabulary": "with {} token ids, yours has {}",
+            "tokenizer": "with the tokenizer {:.12}, yours is {:.12}",
+        }
+        pairs = {name: (getattr(self, name), getattr(yours, name)) for name in words}
+        return [words[name].format(*pair) for name, pair in pairs.items() if pair[0] != pair[1]]
 
 
 Arrays: TypeAlias = dict[str, NDArray[Any]]
@@ -90,40 +86,34 @@ LENGTHS = {"prompt_length": "prompt", "answer_length": "answer", "num_segments":
 def write_samples(path: Path | str, samples: Sequence[Sample], *, overwrite: bool = False) -> None:
     """Write samples atomically."""
     segments = [segment for sample in samples for segment in sample.segments]
-    with atomic_file(Path(path), overwrite=overwrite) as part, zipfile.ZipFile(part, "x") as archive:
-        _write_table(archive, OF_SAMPLE, [
+    arrays: dict[str, Any] = {
+        **_columns(OF_SAMPLE, [
             (s.problem, s.group, s.number, s.prompt.size, s.answer.size, len(s.segments), s.finished, s.reward)
             for s in samples
-        ])  # fmt: skip
-        _write_table(archive, OF_SEGMENT, [(s.version, s.start, s.end, s.first_row, len(s.experts)) for s in segments])
-        for name, dtype in OF_TOKEN.items():
-            parts = [getattr(sample, name) for sample in samples]
-            _write(archive, name, dtype, (sum(part.size for part in parts),), parts)
-        _write_experts(archive, [segment.experts for segment in segments])
+        ]),
+        **_columns(OF_SEGMENT, [(s.version, s.start, s.end, s.first_row, len(s.experts)) for s in segments]),
+    }  # fmt: skip
+    for name, dtype in OF_TOKEN.items():
+        arrays[name] = _joined([getattr(sample, name) for sample in samples], dtype)
+    arrays["experts"] = _joined_experts([segment.experts for segment in segments])
+    with atomic_file(Path(path), overwrite=overwrite) as part, part.open("xb") as file:
+        np.savez(file, **arrays)
 
 
-def _write_table(archive: zipfile.ZipFile, dtypes: dict[str, str], table: list[tuple[Any, ...]]) -> None:
-    for column, (name, dtype) in enumerate(dtypes.items()):
-        _write(archive, name, dtype, (len(table),), [[row[column] for row in table]])
+def _columns(dtypes: dict[str, str], table: list[tuple[Any, ...]]) -> Arrays:
+    return {name: np.array([row[at] for row in table], dtype) for at, (name, dtype) in enumerate(dtypes.items())}
 
 
-def _write_experts(archive: zipfile.ZipFile, experts: list[NDArray[np.int32]]) -> None:
+def _joined(parts: list[NDArray[Any]], dtype: str, shape: tuple[int, ...] = ()) -> NDArray[Any]:
+    return np.concatenate([np.zeros((0, *shape), dtype), *parts], dtype=dtype, casting="unsafe")
+
+
+def _joined_experts(experts: list[NDArray[np.int32]]) -> NDArray[Any]:
     shapes = {array.shape[1:] for array in experts}
     if len(shapes) > 1:
         raise InputError(f"samples of one file must be of one model, but their (layers, experts) are {sorted(shapes)}")
     largest = max((int(array.max(initial=-1)) for array in experts), default=-1)
-    shape = (sum(map(len, experts)), *(shapes.pop() if shapes else (0, 0)))
-    _write(archive, "experts", "<i2" if largest < 1 << 15 else "<i4", shape, experts)
-
-
-def _write(
-    archive: zipfile.ZipFile, name: str, dtype: str, shape: tuple[int, ...], parts: Iterable[Any]
-) -> None:  # fmt: skip
-    """Write an array given in parts along its first axis."""
-    with archive.open(zipfile.ZipInfo(f"{name}.npy"), "w", force_zip64=True) as file:
-        np.lib.format.write_array_header_1_0(file, {"descr": dtype, "fortran_order": False, "shape": shape})
-        for part in parts:
-            file.write(np.ascontiguousarray(part, dtype=dtype).tobytes())
+    return _joined(experts, "<i2" if largest < 1 << 15 else "<i4", shapes.pop() if shapes else (0, 0))
 
 
 def read_keys(path: Path) -> NDArray[np.int64]:

@@ -21,9 +21,10 @@ from typing import IO, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core import checks
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, RewardFunction, Task, check_number, check_share, hash_of_prompt, judged
+from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
 
 __all__ = ["JsonlTask", "final_answer", "jsonl_task", "same_final_answer"]
 
@@ -97,7 +98,6 @@ class Line:
     answer: str
 
     def as_problem(self, number: int) -> Problem:
-        """The line as a problem with this number."""
         return Problem(number=number, prompt=self.prompt, answer=self.answer, metadata={"line": self.number})
 
 
@@ -129,18 +129,14 @@ class JsonlTask:
         return self.kept_out[number].as_problem(number)
 
     def reward(self, problem: Problem, answer_text: str) -> float:
-        """1 for the right final answer, else 0."""
         return float(same_final_answer(problem.answer, answer_text))
 
 
-def jsonl_task(
-    path: Path | str, *, seed: int = 0, reward: RewardFunction | None = None, held_out_share: float = 0.1
-) -> Task:
-    """Read a file; hold out a share of its prompts, at least one. reward: replaces the comparison of final answers."""
+def jsonl_task(path: Path | str, *, seed: int = 0, held_out_share: float = 0.1) -> JsonlTask:
+    """Read a file; hold out a share of its prompts, at least one."""
     path = Path(path)
-    check_share(held_out_share)
-    if seed < 0:
-        raise InputError(f"the seed must be 0 or more, not {seed}")
+    checks.check_number("the share of held-out problems", held_out_share, above=0, high=1, below=True)
+    checks.check_whole("the seed", seed, low=0, high=None)
     lines = _read(path)
     prompts = sorted({line.prompt for line in lines}, key=lambda prompt: (hash_of_prompt(prompt), prompt))
     if len(prompts) < 2:
@@ -151,13 +147,12 @@ def jsonl_task(
     answers: dict[str, list[Line]] = {prompt: [] for prompt in prompts[:num_held_out]}
     for line in lines:
         answers.get(line.prompt, []).append(line)
-    task = JsonlTask(
+    return JsonlTask(
         name=path.name,
         seed=seed,
         training=tuple(line for line in lines if line.prompt not in answers),
         kept_out=tuple(min(same, key=lambda line: line.answer) for same in answers.values()),
     )
-    return judged(task, reward)
 
 
 @lru_cache(maxsize=2)

@@ -24,10 +24,7 @@ import numpy as np
 
 from equilibra.core.errors import InputError
 
-__all__ = [
-    "JudgedTask", "Problem", "RewardFunction", "Task", "UserScorer", "WrappedTask", "check_number", "check_share",
-    "hash_of_prompt", "judged", "reward_function",
-]  # fmt: skip
+__all__ = ["Problem", "RewardFunction", "Task", "check_number", "hash_of_prompt", "reward_function"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -64,26 +61,6 @@ class Task(Protocol):
         """Reward of the answer, 0 to 1."""
 
 
-class WrappedTask:
-    """The problems of another task; subclasses add the reward."""
-
-    task: Task
-
-    @property
-    def name(self) -> str:
-        return self.task.name
-
-    @property
-    def num_held_out(self) -> int:
-        return self.task.num_held_out
-
-    def problem(self, number: int) -> Problem:
-        return self.task.problem(number)
-
-    def held_out(self, number: int) -> Problem:
-        return self.task.held_out(number)
-
-
 def hash_of_prompt(prompt: str) -> int:
     """A 64-bit hash of the text, equal on every machine."""
     return int.from_bytes(hashlib.sha256(prompt.encode()).digest()[:8], "big")
@@ -95,12 +72,6 @@ def check_number(task: str, number: int, num_held_out: int | None = None) -> Non
         raise InputError(f"{task} has no problem {number}: numbers start at 0")
     if num_held_out is not None and number >= num_held_out:
         raise InputError(f"{task} has no held-out problem {number}: it has {num_held_out}, numbered from 0")
-
-
-def check_share(share: float) -> None:
-    """Refuse a held-out share outside (0, 1)."""
-    if not 0 < share < 1:
-        raise InputError(f"the share of held-out problems must be above 0 and below 1, not {share}; 0.1 is usual")
 
 
 # A user's own reward is one function `score(prompt, answer, expected)` that returns a number from 0 to 1. It is named
@@ -115,9 +86,11 @@ class RewardFunction:
     """file.py:function or module:function"""
     function: Callable[[str, str, str], Any]
     """(prompt, answer, expected answer) -> 0 to 1"""
+    task: str = "the task"
+    """name of the task in messages"""
 
-    def __call__(self, task: str, problem: Problem, answer_text: str) -> float:
-        about = f"the reward {self.named} for problem {problem.number} of {task}"
+    def reward(self, problem: Problem, answer_text: str) -> float:
+        about = f"the reward {self.named} for problem {problem.number} of {self.task}"
         try:
             value = self.function(problem.prompt, answer_text, problem.answer)
         except (Exception, SystemExit) as error:  # the user's code may raise anything
@@ -129,41 +102,8 @@ class RewardFunction:
         return float(value)
 
 
-@dataclass(frozen=True, kw_only=True)
-class JudgedTask(WrappedTask):
-    """A task with a user's reward."""
-
-    task: Task
-    judge: RewardFunction
-
-    def reward(self, problem: Problem, answer_text: str) -> float:
-        return self.judge(self.name, problem, answer_text)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UserScorer:
-    """A user's reward that another process can find by name."""
-
-    task: str
-    """name of the task in messages"""
-    judge: RewardFunction
-
-    @classmethod
-    def of(cls, task: str, named: str) -> UserScorer:
-        """Find the function by its name."""
-        return cls(task=task, judge=reward_function(named))
-
-    def reward(self, problem: Problem, answer_text: str) -> float:
-        return self.judge(self.task, problem, answer_text)
-
-
-def judged(task: Task, reward: RewardFunction | None) -> Task:
-    """The task, with a user's reward if given."""
-    return task if reward is None else JudgedTask(task=task, judge=reward)
-
-
-def reward_function(named: str) -> RewardFunction:
-    """Find "path/to/file.py:function" or "package.module:function"."""
+def reward_function(named: str, task: str = "the task") -> RewardFunction:
+    """Find "path/to/file.py:function" or "package.module:function". task: its name in messages."""
     place, _, name = named.rpartition(":")
     if not place or not name.isidentifier():
         raise InputError(f"cannot find the reward {named!r}: write path/to/file.py:function or package.module:function")
@@ -181,7 +121,7 @@ def reward_function(named: str) -> RewardFunction:
         ) from error
     except ValueError:  # a builtin without a signature
         pass
-    return RewardFunction(named=named, function=function)
+    return RewardFunction(named=named, function=function, task=task)
 
 
 def _from_file(path: Path) -> ModuleType:

@@ -19,7 +19,7 @@ from multiprocessing.connection import Connection
 from typing import Protocol
 
 from equilibra.core.errors import ExecuteError, InputError
-from equilibra.rl.tasks.task import Problem, Task, WrappedTask
+from equilibra.rl.tasks.task import Problem, Task
 
 __all__ = ["Scorer", "TimedTask", "serve"]
 
@@ -46,12 +46,8 @@ class Scorer(Protocol):
         """Reward of the answer, 0 to 1."""
 
 
-@dataclass(frozen=True)
-class _Said:
-    """A message of the scorer: ready, a score, or why there is none."""
-
-    score: float = 0.0
-    refused: str = ""
+_Said = tuple[float, str]
+"""a message of the scorer: a score, 0 when it is ready; or why there is none"""
 
 
 @dataclass(eq=False)
@@ -66,7 +62,7 @@ class _Running:
         self.process.wait()
 
 
-class TimedTask(WrappedTask):
+class TimedTask:
     """A task whose rewards come from a process with a time limit."""
 
     def __init__(self, task: Task, make: Callable[[], Scorer], *, limit_s: float) -> None:
@@ -74,6 +70,20 @@ class TimedTask(WrappedTask):
         self.task, self.limit_s = task, limit_s
         self._make, self._unscored = make, 0
         self._running = self._started()
+
+    @property
+    def name(self) -> str:
+        return self.task.name
+
+    @property
+    def num_held_out(self) -> int:
+        return self.task.num_held_out
+
+    def problem(self, number: int) -> Problem:
+        return self.task.problem(number)
+
+    def held_out(self, number: int) -> Problem:
+        return self.task.held_out(number)
 
     def reward(self, problem: Problem, answer_text: str) -> float:
         """The scorer's reward; 0 for an answer that exceeds the time limit or crashes the scorer."""
@@ -137,9 +147,10 @@ class TimedTask(WrappedTask):
 
 
 def _score(said: _Said) -> float:
-    if said.refused:
-        raise InputError(said.refused)
-    return said.score
+    score, refused = said
+    if refused:
+        raise InputError(refused)
+    return score
 
 
 def serve(pipe: Connection) -> None:
@@ -147,14 +158,14 @@ def serve(pipe: Connection) -> None:
     make, limit_s = pipe.recv()
     try:
         scorer: Scorer = make()
-        pipe.send(_Said())
+        pipe.send((0.0, ""))
         while True:
             problem, answer_text = pipe.recv()
             signal.setitimer(signal.ITIMER_REAL, limit_s + ALONE_S)  # ends us even without the rank
             score = scorer.reward(problem, answer_text)
             signal.setitimer(signal.ITIMER_REAL, 0.0)
-            pipe.send(_Said(score=score))
+            pipe.send((score, ""))
     except InputError as error:
-        pipe.send(_Said(refused=str(error)))
+        pipe.send((0.0, str(error)))
     except (EOFError, OSError):
         pass

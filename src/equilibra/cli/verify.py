@@ -1,0 +1,73 @@
+"""`equilibra verify`: the passes of one step of a run, with and without balancing, and how far they are apart."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from equilibra.cli import train
+from equilibra.core.errors import MismatchError
+
+__all__ = ["add_parser"]
+
+WORKER = "equilibra.train.verify:run_verify"
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand."""
+    parser = commands.add_parser(
+        "verify",
+        help="compare log-probabilities and gradients of a training run with and without balancing",
+        usage="equilibra verify [section.key=value ...] [--config FILE] ...",
+        description="Takes the options of equilibra train, generates the answers of one step, and runs its passes "
+        "twice: as planned, and with static placement. Prints the differences beside what rounding in the run's dtype "
+        "explains. Trains nothing. Exit code 1: they differ by more.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of equilibra train")
+    parser.add_argument("--config", metavar="FILE", help="read options from a TOML file")
+    parser.add_argument("--output", metavar="DIR", help="keep the run folder here; needed under torchrun")
+    parser.add_argument("--planner", metavar="NAME", help="short for balance.planner=NAME")
+    parser.add_argument("--seed", metavar="N", help="short for run.seed=N")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run, worker=WORKER, resume=None, steps=1, plain=True, options=False)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Compare, then print the differences."""
+    with TemporaryDirectory(prefix="equilibra-verify-") as folder:
+        asked = train.asked_of(arguments, default=Path(folder) / "run")
+        try:
+            train.run_asked(asked, arguments)
+        finally:
+            if asked.lock is not None:
+                asked.lock.close()
+        if not asked.is_first:
+            return 0
+        return _say(asked.folder.path, as_json=arguments.json)
+
+
+def _say(folder: Path, *, as_json: bool) -> int:
+    from equilibra.train.verify import read_differences
+
+    differences, about = read_differences(folder)
+    same = all(one.is_rounding for one in differences)
+    if as_json:
+        rows = [{"what": one.what, "found": one.found, "allowed": one.allowed} for one in differences]
+        print(json.dumps({**about, "differences": rows, "same": same}))
+    else:
+        print(
+            f"\n{about['sequences']} sequences on {about['ranks']} ranks in {about['dtype']}: {about['planner']} "
+            f"(slowest rank {about['imbalance']:.3f} times the mean) against static ({about['imbalance_static']:.3f})\n"
+        )
+        print(f"{'':<28}{'difference':>12}{'rounding':>12}")
+        for one in differences:
+            mark = "" if one.is_rounding else "   MORE THAN ROUNDING"
+            print(f"{one.what:<28}{one.found:>12.1e}{one.allowed:>12.1e}{mark}")
+    if not same:
+        raise MismatchError("balancing changes this run's numbers by more than rounding; please report the table above")
+    if not as_json:
+        print("\nbalancing changes nothing but rounding")
+    return 0
