@@ -16,7 +16,9 @@ NEAREST: dict[str, tuple[str, ...]] = {
     "plan/baselines/": ("unit/plan/test_baselines.py", "golden/*.py"),
     "plan/": (),
     "execute/watch.py": (UNIT + "watch.py", "distributed/test_failures.py", "distributed/test_patience.py"),
-    "execute/group.py": (UNIT + "watch.py", UNIT + "staging.py", UNIT + "planning.py", "distributed/test_counts.py", *LAYER),
+    "execute/group.py": (
+        UNIT + "watch.py", UNIT + "staging.py", UNIT + "planning.py", "distributed/test_counts.py", *LAYER,
+    ),
     "execute/record.py": (UNIT + "memory_kept.py", "distributed/test_counts.py", *LAYER),
     "execute/micro_batch.py": (UNIT + "memory_kept.py", UNIT + "paths.py", *LAYER),
     "execute/runtime.py": (UNIT + "paths.py", UNIT + "memory_kept.py", UNIT + "first_gradients.py", *LAYER),
