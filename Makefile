@@ -145,7 +145,7 @@ test-all: lint resolve docs chromium ## the same, the slow proofs, every support
 stacks: $(STACKS_READY) ## create .venv-stacks with verl, Ray, vLLM and Megatron-Core for CPUs (STACKS_VENV: another folder)
 
 .PHONY: test-stacks
-test-stacks: ## whole programs: verl's trainer under Ray with real vLLM, plain and balanced; a quarter of an hour
+test-stacks: ## whole programs: verl's trainer under Ray with real vLLM, plain and balanced; about ten minutes on two free cores
 	@if $(MAKE) --no-print-directory stacks; then $(STACKS_VENV)/bin/python -m pytest tests/stacks; \
 	  else echo "tests/stacks skipped: verl, Ray, vLLM or Megatron-Core could not be installed into $(STACKS_VENV)"; fi
 
