@@ -88,6 +88,12 @@ class Watched:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._engine, name)
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "source":
+            self._engine.source = value
+        else:
+            super().__setattr__(name, value)
+
     def _note(self, what: str, where: Where | None = None, number: int = -1) -> None:
         self._journal.calls.append(Call(what, where, number))
 

@@ -6,7 +6,7 @@ from equilibra.core.errors import InputError
 from equilibra.train.build import build_parts
 from equilibra.train.config import TrainConfig
 from equilibra.train.config_files import with_overrides
-from equilibra.train.worker import _device
+from equilibra.train.worker import device_of
 
 
 @pytest.mark.parametrize(("override", "reason"), [
@@ -27,4 +27,4 @@ def test_refused_before_the_warm_up(override, reason):
 @pytest.mark.parametrize("path", ["ipc", "both"])
 def test_paths_between_gpus_need_them(path):
     with pytest.raises(InputError, match=f"balance.path = {path} needs GPUs, but the run is on cpu"):
-        _device(with_overrides(TrainConfig(), ["run.device=cpu", f"balance.path={path}"]))
+        device_of(with_overrides(TrainConfig(), ["run.device=cpu", f"balance.path={path}"]))
