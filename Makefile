@@ -105,7 +105,7 @@ check: lint ## lint and the tests that start no processes, in about 90 seconds o
 
 .PHONY: test
 test: lint resolve docs chromium ## everything CI does
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(BIN)/pytest -n 2 -m 'not slow' --durations 20
 	@$(MAKE) --no-print-directory test-arithmetic
 
 .PHONY: test-arithmetic
