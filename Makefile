@@ -146,7 +146,7 @@ stacks: $(STACKS_READY) ## create .venv-stacks with verl, Ray, vLLM and Megatron
 
 .PHONY: test-stacks
 test-stacks: ## whole programs: verl's trainer under Ray with real vLLM, plain and balanced; about ten minutes on two free cores
-	@if $(MAKE) --no-print-directory stacks; then $(STACKS_VENV)/bin/python -m pytest tests/stacks; \
+	@if $(MAKE) --no-print-directory stacks; then PYTHONPATH=$(CURDIR)/src $(STACKS_VENV)/bin/python -m pytest tests/stacks; \
 	  else echo "tests/stacks skipped: verl, Ray, vLLM or Megatron-Core could not be installed into $(STACKS_VENV)"; fi
 
 .PHONY: test-gpu
