@@ -75,9 +75,6 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.options:
         print(options_text(), end="")
         return 0
-    missing = [name for name in NEEDED if find_spec(name) is None]
-    if missing:
-        raise InputError(f"equilibra train needs {', '.join(missing)}: pip install 'equilibra[train]'")
     asked = asked_of(arguments)
     try:
         stopped = run_asked(asked, arguments)
@@ -95,6 +92,9 @@ def asked_of(arguments: argparse.Namespace, *, default: Path | None = None) -> _
     from equilibra.train.processes import place_under_torchrun
     from equilibra.train.run_folder import reopen_run
 
+    missing = [name for name in NEEDED if find_spec(name) is None]
+    if missing:
+        raise InputError(f"equilibra {arguments.command} needs {', '.join(missing)}: pip install 'equilibra[train]'")
     short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
     overrides = [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
     folder: RunFolder | None = None

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from equilibra.cli import verify
+from equilibra.cli import train, verify
 from equilibra.cli.main import main
 
 SMALL = ["cluster.nodes=1", "cluster.ranks_per_node=2", "rollout.prompts=4", "rollout.answers=2", "run.dtype=float32"]
@@ -36,3 +36,9 @@ def test_lost_gradients_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytes
 def test_options_are_those_of_train(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "run.dtype=float3"]) == 2
     assert "run.dtype must be one of" in capsys.readouterr().err
+
+
+def test_missing_libraries_are_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(train, "find_spec", lambda name: None if name == "transformers" else name)
+    assert main(["verify", *SMALL]) == 2
+    assert "equilibra verify needs transformers: pip install 'equilibra[train]'" in capsys.readouterr().err

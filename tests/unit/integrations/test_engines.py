@@ -11,14 +11,13 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 from tests.distributed.rl_runs import ALONE, largest_gap, run, small
-from tests.references.hf_models import small_config
 from tests.references.sglang_server import Seeded, Served, noise_of, run_embedded, sglang_server
 from transformers import AutoModelForCausalLM
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import ExecuteError, InputError, MismatchError
 from equilibra.execute.group import join_expert_group
-from equilibra.integrations.hf import Replica, open_model_folder
+from equilibra.integrations.hf import Replica
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server, check_url
 from equilibra.integrations.sglang.engine import SGLangEngine
@@ -38,23 +37,6 @@ AFTER_ADAM = 1e-6
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.arithmetic
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    """A small Qwen3-MoE with a dense layer in the middle."""
-    folder = tmp_path_factory.mktemp("model")
-    config = small_config("qwen3_moe")
-    config.initializer_range = 0.08
-    config.save_pretrained(folder)
-    return open_model_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def weights(model):
-    torch.manual_seed(3)
-    source = Replica(model, dtype=torch.float64, device=CPU, end=END, pad=0)
-    return {name: value.clone() for name, value in source._tensor_of_name.items()}
 
 
 @pytest.fixture

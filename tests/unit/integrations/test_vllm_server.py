@@ -4,14 +4,12 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.rl_runs import ALONE, largest_gap, run, small
-from tests.references.hf_models import small_config
 from tests.references.sglang_server import Seeded, run_embedded, serving
 from tests.references.vllm_server import ServedVLLM
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, MismatchError
 from equilibra.execute.group import join_expert_group
-from equilibra.integrations.hf import Replica, open_model_folder
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server
 from equilibra.integrations.vllm.server import VLLMServerEngine
@@ -24,22 +22,6 @@ END = 17
 CPU = torch.device("cpu")
 
 pytestmark = pytest.mark.arithmetic
-
-
-@pytest.fixture(scope="module")
-def model(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("model")
-    config = small_config("qwen3_moe")
-    config.initializer_range = 0.08
-    config.save_pretrained(folder)
-    return open_model_folder(folder)
-
-
-@pytest.fixture(scope="module")
-def weights(model):
-    torch.manual_seed(3)
-    source = Replica(model, dtype=torch.float64, device=CPU, end=END, pad=0)
-    return {name: value.clone() for name, value in source._tensor_of_name.items()}
 
 
 def engine_of(model, tmp_path, *urls):
