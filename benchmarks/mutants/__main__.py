@@ -91,10 +91,14 @@ def run(mutant: Mutant, asked: argparse.Namespace) -> dict[str, object]:
 
 
 def batches(files: Sequence[str], asked: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:
-    """Files and those of their tests that fit the budget: near files first, cheap tests of a file first."""
-    left = asked.budget
-    for some in (files[:2], files[2:]):
-        tests = []
+    """Files and those of their tests that fit the budget: near files first, cheap tests of a file first.
+
+    Each batch has twice the files of the one before, so a mutant that near tests kill never times far ones.
+    """
+    left, begin, size = asked.budget, 0, 2
+    while begin < len(files):
+        some, tests = files[begin : begin + size], []
+        begin, size = begin + size, size * 2
         for file in some:
             cost = baseline(file, asked.work)
             for test in sorted(cost, key=lambda name: cost[name]):
