@@ -38,6 +38,8 @@ def main() -> int:
     parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-mutants"))
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
+    if asked.mutants < 1 or asked.lanes < 1:
+        parser.error(f"--mutants {asked.mutants} --lanes {asked.lanes}: both must be at least 1")
     asked.work.mkdir(parents=True, exist_ok=True)
     raw = asked.work / f"mutants-{asked.seed}.jsonl"
     mutants = sample(asked.mutants, asked.seed)
