@@ -3,6 +3,7 @@
 Several groups of processes run at once. Not under MPS: a client that is killed may take the server with it.
 """
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 from itertools import product
 
@@ -14,7 +15,7 @@ from tests.distributed.test_failures import check
 from equilibra.execute.copies.transfer import Path
 
 TIMEOUT_S = 8.0
-AT_ONCE = 3
+AT_ONCE = max(1, (os.cpu_count() or 4) // 4)
 PATHS = [Path.COLLECTIVE, Path.HOST, Path.IPC, Path.BOTH]
 POINTS = ["gather", "dispatch", "copies", "gradients", "standing", "arm", "plan", "migration", "optimizer"]
 HOWS = ["die", "fail", "silent", "memory"]

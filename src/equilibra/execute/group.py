@@ -10,7 +10,7 @@ the others why this rank fails, and stops the watch thread (`watch.py`).
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from enum import StrEnum
@@ -119,6 +119,23 @@ class _Work:
         self.watch.check(self.what)
 
 
+_Trial = Callable[[dist.ProcessGroup, torch.device], object]
+"""moves one value between ranks as an operation does"""
+
+
+def _try_exchange(group: dist.ProcessGroup, device: torch.device) -> None:
+    values = torch.zeros(group.size(), device=device)
+    dist.all_to_all_single(torch.empty_like(values), values, group=group)
+
+
+def _try_gather(group: dist.ProcessGroup, device: torch.device) -> None:
+    _all_gather(torch.zeros(group.size(), device=device), torch.zeros(1, device=device), group=group)
+
+
+def _try_sum(group: dist.ProcessGroup, device: torch.device) -> None:
+    dist.all_reduce(torch.zeros(1, device=device), group=group)
+
+
 NOT_LOST = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.OutOfMemoryError))
 """RuntimeErrors of this rank's own device"""
 
@@ -157,8 +174,8 @@ class ExpertGroup:
     """empty in a group of one"""
     watch: Watch = field(default_factory=lambda: Watch(rank=0, world=1, timeout_s=inf))
     """detects lost ranks"""
-    connected: set[Channel] = field(default_factory=set)
-    """channels whose NCCL communicators exist; NCCL makes them at first use"""
+    connected: set[tuple[Channel, _Trial]] = field(default_factory=set)
+    """channels whose ranks NCCL has connected, and for what"""
 
     def __enter__(self) -> Self:
         return self
@@ -205,31 +222,35 @@ class ExpertGroup:
             received.copy_(sent)
             return Ready()
         exchange = partial(dist.all_to_all_single, received, sent, list(received_sizes), list(sent_sizes))
-        return self._start(channel, what, (sent, received), exchange)
+        return self._start(channel, what, (sent, received), exchange, _try_exchange)
 
     def all_gather(self, channel: Channel, sent: Tensor, received: Tensor, *, what: str) -> Pending:
         """Start filling `received` with the members' `sent` in order; sizes are equal on all members."""
         if channel not in self.channels:
             received.copy_(sent)
             return Ready()
-        return self._start(channel, what, (sent, received), partial(_all_gather, received, sent))
+        return self._start(channel, what, (sent, received), partial(_all_gather, received, sent), _try_gather)
 
     def sum(self, channel: Channel, tensor: Tensor, *, what: str) -> Pending:
         """Start summing a tensor over the members in place."""
         if channel not in self.channels:
             return Ready()
-        return self._start(channel, what, (tensor,), partial(dist.all_reduce, tensor))
+        return self._start(channel, what, (tensor,), partial(dist.all_reduce, tensor), _try_sum)
 
-    def _connect(self, channel: Channel, device: torch.device, what: str) -> None:
-        """Make a communicator in a thread, because NCCL waits for all ranks without a time limit."""
+    def _connect(self, channel: Channel, device: torch.device, try_it: _Trial, what: str) -> None:
+        """Connect a channel's ranks in a thread, because NCCL's host calls wait for other ranks without a time limit.
+
+        NCCL connects two ranks when something first travels between them, so the trial moves a value between all that
+        the operation may connect.
+        """
         self.watch.check(what)
-        if channel in self.connected or device.type != "cuda" or nccl_of(self.channels[channel]) is None:
+        if (channel, try_it) in self.connected or device.type != "cuda" or nccl_of(self.channels[channel]) is None:
             return
         what, failed = f"connecting ranks for {channel}", list[BaseException]()
 
         def connect() -> None:
             try:
-                dist.all_reduce(torch.zeros(1, device=device), group=self.channels[channel])
+                try_it(self.channels[channel], device)
             except BaseException as error:  # noqa: BLE001 - raised again where it was asked for
                 failed.append(error)
 
@@ -239,16 +260,17 @@ class ExpertGroup:
         with lost_rank_is_an_error(what, self.watch):
             for error in failed:
                 raise error
-        self.connected.add(channel)
+        self.connected.add((channel, try_it))
 
     def _start(
-        self, channel: Channel, what: str, keep: tuple[Tensor, ...], collective: Callable[..., dist.Work | None]
-    ) -> Pending:
-        group = self.channels[channel]
-        self._connect(channel, keep[0].device, what)
-        with lost_rank_is_an_error(what, self.watch):
-            work = collective(group=group, async_op=True)
+        self, channel: Channel, what: str, keep: tuple[Tensor, ...], collective: Callable[..., dist.Work | None],
+        try_it: _Trial,
+    ) -> Pending:  # fmt: skip
+        group, device = self.channels[channel], keep[0].device
+        self._connect(channel, device, try_it, what)
         blocks = nccl_of(group) is None
+        with lost_rank_is_an_error(what, self.watch), nullcontext() if blocks else self.watch.during(what, device):
+            work = collective(group=group, async_op=True)
         return _Work(what=what, work=work, keep=keep, channel=channel, watch=self.watch, blocks=blocks)
 
     def gather(self, values: NDArray[np.generic], *, what: str) -> list[NDArray[np.generic]]:

@@ -1,11 +1,13 @@
-"""Watch: a thread on every rank that turns a lost rank into an error instead of a hang.
+"""Watch: threads on every rank that turn a lost rank into an error instead of a hang.
 
 On GPUs a collective's `wait()` blocks a stream, not the host; a stream waits forever for a dead rank, and so does the
 host once it synchronises. So:
 
     expect   the group registers everything a device waits for: collectives, returning gradients
-    look     every TICK_S the thread checks whether the oldest is done or older than timeout_s, whether a communicator
-             has failed, and whether another rank has told the store why it failed
+    ask      one thread asks the device what is done. Asking may block: CUDA answers nobody while it loads a kernel, and
+             loading may wait for all that runs, a collective without its peer included
+    look     every TICK_S another one checks whether the oldest that is not done is older than timeout_s, whether a
+             communicator has failed, and whether another rank has told the store why it failed
     lose     it then tells the store (the first cause stays), raises the node's device signals and aborts the
              communicators, so that everything that waits on a device, or for one, goes on
     check    the next call of the group raises RankLostError with the cause
@@ -72,8 +74,9 @@ class Watch:
         self._queues: dict[str, _Queue] = {}
         self._releases: list[Callable[[], None]] = []
         self._lock = Lock()
-        self._thread: Thread | None = None
+        self._threads: list[Thread] = []
         self._closed = Event()
+        self._device_error = ""
         self.cause: str | None = None
         """why the ranks cannot continue"""
         self._who: str | None = None
@@ -89,9 +92,21 @@ class Watch:
             self._device = self._device or device
             entry = _Expected(what=what, done=done, since=monotonic())
             self._queues.setdefault(queue, _Queue()).waiting.append(entry)
-            if self._thread is None and not self._closed.is_set():
-                self._thread = Thread(target=self._run, name="equilibra-watch", daemon=True)
-                self._thread.start()
+            if not self._threads and not self._closed.is_set():
+                names = {"equilibra-watch": self._run, "equilibra-watch-device": self._ask}
+                self._threads = [Thread(target=run, name=name, daemon=True) for name, run in names.items()]
+                for thread in self._threads:
+                    thread.start()
+
+    @contextmanager
+    def during(self, what: str, device: torch.device) -> Iterator[None]:
+        """Register a call of the host that may itself wait for other ranks, as NCCL's do when they connect a pair."""
+        over = Event()
+        self.expect("calls", what, over.is_set, device)
+        try:
+            yield
+        finally:
+            over.set()
 
     def release_with(self, release: Callable[[], None]) -> None:
         """Call `release` when a rank is lost, so that no stream waits for its signals."""
@@ -155,7 +170,7 @@ class Watch:
             releases, backends, self._backends = list(self._releases), self._backends, []
         for release in releases:
             release()
-        if self._thread is not None:
+        if self._threads:
             self._answer()
         threads = [Thread(target=_abort, args=(backend,), daemon=True) for backend in backends]
         for thread in threads:  # all at once: each waits for the device, which may wait for another one
@@ -178,7 +193,7 @@ class Watch:
         return self._who
 
     def _absent(self) -> str:
-        if self._store is None or self._thread is None or " failed with " in (self.cause or ""):
+        if self._store is None or not self._threads or " failed with " in (self.cause or ""):
             return ""
         end, absent = monotonic() + ANSWER_S, list(range(self.world))
         while absent and monotonic() < end:
@@ -188,12 +203,9 @@ class Watch:
             return "; the processes of all ranks are alive, so one is stuck or slower than the timeout"
         return f"; rank {', '.join(map(str, absent))} does not answer: its process is gone or stopped"
 
-    # --- the thread ---
+    # --- the threads ---
 
     def _run(self) -> None:
-        if self._device is not None:
-            torch.cuda.set_device(self._device)
-            _allow_queries_during_capture()
         while not self._closed.wait(self._tick_s):
             if self.cause is None:
                 self._look()
@@ -207,30 +219,41 @@ class Watch:
             self.cause = told
             self._let_go()
             return
-        reason = next((reason for reason in map(_failed, self._backends) if reason), None)
-        with self._lock:
-            queues = list(self._queues.values())
-        try:
-            for queue in queues:
-                reason = reason or self._overdue(queue)
-        except RuntimeError as error:  # the device has failed
-            reason = f"failed with {type(error).__name__}: {first_line(error)}"
+        reason = self._device_error or next((reason for reason in map(_failed, self._backends) if reason), None)
+        for queue in self._every_queue():
+            reason = reason or self._overdue(queue)
         if reason:
             self._lose(reason)
 
+    def _every_queue(self) -> list[_Queue]:
+        with self._lock:
+            return list(self._queues.values())
+
     def _overdue(self, queue: _Queue) -> str | None:
-        """Drop finished entries; the reason to give up the first unfinished one, if it is overdue."""
-        while queue.waiting and queue.waiting[0].done():
-            queue.waiting.popleft()
-            queue.moved_on = monotonic()
-        if queue.waiting and monotonic() - max(queue.waiting[0].since, queue.moved_on) > self.timeout_s:
-            return f"waited for {queue.waiting[0].what} longer than the timeout of {self.timeout_s:g} s"
+        """The reason to give up the first operation that is not done, if it is overdue."""
+        first = next(iter(tuple(queue.waiting)), None)
+        if first is not None and monotonic() - max(first.since, queue.moved_on) > self.timeout_s:
+            return f"waited for {first.what} longer than the timeout of {self.timeout_s:g} s"
         return None
+
+    def _ask(self) -> None:
+        """Drop what is done."""
+        try:
+            if self._device is not None and self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+                _allow_queries_during_capture()
+            while not self._closed.wait(self._tick_s):
+                for queue in self._every_queue():
+                    while queue.waiting and queue.waiting[0].done():
+                        queue.waiting.popleft()
+                        queue.moved_on = monotonic()
+        except RuntimeError as error:
+            self._device_error = f"failed with {type(error).__name__}: {first_line(error)}"
 
     def close(self) -> None:
         self._closed.set()
-        if self._thread is not None:
-            self._thread.join(STORE_S)
+        for thread in self._threads:
+            thread.join(STORE_S)
 
 
 def first_line(error: BaseException, most: int = 600) -> str:

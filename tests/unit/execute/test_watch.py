@@ -100,6 +100,30 @@ def test_the_host_waits_no_longer_than_the_timeout(ranks):
     assert "planning did not finish: rank 2 waited for publishing weights" in str(ranks[0].lost("planning"))
 
 
+def test_a_device_that_does_not_answer_is_noticed():
+    asked = threading.Event()
+    watch = Watch(rank=0, world=2, timeout_s=TIMEOUT_S, tick_s=0.01)
+    watch.expect("dispatch", "dispatching", lambda: asked.wait(30))  # CUDA, while it loads a kernel
+    start = monotonic()
+    assert "rank 0 waited for dispatching longer than the timeout" in error_of(watch)
+    assert monotonic() - start < TIMEOUT_S + 3
+    asked.set()
+    watch.close()
+
+
+def test_a_call_of_the_host_that_does_not_return_is_noticed():
+    watch = Watch(rank=0, world=2, timeout_s=TIMEOUT_S, tick_s=0.01)
+    with watch.during("connecting two ranks", torch.device("cpu")):
+        assert "rank 0 waited for connecting two ranks longer than the timeout" in error_of(watch)
+    watch.close()
+    quick = Watch(rank=0, world=2, timeout_s=TIMEOUT_S, tick_s=0.01)
+    with quick.during("connecting two ranks", torch.device("cpu")):
+        pass
+    sleep(3 * TIMEOUT_S)
+    quick.check("the next call")
+    quick.close()
+
+
 def test_without_a_store_every_rank_is_on_its_own():
     watch = Watch(rank=0, world=2, timeout_s=TIMEOUT_S, tick_s=0.01)
     watch.expect("dispatch", "dispatching", lambda: False)
@@ -117,7 +141,7 @@ def test_a_store_that_is_gone_is_no_failure():
     sleep(0.1)
     watch.check("dispatch")
     watch.close()
-    assert not any(thread.name == "equilibra-watch" for thread in threading.enumerate())
+    assert not any(thread.name.startswith("equilibra-watch") for thread in threading.enumerate())
 
 
 def test_a_device_that_fails_is_the_cause():

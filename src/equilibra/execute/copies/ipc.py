@@ -34,8 +34,14 @@ logger = logging.getLogger(__name__)
 
 
 def handle_of(tensor: Tensor) -> dict[str, Any]:
-    """JSON-compatible handle for another process to open a tensor."""
-    shared = tensor.untyped_storage()._share_cuda_()  # type: ignore[no-untyped-call]
+    """JSON-compatible handle for other processes to open a tensor.
+
+    torch keeps what it has shared alive, by counts of one reader each. So an alias is shared: the memory stays its
+    owner's, who may free it once readers have let go (`IpcPath.publish`, `Runtime.release`).
+    """
+    owned = tensor.untyped_storage()
+    alias: Any = torch._C._construct_storage_from_data_pointer(owned.data_ptr(), tensor.device, owned.nbytes())  # noqa: SLF001
+    shared = alias._share_cuda_()  # noqa: SLF001
     encoded = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared]
     return {"storage": encoded, "offset": tensor.storage_offset(), "shape": list(tensor.shape)}
 
