@@ -41,7 +41,7 @@ def handle_of(tensor: Tensor) -> dict[str, Any]:
     """
     owned = tensor.untyped_storage()
     alias: Any = torch._C._construct_storage_from_data_pointer(owned.data_ptr(), tensor.device, owned.nbytes())  # noqa: SLF001
-    shared = alias._share_cuda_()  # noqa: SLF001
+    shared = alias._share_cuda_()
     encoded = [base64.b64encode(x).decode() if isinstance(x, bytes) else x for x in shared]
     return {"storage": encoded, "offset": tensor.storage_offset(), "shape": list(tensor.shape)}
 
