@@ -11,7 +11,7 @@ import tomllib
 import zipfile
 from pathlib import Path
 
-PACKAGES = ("vllm", "sglang", "slime")
+PACKAGES = ("vllm", "sglang", "slime", "nemo_rl")
 
 
 def listed(package):
