@@ -1,4 +1,4 @@
-"""What integrations use of vLLM, SGLang, slime and NeMo-RL is in the committed lists, and the lists are in the sources."""
+"""What integrations use of vLLM, SGLang, slime and NeMo-RL is in lists, and the lists are in the sources."""
 
 import ast
 import inspect
