@@ -2,6 +2,7 @@
 
 import importlib.util
 import warnings
+from pathlib import Path
 
 import pytest
 
@@ -10,7 +11,10 @@ import equilibra.train.worker
 
 __all__ = ["equilibra", "pytest"]
 
-if importlib.util.find_spec("megatron") is not None:
+HAS_GPU = any(Path("/dev").glob("nvidia*"))
+"""Megatron's modules ask CUDA for the GPU; processes forked after that cannot use it"""
+
+if importlib.util.find_spec("megatron") is not None and not HAS_GPU:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # Megatron says at length what it does without
         for name in ("models.gpt", "optimizer", "dist_checkpointing"):
