@@ -74,14 +74,13 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         sizes, fused, keep = how
         y, h = expert_math.forward(Activation.SWIGLU, rows, sizes, _parts(weights), keep=keep)
-        ctx.save_for_backward(rows, h, probs)
-        ctx.weights, ctx.sizes, ctx.fused = weights, sizes, fused
+        ctx.save_for_backward(rows, h, probs, *weights)  # weights too: hooks may fetch those of copies again
+        ctx.sizes, ctx.fused = sizes, fused
         return y.mul_(probs[:, None])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # noqa: ANN401
-        rows, h, probs = ctx.saved_tensors
-        weights: tuple[Tensor, ...] = ctx.weights
+        rows, h, probs, *weights = ctx.saved_tensors
         in_place = ctx.fused and all(hasattr(one, "main_grad") for one in weights)
         wide = torch.promote_types(rows.dtype, torch.float32)  # the kernels sum in float32
         found = [

@@ -101,7 +101,8 @@ def _steps(cases: dict[str, Case]) -> str:
         seconds = {who: _values(case, who, "seconds") for who in (STATIC, OURS, BALANCED)}
         share = _median_ratio(seconds[BALANCED], seconds[OURS])
         rows.append([
-            name, _model(case), case["case"]["links"], case["setting"].get("path", "collective"),
+            name, _model(case), case["case"]["links"],
+            ", ".join(case.get("paths", [])) or case["setting"].get("path", "collective"),
             f"{case['static_imbalance']:.2f} → {case['planned_imbalance']:.3f}",
             *(_spread(seconds[who], 1e3) for who in (STATIC, OURS, BALANCED)),
             f"{_median_ratio(seconds[STATIC], seconds[OURS]):.2f}×", f"{share:.1%}{'' if share < GOAL else ' ✓'}",

@@ -5,7 +5,6 @@ Symbols: M micro-batches, L MoE layers, T tokens of this rank, K experts per tok
 
 from __future__ import annotations
 
-import contextlib
 import warnings
 import zlib
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from benchmarks.megatron_gpu.cases import Case, Shape
 from benchmarks.megatron_gpu.clock import Spans
 from benchmarks.megatron_gpu.experts import GroupedExperts
-from equilibra.integrations.megatron import MegatronSetting, balance, set_replay
+from equilibra.integrations.megatron import MegatronSetting, balance
 
 __all__ = ["Place", "Took", "Training", "join"]
 
@@ -181,8 +180,7 @@ class Training:
         total = torch.zeros((), device=self.place.device)
         for number, ids in enumerate(routing):
             hidden, wanted = _hidden(self.shape, self.config.params_dtype, self.place, number)
-            self._act("REPLAY_FORWARD")
-            set_replay([layer.router.router_replay for layer in self.layers], ids)
+            self._replay(ids)
             out, _ = self.bare(hidden.requires_grad_())
             loss = ((out - wanted).float() ** 2).mean() / len(routing)
             loss.backward()
@@ -205,12 +203,17 @@ class Training:
 
     def _replayed(self, model: Any, number: int, routing: Routing) -> Any:  # noqa: ANN401
         """A forward step as RL frameworks have it: the recorded experts, then what backward computes anew."""
-        self._act("REPLAY_FORWARD")
-        set_replay([layer.router.router_replay for layer in self.layers], routing[self._begun])
+        self._replay(routing[self._begun])
         out = model(*_tokens(self.shape, self.place, number, self._begun))
         self._act("REPLAY_BACKWARD")
         self._begun += 1
         return out, lambda tensor: (tensor.mean(), {"loss": tensor.detach().mean()})
+
+    def _replay(self, ids: list[Tensor]) -> None:
+        """Have routers choose these experts, without a look at them that would wait for the device."""
+        self._act("REPLAY_FORWARD")
+        for layer, of_layer in zip(self.layers, ids, strict=True):
+            layer.router.router_replay.set_target_indices(of_layer)
 
     def _act(self, action: str) -> None:
         from megatron.core.transformer.moe.router_replay import RouterReplayAction  # noqa: PLC0415
@@ -218,14 +221,19 @@ class Training:
         for layer in self.layers:
             layer.router.router_replay.set_router_replay_action(RouterReplayAction[action])
 
+    @property
+    def copies(self) -> Any:  # noqa: ANN401
+        """The copies that all layers share, where the balancer has made them."""
+        return getattr(getattr(self.balancer, "copies", None), "found", None)
+
     def close(self) -> None:
         """Let go of everything."""
         from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: PLC0415
 
         if self.balancer is not None:
             self.balancer.end()
-            with contextlib.suppress(AttributeError):
-                self.balancer.close()
+            if copies := self.copies:
+                copies.close()
         RouterReplay.clear_global_router_replay_instances()
         self.__dict__.clear()
 

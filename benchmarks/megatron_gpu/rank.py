@@ -228,6 +228,7 @@ class _Bench:
             "resident_bytes": {STATIC: plain.resident_bytes, OURS: ours.resident_bytes},
             "setting": {key: str(value) for key, value in asdict(self.setting).items()},
             "copies_of_step": _mean(_copies_of(step) for step in ours.steps),
+            "paths": sorted({str(path) for path in getattr(ours.copies, "_path", {}).values()}),
         }
         if self.case.control:
             GroupedExperts.copies_learn = False
