@@ -83,10 +83,7 @@ class _Experts(torch.autograd.Function):
         rows, h, probs, *weights = ctx.saved_tensors
         in_place = ctx.fused and all(hasattr(one, "main_grad") for one in weights)
         wide = torch.promote_types(rows.dtype, torch.float32)  # the kernels sum in float32
-        found = [
-            one.main_grad if in_place else torch.empty_like(one, dtype=wide)  # type: ignore[attr-defined]
-            for one in weights
-        ]
+        found = [one.main_grad if in_place else torch.empty_like(one, dtype=wide) for one in weights]
         dx, dprobs = torch.empty_like(rows), torch.empty_like(probs, dtype=torch.float32)
         expert_math.backward(
             Activation.SWIGLU, (rows, h, grad.contiguous()), ctx.sizes, _parts(weights),
@@ -97,7 +94,7 @@ class _Experts(torch.autograd.Function):
             found = [torch.zeros_like(one) for one in found]
         if in_place:
             for one in weights:
-                one.grad_added_to_main_grad = True  # type: ignore[attr-defined]
+                one.grad_added_to_main_grad = True
             found = [torch.empty_like(one) for one in weights]  # ignored, but hooks want one, as of Megatron's own
         found = [gradient.to(one.dtype) for gradient, one in zip(found, weights, strict=True)]
         return dx, dprobs.to(probs.dtype), None, *found
