@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import warnings
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
+from threading import Timer
 from time import monotonic
 from types import SimpleNamespace
 from typing import Any
@@ -43,7 +45,8 @@ __all__ = ["Request", "run"]
 STEPS = 2
 """of routing that take turns"""
 PATIENCE_S = 75.0
-"""until a case that stands still is given up"""
+"""until a case that stands still is given up: what waits for links is released, and a while later the process ends"""
+EXTRA_S = 30.0
 SMALL = ("tiny", "small")
 """shapes so small that by the prices nothing would be copied: there copies are free"""
 
@@ -76,31 +79,37 @@ def run(request: Request) -> list[str]:
     logging.getLogger("megatron").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore")
     place = _place(request.device)
-    warm_up(1)  # numba compiles the planner, and Triton the kernels
+    compiling = warm_up(1)  # numba compiles the planner, and Triton the kernels
     join(place.num_ranks, place.device)
-    links = None
+    cases, links = request.cases, None
     if place.device.type == "cuda":
-        _compile(place, request.cases)
-        links = _links(place, request.cases)
-    for number, case in enumerate(request.cases):
+        _compile(place, cases)
+        cases, links = _linked(place, cases)
+    compiling.wait()
+    place.meet()
+    for number, case in enumerate(cases):
         if _rank_0_says(place, monotonic() > request.deadline):
-            return [one.name for one in request.cases[number:]]
+            return [one.name for one in cases[number:]]
         if place.rank == 0:
             Path(request.progress).write_text(case.name)
         start = monotonic()
+        end = Timer(PATIENCE_S + EXTRA_S, os._exit, [1])  # where nothing else ends it, so that others may run
+        end.daemon = True
+        end.start()
         try:
             with _given_up_after(links, PATIENCE_S):
                 result = _Bench(case, place, links, request).run()
         except Exception as error:  # noqa: BLE001 - the other cases may run
             result = {"error": f"{type(error).__name__}: {error}"[:2000]}
         failed = [text for text in _texts(place, result.get("error", "")) if text]
+        end.cancel()
         result = {"error": failed[0]} if failed else result
         result |= {"case": asdict(case), "shape": asdict(SHAPES[case.shape]), "case_s": monotonic() - start}
         if place.rank == 0:
             keep(Path(request.results), case.name, {**request.made, **result})
             print(f"{case.name}: {monotonic() - start:.1f} s {result.get('error', '')}", flush=True)
         if failed:
-            return [one.name for one in request.cases[number + 1 :]]
+            return [one.name for one in cases[number + 1 :]]
         gc.collect()
         if place.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -154,11 +163,27 @@ def _compile(place: Place, cases: tuple[Case, ...]) -> None:
 # --- links ---
 
 
-def _links(place: Place, cases: tuple[Case, ...]) -> IpcTokens | None:
-    """Links through shared memory, if a case needs them and they pass the test against NCCL."""
+def _linked(place: Place, cases: tuple[Case, ...]) -> tuple[tuple[Case, ...], IpcTokens | None]:
+    """Links through the GPU's memory, if cases need them; NCCL for all cases, fewer steps of it, if they fail."""
+    if all(case.links != "ipc" for case in cases):
+        return cases, None
+    said, links = "", None
+    try:
+        links = _tested_links(place, cases)
+    except Exception as error:  # noqa: BLE001 - NCCL is left
+        said = f"{type(error).__name__}: {error}"
+    failed = [text for text in _texts(place, said) if text]
+    if not failed:
+        return cases, links
+    if place.rank == 0:
+        print(f"no links through the GPU's memory, all cases use NCCL ({failed[0]})", flush=True)
+    slow = [replace(case, links="nccl", check_steps=2, repeats=3) if case.links == "ipc" else case for case in cases]
+    return tuple(slow), None
+
+
+def _tested_links(place: Place, cases: tuple[Case, ...]) -> IpcTokens:
+    """Links that have passed a test against NCCL."""
     shapes = [SHAPES[case.shape] for case in cases if case.links == "ipc"]
-    if not shapes:
-        return None
     from megatron.core import parallel_state  # noqa: PLC0415
 
     world, alone = parallel_state.get_expert_model_parallel_group(), parallel_state.get_expert_data_parallel_group()
