@@ -4,8 +4,6 @@
 set -u
 cd "$(dirname "$0")/../.." || exit 1
 export PYTHONPATH="src:build/megatron-gpu${PYTHONPATH:+:$PYTHONPATH}" PYTHONUNBUFFERED=1
-# streams that share a queue could wait for each other: signals of other processes are waited for in streams
-export CUDA_DEVICE_MAX_CONNECTIONS="${CUDA_DEVICE_MAX_CONNECTIONS:-32}"
 PYTHON="${PYTHON:-python3}"
 folder=$(mktemp -d)
 export CUDA_MPS_PIPE_DIRECTORY="$folder" CUDA_MPS_LOG_DIRECTORY="$folder"
