@@ -4,6 +4,7 @@ VENV ?= .venv
 TORCH ?=# cpu: PyTorch without CUDA, from the index that PyTorch documents for it
 PYTHONS := 3.11 3.12 3.13
 MEGATRONS := 0.16.1 0.18.2 0.19.2
+GPU_PYTHON ?= 3.12
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 TESTS_READY := $(VENV)/.ready-tests
@@ -165,6 +166,17 @@ bench: $(TESTS_READY) ## measure everything into benchmarks/results (EQUILIBRA_T
 .PHONY: bench-gpu
 bench-gpu: $(TESTS_READY) ## measure expert layers on a GPU into benchmarks/results (EQUILIBRA_TRACES: real routing)
 	$(BIN)/equilibra bench gpu --output benchmarks/results
+
+.PHONY: megatron-gpu
+megatron-gpu: ## unpack megatron-core for the Python of a GPU machine (GPU_PYTHON) into build/megatron-gpu, 12 MB
+	@rm -rf build/megatron-gpu
+	@$(PYTHON) -m pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: --no-compile \
+	  --python-version $(GPU_PYTHON) --platform manylinux_2_28_x86_64 --platform manylinux2014_x86_64 \
+	  --platform manylinux2010_x86_64 --target build/megatron-gpu megatron-core==$(firstword $(MEGATRONS)) psutil einops
+
+.PHONY: bench-megatron-gpu
+bench-megatron-gpu: ## measure Megatron on a GPU that four processes share into benchmarks/results; run megatron-gpu before
+	benchmarks/megatron_gpu/run.sh --output benchmarks/results
 
 .PHONY: clean
 clean: ## remove the environments and caches
