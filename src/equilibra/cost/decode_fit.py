@@ -1,0 +1,155 @@
+"""Fit the decode laws to measured layers, with half of the cases kept apart to say how far the laws are off.
+
+A measurement (`benchmarks.probes.measure_decode`) has models by name and cases of three kinds: attention (batch,
+context), experts (active instances, rows) and dense (batch, parameters), each with its microseconds.
+
+Attention and dense products share constants, so they are fitted together. Both maxima of the attention law are linear
+once it is known which part of each is larger: guess, fit non-negative least squares of relative errors, look again,
+repeat. Experts are fitted by `calibrate.fit_experts`. A constant that no case determines keeps its value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import InputError
+from equilibra.core.model import MoEModel
+from equilibra.cost.calibrate import fit_experts, not_negative
+from equilibra.cost.decode import CACHE_BYTES, DecodeLaw
+
+__all__ = ["DecodeFit", "attention_predicted", "experts_predicted", "fit_decode"]
+
+Case = dict[str, Any]
+ROUNDS = 30
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeFit:
+    """A fitted law and its errors."""
+
+    law: DecodeLaw
+    errors: dict[str, dict[str, float]]
+    """by kind and half (attention, fitted; attention, kept apart; ...): cases, mean, p90 and worst relative error"""
+
+
+def fit_decode(measured: dict[str, Any], base: DecodeLaw, *, source: str) -> DecodeFit:
+    """The law of every second case, and its errors on both halves."""
+    try:
+        models = {name: MoEModel(name=name, num_layers=1, **shape) for name, shape in measured["models"].items()}
+        cases = [{**case, "shape": models[case["model"]]} for case in measured["cases"]]
+    except (KeyError, TypeError, AttributeError) as error:
+        raise InputError(f"these are not measurements of decoding: {error}") from error
+    kinds = {kind: [case for case in cases if case["kind"] == kind] for kind in ("attention", "dense", "experts")}
+    if len(kinds["attention"]) < 8 or len(kinds["experts"]) < 12:
+        raise InputError("too few measurements of decoding: 8 of attention and 12 of experts are the least")
+    half = {kind: (some[::2], some[1::2]) for kind, some in kinds.items()}
+    law, fixed_us = _fit_attention(half["attention"][0], half["dense"][0], replace(base, source=source))
+    experts, _ = fit_experts([_as_experts(case) for case in half["experts"][0]], backward=False)
+    law = replace(law, experts=experts)
+    errors = {}
+    for number, name in enumerate(("fitted", "kept apart")):
+        for kind in ("attention", "dense", "experts"):
+            some = half[kind][number]
+            if some:
+                predicted = np.array([_predicted(law, case, fixed_us) for case in some])
+                errors[f"{kind}, {name}"] = _errors(predicted / np.array([case["us"] for case in some]) - 1)
+    return DecodeFit(law=law, errors=errors)
+
+
+def attention_predicted(law: DecodeLaw, model: MoEModel, *, batch: int, context: int) -> float:
+    """Microseconds of a measured attention layer."""
+    weights, cache, multiplied, scored = _amounts(model, batch, context)
+    dense = max(weights / law.weight_gb_per_s, multiplied / law.dense_tflops)
+    return law.attention_fixed_us + batch * law.sequence_us + dense + max(
+        cache / law.cache_gb_per_s, scored / law.score_tflops
+    )  # fmt: skip
+
+
+def experts_predicted(law: DecodeLaw, model: MoEModel, *, active: int, rows: int) -> float:
+    """Microseconds of a measured expert layer."""
+    return law.experts.time_us(model, rows=rows, instances=active, backward=False)
+
+
+def _predicted(law: DecodeLaw, case: Case, dense_fixed_us: float) -> float:
+    if case["kind"] == "experts":
+        return experts_predicted(law, case["shape"], active=case["active"], rows=case["rows"])
+    if case["kind"] == "attention":
+        return attention_predicted(law, case["shape"], batch=case["batch"], context=case["context"])
+    weights, multiplied = _product(case["parameters"], case["batch"])
+    return dense_fixed_us + max(weights / law.weight_gb_per_s, multiplied / law.dense_tflops)
+
+
+def _as_experts(case: Case) -> Case:
+    model = case["shape"]
+    return {"hidden": model.hidden, "expert_ffn": model.expert_ffn, "instances": case["active"], "rows": case["rows"],
+            "us": case["us"]}  # fmt: skip
+
+
+def _product(parameters: float, batch: float) -> tuple[float, float]:
+    """KB of weights and MFLOP."""
+    return parameters * 2e-3, 2 * batch * parameters * 1e-6
+
+
+def _amounts(model: MoEModel, batch: int, context: int) -> tuple[float, float, float, float]:
+    """KB of weights, kB of cache, MFLOP of products, MFLOP of scores of a measured attention layer."""
+    size = model.attention_width / model.num_heads
+    parameters = model.hidden * (2 * model.num_heads * size + model.cache_values + model.num_experts)
+    weights, multiplied = _product(parameters, batch)
+    tokens = batch * context
+    return weights, tokens * model.cache_values * CACHE_BYTES * 1e-3, multiplied, 4 * tokens * model.score_width * 1e-6
+
+
+def _fit_attention(attention: Sequence[Case], dense: Sequence[Case], base: DecodeLaw) -> tuple[DecodeLaw, float]:
+    """The law without experts, and the fixed time of a dense product alone."""
+    of_layer = [_amounts(case["shape"], case["batch"], case["context"]) for case in attention]
+    of_head = [_product(case["parameters"], case["batch"]) for case in dense]
+    layers = np.array([1.0] * len(attention) + [0.0] * len(dense))
+    weights = np.array([w for w, *_ in of_layer] + [w for w, _ in of_head])
+    flop = np.array([f for _, _, f, _ in of_layer] + [f for _, f in of_head])
+    cache = np.array([c for _, c, _, _ in of_layer] + [0.0] * len(dense))
+    score = np.array([s for *_, s in of_layer] + [0.0] * len(dense))
+    batch = layers * np.array([case["batch"] for case in [*attention, *dense]], np.float64)
+    us = np.array([case["us"] for case in [*attention, *dense]])
+    x = np.array([0, 0, 1 / base.weight_gb_per_s, 1 / base.dense_tflops, 1 / base.cache_gb_per_s,
+                  1 / base.score_tflops, 0])  # fmt: skip
+    best, least = x, np.inf
+    for _ in range(ROUNDS):
+        reads, waits = weights * x[2] >= flop * x[3], cache * x[4] >= score * x[5]
+        parts = [layers, 1 - layers, weights * reads, flop * ~reads, cache * waits, score * ~waits, batch]
+        found = _where_known(np.stack(parts, axis=1), us, x)
+        predicted = layers * found[0] + (1 - layers) * found[1] + batch * found[6] + np.maximum(
+            weights * found[2], flop * found[3]
+        ) + np.maximum(cache * found[4], score * found[5])  # fmt: skip
+        error = float(np.square(predicted / us - 1).sum())
+        if error < least:
+            best, least = found, error
+        if np.allclose(found, x):
+            break
+        x = found
+    law = replace(
+        base, attention_fixed_us=float(best[0]), weight_gb_per_s=float(1 / best[2]), dense_tflops=float(1 / best[3]),
+        cache_gb_per_s=float(1 / best[4]), score_tflops=float(1 / best[5]), sequence_us=float(best[6]),
+    )  # fmt: skip
+    return law, float(best[1])
+
+
+def _where_known(
+    parts: NDArray[np.float64], us: NDArray[np.float64], before: NDArray[np.float64]
+) -> NDArray[np.float64]:
+    """Non-negative coefficients; a rate that no case depends on, or that comes out infinite, keeps its value."""
+    known = (parts != 0).any(axis=0)
+    found = before.copy()
+    found[known] = not_negative(parts[:, known], us)
+    rates = np.array([False, False, True, True, True, True, False])
+    return np.where(rates & (found <= 0), before, found)
+
+
+def _errors(error: NDArray[np.float64]) -> dict[str, float]:
+    size = np.abs(error)
+    return {"cases": float(size.size), "mean": float(size.mean()), "p90": float(np.quantile(size, 0.9)),
+            "worst": float(size.max())}  # fmt: skip

@@ -1,0 +1,317 @@
+"""The fastest deployment within a latency: the disaggregated one, and the colocated one with the same laws.
+
+For fixed tensor-parallel sizes, nodes and micro-batches, every part of the time between tokens falls in proportion to
+the batch when the batch grows (fixed parts, weights and latencies spread over more sequences), so throughput grows with
+the batch until latency or memory forbids it. The best batch is therefore the largest that is allowed, and bisection
+finds it. What remains is a grid of at most a few hundred thousand deployments, whose bisections run side by side as
+arrays; only numbers of attention nodes above `EVERY_NODE` are thinned, to steps of 1 %.
+
+Colocated: groups of ranks hold the whole model, experts over expert-parallel times tensor-parallel ranks, attention
+over data-parallel times tensor-parallel ranks of the same group. One micro-batch waits for its transfers; two overlap
+them with each other's compute as well as they ever can, which favours the colocated side.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.errors import BudgetError, InputError
+from equilibra.cost.decode import (
+    CACHE_BYTES,
+    Numbers,
+    attention_us,
+    cached_tokens,
+    experts_us,
+    nodes_of_token,
+    outer_us,
+    transfer_us,
+)  # fmt: skip
+from equilibra.plan.deployment.pipeline import iteration_us
+from equilibra.plan.deployment.question import MEMORY_SHARE, Plan, Question, Side
+
+__all__ = ["EVERY_NODE", "Layout", "Times", "best_colocated", "best_disaggregated", "layouts", "plan_of", "times"]
+
+EVERY_NODE = 128
+MOST_SEQUENCES = 2**22
+"""of one micro-batch on one attention node"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Layout:
+    """Deployments without their batch: arrays [N], or numbers for one."""
+
+    attention_nodes: Numbers
+    attention_tensor: Numbers
+    expert_nodes: Numbers
+    expert_tensor: Numbers
+    micro_batches: Numbers
+
+    @property
+    def attention_ranks(self) -> Numbers:
+        return self.attention_nodes * self.attention_tensor
+
+    @property
+    def expert_ranks(self) -> Numbers:
+        return self.expert_nodes * self.expert_tensor
+
+    def chosen(self, of: NDArray[np.bool_] | int) -> Layout:
+        """Some of them."""
+        return Layout(**{name: np.asarray(values)[of] for name, values in vars(self).items()})
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Times:
+    """Of deployments with a batch, in microseconds and bytes per rank."""
+
+    t_a: Numbers
+    t_e: Numbers
+    t_c: Numbers
+    outer: Numbers
+    latency: Numbers
+    attention_bytes: Numbers
+    expert_bytes: Numbers
+    fits: NDArray[np.bool_]
+    """in memory"""
+
+
+Law = Callable[[Question, Layout, Numbers], Times]
+
+
+def times(question: Question, layout: Layout, batch: Numbers) -> Times:
+    """A disaggregated deployment, by the laws."""
+    model = question.model
+    t_a, t_e, outer = _compute(question, question.attention, question.experts, layout, batch)
+    links = _links(question, layout)
+    t_c = _transfer(question, layout, batch, links)
+    latency = layout.micro_batches * outer + iteration_us(
+        t_a, t_e, t_c, layers=model.num_layers, micro_batches=layout.micro_batches
+    )
+    attention, experts = _memory(question, layout, batch)
+    fits = (attention <= question.attention.room_bytes) & (experts <= question.experts.room_bytes)
+    return Times(t_a=t_a, t_e=t_e, t_c=t_c, outer=outer, latency=latency, attention_bytes=attention,
+                 expert_bytes=experts, fits=np.asarray(fits))  # fmt: skip
+
+
+def colocated_times(question: Question, layout: Layout, batch: Numbers) -> Times:
+    """Groups that hold the whole model, on the attention hardware."""
+    side, model, m = question.attention, question.model, layout.micro_batches
+    t_a, t_e, outer = _compute(question, side, side, layout, batch)
+    outside = np.maximum(1 - side.prices.ranks_per_node / layout.expert_ranks, 0.0)
+    link = 1 / np.maximum(outside / side.prices.nic_gb_per_s, (1 - outside) / side.prices.nvlink_gb_per_s)
+    alone = layout.attention_nodes * layout.expert_nodes == 1
+    t_c = np.where(alone, 0.0, _transfer(question, layout, batch, (link, link)))
+    trip = t_a + t_e + 2 * t_c
+    latency = m * outer + model.num_layers * np.where(
+        m == 1, trip, np.maximum(np.maximum(m * (t_a + t_e), trip), m * t_c)
+    )
+    attention, experts = _memory(question, layout, batch)
+    fits = np.asarray(attention + experts <= side.room_bytes)
+    return Times(t_a=t_a, t_e=t_e, t_c=t_c, outer=outer, latency=latency, attention_bytes=attention,
+                 expert_bytes=experts, fits=fits)  # fmt: skip
+
+
+def _compute(
+    question: Question, attention: Side, experts: Side, layout: Layout, batch: Numbers
+) -> tuple[Numbers, Numbers, Numbers]:
+    model, context = question.model, question.context
+    t_a = attention_us(
+        model, attention.law, attention.prices, context, batch=batch, tensor=layout.attention_tensor,
+        nodes=layout.attention_nodes,
+    )  # fmt: skip
+    t_e = experts_us(
+        model, experts.law, experts.prices, tokens=batch * layout.attention_nodes, nodes=layout.expert_nodes,
+        tensor=layout.expert_tensor, imbalance=question.imbalance,
+    )  # fmt: skip
+    outer = outer_us(
+        model, attention.law, context, batch=batch, tensor=layout.attention_tensor, nodes=layout.attention_nodes
+    )
+    return t_a, t_e, outer
+
+
+def _links(question: Question, layout: Layout) -> tuple[Numbers, Numbers]:
+    """GB/s of a rank of both sides: NVLink if all ranks share one node, else the network."""
+    a, b = question.attention.prices, question.experts.prices
+    together = layout.attention_ranks + layout.expert_ranks <= a.ranks_per_node
+    together = np.asarray(together) & question.one_hardware
+    return np.where(together, a.nvlink_gb_per_s, a.nic_gb_per_s), np.where(together, b.nvlink_gb_per_s, b.nic_gb_per_s)
+
+
+def _transfer(question: Question, layout: Layout, batch: Numbers, links: tuple[Numbers, Numbers]) -> Numbers:
+    """Each token is sent once to every expert node that computes for it, in slices from its tensor-parallel ranks."""
+    model = question.model
+    copies = batch * nodes_of_token(model, layout.expert_nodes) * model.hidden * model.weight_bytes
+    sent, arrived = copies / layout.attention_tensor, copies * layout.attention_nodes / layout.expert_ranks
+    latency = max(question.attention.law.transfer_us, question.experts.law.transfer_us)
+    return transfer_us(latency, (sent, links[0]), (question.imbalance * arrived, links[1]))
+
+
+def _memory(question: Question, layout: Layout, batch: Numbers) -> tuple[Numbers, Numbers]:
+    """Bytes of a rank for attention (weights and cache, at the fullest node of three deviations) and for experts."""
+    model, context = question.model, question.context
+    layers = model.num_layers
+    dense = layers * model.dense_parameters + model.outer_parameters + model.embedding_parameters
+    sequences = batch * layout.micro_batches
+    most = np.minimum(
+        sequences * context.mean + 3 * context.deviation * np.sqrt(sequences), sequences * context.longest
+    )
+    most = np.maximum(most, context.longest)
+    cache = cached_tokens(model, most, sequences) * model.cache_values * CACHE_BYTES * (layers + model.num_dense_layers)
+    attention = dense * model.weight_bytes / layout.attention_tensor + cache / np.minimum(
+        layout.attention_tensor, model.cache_heads
+    )
+    return attention, layers * model.num_experts * model.expert_bytes / layout.expert_ranks
+
+
+def layouts(question: Question) -> Layout:
+    """Every disaggregated deployment of at most so many ranks."""
+    model, most = question.model, question.max_ranks
+    grid = np.meshgrid(
+        _thinned(most), _tensor_sizes(question.attention, model.num_heads), _divisors(model.num_experts),
+        _tensor_sizes(question.experts, model.expert_ffn), np.arange(1, question.max_micro_batches + 1), indexing="ij",
+    )  # fmt: skip
+    layout = Layout(
+        **dict(zip(Layout.__dataclass_fields__, (part.ravel().astype(np.float64) for part in grid), strict=True))
+    )
+    return layout.chosen(np.asarray(layout.attention_ranks + layout.expert_ranks <= most))
+
+
+def colocated_layouts(question: Question) -> Layout:
+    """Every colocated group of at most so many ranks; more groups give the same per rank."""
+    model, side = question.model, question.attention
+    grid = np.meshgrid(
+        _tensor_sizes(side, model.num_heads), _divisors(model.num_experts), _tensor_sizes(side, model.expert_ffn),
+        np.array([1, 2]), indexing="ij",
+    )  # fmt: skip
+    tensor, nodes, expert_tensor, m = (part.ravel().astype(np.float64) for part in grid)
+    ranks = nodes * expert_tensor
+    good = (ranks % tensor == 0) & (ranks <= question.max_ranks)
+    return Layout(
+        attention_nodes=ranks / tensor, attention_tensor=tensor, expert_nodes=nodes, expert_tensor=expert_tensor,
+        micro_batches=m,
+    ).chosen(good)  # fmt: skip
+
+
+def _thinned(most: int) -> NDArray[np.int64]:
+    every = np.arange(1, min(most, EVERY_NODE) + 1)
+    if most <= EVERY_NODE:
+        return every
+    steps = np.geomspace(EVERY_NODE, most, int(np.log(most / EVERY_NODE) * 100) + 2)
+    return np.unique(np.concatenate([every, np.rint(steps).astype(np.int64)]))
+
+
+def _tensor_sizes(side: Side, parts: int) -> NDArray[np.int64]:
+    """Powers of 2 within a node that divide the heads or the experts' inner width."""
+    sizes = [2**i for i in range(11) if 2**i <= side.prices.ranks_per_node and parts % 2**i == 0]
+    return np.array(sizes)
+
+
+def _divisors(number: int) -> NDArray[np.int64]:
+    return np.array([n for n in range(1, number + 1) if number % n == 0])
+
+
+def best_disaggregated(question: Question) -> Plan:
+    """The disaggregated deployment of most throughput per rank or cost; InputError says why there is none."""
+    return _best(question, layouts(question), times, "disaggregated")
+
+
+def best_colocated(question: Question) -> Plan:
+    """The colocated deployment on the attention hardware."""
+    return _best(question, colocated_layouts(question), colocated_times, "colocated")
+
+
+def _best(question: Question, layout: Layout, law: Law, kind: str) -> Plan:
+    if not np.size(layout.micro_batches):
+        raise BudgetError(f"no {kind} deployment of {question.model.name} has {question.max_ranks} ranks or fewer")
+    batch = _largest_batch(question, layout, law)
+    some = batch > 0
+    if not some.any():
+        _refuse(question, layout, law, kind)
+    layout, batch = layout.chosen(some), batch[some]
+    tokens = batch * layout.micro_batches * layout.attention_nodes / np.asarray(law(question, layout, batch).latency)
+    value = tokens / (_cost(question, layout, kind) if question.objective == "cost" else _ranks(layout, kind))
+    good = value >= value.max() * (1 - 1e-9)
+    best = int(np.flatnonzero(good)[np.argmin(_ranks(layout, kind)[good])])  # of equal ones, the smallest
+    return plan_of(question, layout.chosen(best), int(batch[best]), kind)
+
+
+def _ranks(layout: Layout, kind: str) -> NDArray[np.float64]:
+    experts = np.asarray(layout.expert_ranks, np.float64)
+    return experts if kind == "colocated" else experts + layout.attention_ranks
+
+
+def _cost(question: Question, layout: Layout, kind: str) -> NDArray[np.float64]:
+    a, b = question.attention.cost_per_hour, question.experts.cost_per_hour
+    if kind == "colocated":
+        return np.asarray(layout.expert_ranks * a, np.float64)
+    return np.asarray(layout.attention_ranks * a + layout.expert_ranks * b, np.float64) if a and b else np.zeros(1)
+
+
+def _largest_batch(question: Question, layout: Layout, law: Law) -> NDArray[np.float64]:
+    """[N] the largest batch within latency and memory; 0 where none is."""
+
+    def allowed(batch: NDArray[np.float64]) -> NDArray[np.bool_]:
+        found = law(question, layout, np.maximum(batch, 1.0))
+        return np.asarray((found.latency <= question.latency_us) & found.fits)
+
+    low = np.zeros(np.shape(layout.micro_batches))  # allowed, or no batch at all
+    high = np.full_like(low, _most_sequences(question))  # not allowed
+    while (high - low > 1).any():
+        middle = np.floor((low + high) / 2)
+        good = allowed(middle) & (middle >= 1)
+        low, high = np.where(good, middle, low), np.where(good, high, np.maximum(middle, low + 1))
+    return low
+
+
+def _most_sequences(question: Question) -> int:
+    """More than a node of the largest tensor-parallel size can hold."""
+    side, model, context = question.attention, question.model, question.context
+    tokens = cached_tokens(model, context.mean, 1.0)
+    each = float(tokens) * model.cache_values * CACHE_BYTES * (model.num_layers + model.num_dense_layers)
+    return int(min(side.room_bytes * side.prices.ranks_per_node / each + 2, MOST_SEQUENCES))
+
+
+def _refuse(question: Question, layout: Layout, law: Law, kind: str) -> None:
+    """InputError: memory, or the latency that one sequence per node and micro-batch would reach."""
+    model, context = question.model, question.context
+    least = law(question, layout, np.ones(np.shape(layout.micro_batches)))
+    if not least.fits.any():
+        experts = model.num_layers * model.num_experts * model.expert_bytes
+        cache = cached_tokens(model, context.longest, 1.0) * model.cache_values * CACHE_BYTES * model.num_layers
+        raise BudgetError(
+            f"{model.name} does not fit {kind} on {question.max_ranks} ranks of {question.attention.prices.name} and "
+            f"{question.experts.prices.name}: experts take {experts / 1e9:.0f} GB, the cache of one sequence of "
+            f"{context.longest:.0f} tokens {float(cache) / 1e9:.1f} GB, and {MEMORY_SHARE:.0%} of a rank's memory is "
+            "used; allow more ranks, shorter sequences or larger devices"
+        )
+    fastest = float(np.where(least.fits, least.latency, np.inf).min())
+    raise InputError(
+        f"latency {question.latency_us * 1e-3:g} ms is out of reach of {kind} {model.name}: the fastest deployment of "
+        f"at most {question.max_ranks} ranks takes {fastest * 1e-3:.1f} ms between tokens; allow more, or faster ones"
+    )
+
+
+def plan_of(question: Question, layout: Layout, batch: int, kind: str) -> Plan:
+    """One deployment with its figures."""
+    law = colocated_times if kind == "colocated" else times
+    found = law(question, layout, float(batch))
+    second = question.attention if kind == "colocated" else question.experts
+    bytes_of = (float(found.attention_bytes), float(found.expert_bytes))
+    return Plan(
+        kind=kind, hardware=(question.attention.prices.name, second.prices.name),
+        attention_nodes=int(layout.attention_nodes), attention_tensor=int(layout.attention_tensor),
+        expert_nodes=int(layout.expert_nodes), expert_tensor=int(layout.expert_tensor),
+        micro_batches=int(layout.micro_batches), batch=batch, ranks=int(_ranks(layout, kind)),
+        cost_per_hour=float(np.ravel(_cost(question, layout, kind))[0]), t_a_us=float(found.t_a),
+        t_e_us=float(found.t_e), t_c_us=float(found.t_c), outer_us=float(found.outer),
+        latency_us=float(found.latency),
+        memory_bytes=(sum(bytes_of), sum(bytes_of)) if kind == "colocated" else bytes_of,
+    )  # fmt: skip
+
+
+def on_experts_hardware(question: Question) -> Question:
+    """The same question with attention on the experts' hardware."""
+    return replace(question, attention=question.experts)
