@@ -5,7 +5,7 @@ context), experts (active instances, rows) and dense (batch, parameters), each w
 
 Attention and dense products share constants, so they are fitted together. Both maxima of the attention law are linear
 once it is known which part of each is larger: guess, fit non-negative least squares of relative errors, look again,
-repeat. Experts are fitted by `calibrate.fit_experts`. A constant that no case determines keeps its value.
+repeat. The experts' maximum likewise, from every first guess. A constant that no case determines keeps its value.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
-from equilibra.cost.calibrate import fit_experts, not_negative
+from equilibra.cost.calibrate import not_negative
 from equilibra.cost.decode import CACHE_BYTES, DecodeLaw
+from equilibra.cost.prices import ExpertLaw, row_bytes
 
 __all__ = ["DecodeFit", "attention_predicted", "experts_predicted", "fit_decode"]
 
@@ -49,8 +50,7 @@ def fit_decode(measured: dict[str, Any], base: DecodeLaw, *, source: str) -> Dec
         raise InputError("too few measurements of decoding: 8 of attention and 12 of experts are the least")
     half = {kind: (some[::2], some[1::2]) for kind, some in kinds.items()}
     law, fixed_us = _fit_attention(half["attention"][0], half["dense"][0], replace(base, source=source))
-    experts, _ = fit_experts([_as_experts(case) for case in half["experts"][0]], backward=False)
-    law = replace(law, experts=experts)
+    law = replace(law, experts=_fit_experts(half["experts"][0]))
     errors = {}
     for number, name in enumerate(("fitted", "kept apart")):
         for kind in ("attention", "dense", "experts"):
@@ -82,12 +82,6 @@ def _predicted(law: DecodeLaw, case: Case, dense_fixed_us: float) -> float:
         return attention_predicted(law, case["shape"], batch=case["batch"], context=case["context"])
     weights, multiplied = _product(case["parameters"], case["batch"])
     return dense_fixed_us + max(weights / law.weight_gb_per_s, multiplied / law.dense_tflops)
-
-
-def _as_experts(case: Case) -> Case:
-    model = case["shape"]
-    return {"hidden": model.hidden, "expert_ffn": model.expert_ffn, "instances": case["active"], "rows": case["rows"],
-            "us": case["us"]}  # fmt: skip
 
 
 def _product(parameters: float, batch: float) -> tuple[float, float]:
@@ -147,6 +141,34 @@ def _where_known(
     found[known] = not_negative(parts[:, known], us)
     rates = np.array([False, False, True, True, True, True, False])
     return np.where(rates & (found <= 0), before, found)
+
+
+def _fit_experts(cases: Sequence[Case]) -> ExpertLaw:
+    """The law of least squared relative error over every first guess of which cases wait for weights."""
+    us = np.array([case["us"] for case in cases])
+    shapes, rows = [case["shape"] for case in cases], np.array([case["rows"] for case in cases], np.float64)
+    weights = np.array([case["active"] * model.expert_bytes * 1e-3 for case, model in zip(cases, shapes, strict=True)])
+    moved = rows * [row_bytes(model) * 1e-3 for model in shapes]
+    flop = rows * [2 * model.expert_parameters * 1e-6 for model in shapes]
+    few = rows / np.array([case["active"] for case in cases])
+    best, least = ExpertLaw(fixed_us=0, weight_gb_per_s=1, row_gb_per_s=1, tflops=1), np.inf
+    for limit in np.unique(few):
+        waits = few <= limit
+        for _ in range(ROUNDS):
+            parts = [np.ones_like(us), weights * waits, weights * ~waits, moved * ~waits, flop * ~waits]
+            x = not_negative(np.stack(parts, axis=1), us)
+            by_weights, by_rows = weights * x[1], weights * x[2] + moved * x[3] + flop * x[4]
+            error = float(np.square((x[0] + np.maximum(by_weights, by_rows)) / us - 1).sum())
+            if error < least and (x[3] > 0 or x[4] > 0):
+                rates = [float(1 / each) if each > 0 else 0.0 for each in x[1:]]
+                least, best = error, ExpertLaw(
+                    fixed_us=float(x[0]), weight_gb_per_s=rates[0], instance_gb_per_s=rates[1], row_gb_per_s=rates[2],
+                    tflops=rates[3],
+                )  # fmt: skip
+            if np.array_equal(by_weights > by_rows, waits):
+                break
+            waits = by_weights > by_rows
+    return best
 
 
 def _errors(error: NDArray[np.float64]) -> dict[str, float]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any
 
 from equilibra.core.checks import check_choice, check_number, check_whole
@@ -55,6 +55,8 @@ class Question:
     max_micro_batches: int = 4
     imbalance: float = 1.0
     """rows of the fullest expert node over the mean"""
+    overlap: bool = True
+    """colocated groups may overlap two micro-batches"""
     objective: str = "gpu"
     """tokens per second and rank (gpu), or per cost"""
 
@@ -105,7 +107,6 @@ class Plan:
     """between two tokens of a sequence"""
     memory_bytes: tuple[float, float]
     """of a rank of attention and of experts; colocated ranks hold both"""
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def sequences(self) -> int:

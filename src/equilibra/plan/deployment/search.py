@@ -14,7 +14,7 @@ them with each other's compute as well as they ever can, which favours the coloc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -33,9 +33,14 @@ from equilibra.cost.decode import (
 from equilibra.plan.deployment.pipeline import iteration_us
 from equilibra.plan.deployment.question import MEMORY_SHARE, Plan, Question, Side
 
-__all__ = ["EVERY_NODE", "Layout", "Times", "best_colocated", "best_disaggregated", "layouts", "plan_of", "times"]
+__all__ = [
+    "EVERY_NODE", "Layout", "Times", "best_colocated", "best_disaggregated", "colocated_layouts", "colocated_times",
+    "grown", "layouts", "times",
+]  # fmt: skip
 
 EVERY_NODE = 128
+CHUNK = 8192
+"""layouts that are searched at once: their arrays stay in a core's cache"""
 MOST_SEQUENCES = 2**22
 """of one micro-batch on one attention node"""
 
@@ -58,7 +63,7 @@ class Layout:
     def expert_ranks(self) -> Numbers:
         return self.expert_nodes * self.expert_tensor
 
-    def chosen(self, of: NDArray[np.bool_] | int) -> Layout:
+    def chosen(self, of: NDArray[np.bool_] | NDArray[np.int64] | int) -> Layout:
         """Some of them."""
         return Layout(**{name: np.asarray(values)[of] for name, values in vars(self).items()})
 
@@ -184,7 +189,7 @@ def colocated_layouts(question: Question) -> Layout:
     model, side = question.model, question.attention
     grid = np.meshgrid(
         _tensor_sizes(side, model.num_heads), _divisors(model.num_experts), _tensor_sizes(side, model.expert_ffn),
-        np.array([1, 2]), indexing="ij",
+        np.array([1, 2] if question.overlap else [1]), indexing="ij",
     )  # fmt: skip
     tensor, nodes, expert_tensor, m = (part.ravel().astype(np.float64) for part in grid)
     ranks = nodes * expert_tensor
@@ -235,7 +240,7 @@ def _best(question: Question, layout: Layout, law: Law, kind: str) -> Plan:
     value = tokens / (_cost(question, layout, kind) if question.objective == "cost" else _ranks(layout, kind))
     good = value >= value.max() * (1 - 1e-9)
     best = int(np.flatnonzero(good)[np.argmin(_ranks(layout, kind)[good])])  # of equal ones, the smallest
-    return plan_of(question, layout.chosen(best), int(batch[best]), kind)
+    return _plan_of(question, layout.chosen(best), int(batch[best]), kind)
 
 
 def _ranks(layout: Layout, kind: str) -> NDArray[np.float64]:
@@ -252,17 +257,27 @@ def _cost(question: Question, layout: Layout, kind: str) -> NDArray[np.float64]:
 
 def _largest_batch(question: Question, layout: Layout, law: Law) -> NDArray[np.float64]:
     """[N] the largest batch within latency and memory; 0 where none is."""
+    found = np.zeros(np.shape(layout.micro_batches))
+    for first in range(0, found.size, CHUNK):
+        part = np.arange(first, min(first + CHUNK, found.size))
+        part = part[_allowed(question, layout.chosen(part), law, np.ones(part.size))]
+        found[part] = _bisected(question, layout.chosen(part), law)
+    return found
 
-    def allowed(batch: NDArray[np.float64]) -> NDArray[np.bool_]:
-        found = law(question, layout, np.maximum(batch, 1.0))
-        return np.asarray((found.latency <= question.latency_us) & found.fits)
 
-    low = np.zeros(np.shape(layout.micro_batches))  # allowed, or no batch at all
-    high = np.full_like(low, _most_sequences(question))  # not allowed
+def _allowed(question: Question, layout: Layout, law: Law, batch: NDArray[np.float64]) -> NDArray[np.bool_]:
+    found = law(question, layout, batch)
+    return np.asarray((found.latency <= question.latency_us) & found.fits)
+
+
+def _bisected(question: Question, layout: Layout, law: Law) -> NDArray[np.float64]:
+    """[N] the largest allowed batch, of layouts that allow 1."""
+    low = np.ones(np.shape(layout.micro_batches))
+    high = np.full_like(low, _most_sequences(question))  # too large for any memory
     while (high - low > 1).any():
         middle = np.floor((low + high) / 2)
-        good = allowed(middle) & (middle >= 1)
-        low, high = np.where(good, middle, low), np.where(good, high, np.maximum(middle, low + 1))
+        good = _allowed(question, layout, law, middle) | (middle <= low)
+        low, high = np.where(good, middle, low), np.where(good, high, middle)
     return low
 
 
@@ -294,7 +309,7 @@ def _refuse(question: Question, layout: Layout, law: Law, kind: str) -> None:
     )
 
 
-def plan_of(question: Question, layout: Layout, batch: int, kind: str) -> Plan:
+def _plan_of(question: Question, layout: Layout, batch: int, kind: str) -> Plan:
     """One deployment with its figures."""
     law = colocated_times if kind == "colocated" else times
     found = law(question, layout, float(batch))
@@ -312,6 +327,11 @@ def plan_of(question: Question, layout: Layout, batch: int, kind: str) -> Plan:
     )  # fmt: skip
 
 
-def on_experts_hardware(question: Question) -> Question:
-    """The same question with attention on the experts' hardware."""
-    return replace(question, attention=question.experts)
+def grown(question: Question, plan: Plan) -> str:
+    """What stops this plan's batch from growing: latency, memory, or both."""
+    names = ("attention_nodes", "attention_tensor", "expert_nodes", "expert_tensor", "micro_batches")
+    layout = Layout(**{name: np.float64(getattr(plan, name)) for name in names})
+    law = colocated_times if plan.kind == "colocated" else times
+    found = law(question, layout, plan.batch + 1.0)
+    late, full = bool(found.latency > question.latency_us), not found.fits.all()
+    return "latency and memory" if late and full else "latency" if late else "memory" if full else "nothing"
