@@ -113,7 +113,8 @@ def _timeline(said: dict[str, Any]) -> str:
     busy, idle = pipeline["busy"], pipeline["idle"]
     end = max(one[4] for one in busy)
     scale = (WIDTH - LEFT - RIGHT) / end
-    parts = []
+    bottom = 8 + len(LANES) * (LANE + 8)
+    parts = _axis(end, scale, bottom)
     for lane, name in enumerate(LANES):
         top = 8 + lane * (LANE + 8)
         parts.append(f'<text x="0" y="{top + 21}">{name}</text>')
@@ -121,8 +122,6 @@ def _timeline(said: dict[str, Any]) -> str:
         for server, layer, micro_batch, start, stop in busy:
             if server == name:
                 parts.append(_box(LEFT + start * scale, top, (stop - start) * scale, layer, micro_batch))
-    bottom = 8 + len(LANES) * (LANE + 8)
-    parts += _axis(end, scale, bottom)
     return f"""<h2>The pipeline</h2>
 <p>The first {pipeline["layers_shown"]} of {said["layers"]} layers. Boxes are layer.micro-batch; grey is idle. Over the
 whole iteration attention idles {idle["attention"]:.0%} of the time, experts {idle["experts"]:.0%}.</p>
@@ -152,19 +151,22 @@ def _pace(said: dict[str, Any]) -> str:
     plan, held = said["disaggregated"], said["conditions"]
     times = {"T_a, attention": plan["t_a_us"], "T_e, experts": plan["t_e_us"], "T_c, a transfer": plan["t_c_us"]}
     bars = _bars([(name, us, f"{us:,.0f} µs") for name, us in times.items()], max(times.values()))
+    layers, m, slower = said["layers"], plan["micro_batches"], max(plan["t_a_us"], plan["t_e_us"])
+    overlapped = plan["t_a_us"] + plan["t_e_us"] + 2 * plan["t_c_us"] + slower * (m * layers - 1)
+    exact = abs(said["pipeline"]["iteration_us"] / overlapped - 1) < 1e-6
     formula = (
         f"({plan['t_a_us']:.0f} + {plan['t_e_us']:.0f} + 2 × {plan['t_c_us']:.0f}) + "
-        f"{max(plan['t_a_us'], plan['t_e_us']):.0f} × ({plan['micro_batches']} × {said['layers']} − 1)"
+        f"{slower:.0f} × ({m} × {layers} − 1)"
     )
     rows = "".join(
         f"<tr><td>{escape(text)}</td><td>{'holds' if held[name] else 'does not hold'}</td></tr>"
         for name, text in CONDITIONS.items()
     )
-    how = "as" if held["transfer_hidden"] and said["bound"]["pace"] in ("attention", "experts") else "where"
+    says = "which is" if exact else f"more than the {overlapped * 1e-3:.2f} ms of full overlap,"
     return f"""<h2>Where the bound is</h2>
 <p>Pace: {escape(said["bound"]["pace"])}. The batch is limited by {escape(said["bound"]["batch"])}.</p>
 <div class="wide">{bars}</div>
-<p class="note">Iteration {said["pipeline"]["iteration_us"] * 1e-3:.2f} ms, {how} sides overlap fully
+<p class="note">An iteration takes {said["pipeline"]["iteration_us"] * 1e-3:.2f} ms, {says}
 <code>(T_a + T_e + 2 T_c) + T_f (m L − 1) = {formula} µs</code>; dense layers and the output head add
 {plan["outer_us"]:,.0f} µs a micro-batch.</p>
 <div class="wide"><table><thead><tr><th>condition of full overlap</th><th></th></tr></thead>

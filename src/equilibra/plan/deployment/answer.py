@@ -94,7 +94,7 @@ class Answer:
         trip = plan.t_a_us + plan.t_e_us + 2 * plan.t_c_us
         parts = {"attention": plan.t_a_us, "experts": plan.t_e_us, "transfers": plan.t_c_us}
         name = max(parts, key=lambda part: parts[part])
-        pace = name if plan.micro_batches * parts[name] >= trip else "the round trip: too few micro-batches"
+        pace = name if plan.micro_batches * parts[name] >= trip else "the round trip"
         return {"pace": pace, "batch": grown(self.question, plan)}
 
     def to_json(self) -> dict[str, Any]:

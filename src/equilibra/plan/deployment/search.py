@@ -4,7 +4,7 @@ For fixed tensor-parallel sizes, nodes and micro-batches, every part of the time
 the batch when the batch grows (fixed parts, weights and latencies spread over more sequences), so throughput grows with
 the batch until latency or memory forbids it. The best batch is therefore the largest that is allowed, and bisection
 finds it. What remains is a grid of at most a few hundred thousand deployments, whose bisections run side by side as
-arrays; only numbers of attention nodes above `EVERY_NODE` are thinned, to steps of 1 %.
+arrays; only numbers of attention nodes above `EVERY_NODE` are thinned, to steps of 2 %.
 
 Colocated: groups of ranks hold the whole model, experts over expert-parallel times tensor-parallel ranks, attention
 over data-parallel times tensor-parallel ranks of the same group. One micro-batch waits for its transfers; two overlap
@@ -38,7 +38,7 @@ __all__ = [
     "grown", "layouts", "times",
 ]  # fmt: skip
 
-EVERY_NODE = 128
+EVERY_NODE = 64
 CHUNK = 8192
 """layouts that are searched at once: their arrays stay in a core's cache"""
 MOST_SEQUENCES = 2**22
@@ -204,7 +204,7 @@ def _thinned(most: int) -> NDArray[np.int64]:
     every = np.arange(1, min(most, EVERY_NODE) + 1)
     if most <= EVERY_NODE:
         return every
-    steps = np.geomspace(EVERY_NODE, most, int(np.log(most / EVERY_NODE) * 100) + 2)
+    steps = np.geomspace(EVERY_NODE, most, int(np.log(most / EVERY_NODE) * 50) + 2)
     return np.unique(np.concatenate([every, np.rint(steps).astype(np.int64)]))
 
 
