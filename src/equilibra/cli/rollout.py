@@ -134,8 +134,8 @@ def _print(said: dict[str, Any], ours: Plan, others: tuple[Plan, ...]) -> None:
     context = said["context"]
     print(
         f"Decoding {said['model']} ({said['layers']} MoE layers): at most {said['latency_limit_ms']:g} ms between "
-        f"tokens, at most {said['max_ranks']} GPUs;\n{context['mean']:,.0f} tokens in the cache of a sequence on average, "
-        f"{context['longest']:,.0f} in the longest. Simulated.\n"
+        f"tokens, at most {said['max_ranks']} GPUs;\n{context['mean']:,.0f} tokens in the cache of a sequence on "
+        f"average, {context['longest']:,.0f} in the longest. Simulated.\n"
     )
     print(
         f"{'deployment':15}{'attention':>16}{'experts':>16}{'GPUs':>6}{'m':>3}{'batch':>7}{'T_a':>7}{'T_e':>7}{'T_c':>7}"
