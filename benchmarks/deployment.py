@@ -81,7 +81,7 @@ def _paper_ratio(attention: str, experts: str) -> str | None:
     return {("a800", "a800"): "up to 1.90 per GPU", ("h20", "l40s"): "up to 1.86 per cost"}.get((attention, experts))
 
 
-def zones(_setting: Setting) -> list[Row]:
+def zones(setting: Setting) -> list[Row]:
     """Where disaggregation wins and loses: models, devices and lengths of RL."""
     rows = []
     tail = lognormal_context(prompt=500, median=4000, sigma=0.8, limit=32_768)
@@ -92,7 +92,7 @@ def zones(_setting: Setting) -> list[Row]:
         for context in (Context(mean=1024), tail)
         for latency in (50.0, 150.0)
     ]
-    for model, attention, experts, context, latency in cases:
+    for model, attention, experts, context, latency in cases[:: 10 if setting.quick else 1]:
         row: Row = {"model": model, "hardware": f"{attention} + {experts}", "context": context.mean,
                     "deviation": context.deviation, "latency_limit_ms": latency}  # fmt: skip
         try:

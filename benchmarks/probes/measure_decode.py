@@ -199,7 +199,12 @@ def experts_cases(model: MoEModel, bench: Bench, tokens: int, share: int) -> lis
     def layer(experts: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.zeros_like(x).index_add_(0, of_row, experts(x[of_row]) * weights)
 
-    took = {name: bench.clock(partial(layer, experts)) for name, experts in products.items()}
+    took: dict[str, dict[str, float]] = {}
+    for name, experts in products.items():
+        try:
+            took[name] = bench.clock(partial(layer, experts))
+        except Exception as error:  # noqa: BLE001 - the other products still count
+            print(f"{name}: {str(error)[:200]}", flush=True)
     fastest = min(took, key=lambda name: took[name]["us"])
     return [{
         "kind": "experts", "model": model.name, "tokens": tokens, "share": share, "instances": held,
@@ -233,7 +238,7 @@ def _by_kernels(
     if not grouped.serves(first[0], instances):
         return {}
     groups = grouped.Groups.of(tuple(sizes.tolist()), bench.device)
-    return {"ours": lambda rows: grouped.forward(Activation.SWIGLU, rows, groups, instances)[0]}
+    return {"ours": lambda rows: grouped.forward(Activation.SWIGLU, rows, groups, instances, keep=False)[0]}
 
 
 def dense_cases(model: MoEModel, bench: Bench, batch: int) -> list[Case]:
@@ -275,7 +280,7 @@ def measure(*, tiny: bool, limit_s: float) -> dict[str, Any]:
         "date": known["date"], "commit": known["commit"], "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else known["cpu"],
         "dtype": str(bench.dtype).removeprefix("torch."), "repeats": bench.repeats,
-        "models": {model.name: _shape(model) for model in models}, "cases": [],
+        "models": {model.name: _shape(model) for model in models}, "cases": [], "failed": [],
     }  # fmt: skip
     jobs, start = jobs_of(models, bench, caches, tiny=tiny), perf_counter()
     with torch.no_grad():
@@ -283,7 +288,11 @@ def measure(*, tiny: bool, limit_s: float) -> dict[str, Any]:
             if perf_counter() - start > limit_s:
                 print(f"stopped after {limit_s:g} s: {number} of {len(jobs)} cases", flush=True)
                 break
-            result["cases"] += job()
+            try:
+                result["cases"] += job()
+            except Exception as error:  # noqa: BLE001 - the other cases still count
+                result["failed"].append(f"{job}: {error}"[:300])
+                print(result["failed"][-1], flush=True)
             if device.type == "cuda":
                 torch.cuda.empty_cache()  # graphs keep what they used
     result["seconds"] = round(perf_counter() - start, 1)

@@ -24,6 +24,8 @@ COLOURS = 4
 LANES = ("attention", "to experts", "experts", "to attention")
 LEAST_LABEL = 22
 """pixels of a box that has room for its label"""
+WIDE = '<div class="wide" tabindex="0">'
+"""scrolls sideways on a narrow screen, also by keyboard"""
 CONDITIONS = {
     "balanced": "T_a and T_e within a tenth of each other",
     "transfer_hidden": "T_c < T_f",
@@ -105,7 +107,7 @@ def _deployments(said: dict[str, Any]) -> str:
     reasons = "".join(f'<p class="note">Not colocated on {escape(reason)}.</p>' for reason in said["not_colocated"])
     return f"""<h2>Deployments</h2>
 <p>Both are the best of their kind under the same laws. Nodes × tensor-parallel GPUs; colocated GPUs do both.</p>
-<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{reasons}"""
+{WIDE}<table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{reasons}"""
 
 
 def _timeline(said: dict[str, Any]) -> str:
@@ -125,7 +127,7 @@ def _timeline(said: dict[str, Any]) -> str:
     return f"""<h2>The pipeline</h2>
 <p>The first {pipeline["layers_shown"]} of {said["layers"]} layers. Boxes are layer.micro-batch; grey is idle. Over the
 whole iteration attention idles {idle["attention"]:.0%} of the time, experts {idle["experts"]:.0%}.</p>
-<div class="wide"><svg viewBox="0 0 {WIDTH} {bottom + 26}" role="img" aria-label="Timeline of attention, links and
+{WIDE}<svg viewBox="0 0 {WIDTH} {bottom + 26}" role="img" aria-label="Timeline of attention, links and
 experts">{"".join(parts)}</svg></div>"""
 
 
@@ -165,11 +167,11 @@ def _pace(said: dict[str, Any]) -> str:
     says = "which is" if exact else f"more than the {overlapped * 1e-3:.2f} ms of full overlap,"
     return f"""<h2>Where the bound is</h2>
 <p>Pace: {escape(said["bound"]["pace"])}. The batch is limited by {escape(said["bound"]["batch"])}.</p>
-<div class="wide">{bars}</div>
+{WIDE}{bars}</div>
 <p class="note">An iteration takes {said["pipeline"]["iteration_us"] * 1e-3:.2f} ms, {says}
 <code>(T_a + T_e + 2 T_c) + T_f (m L − 1) = {formula} µs</code>; dense layers and the output head add
 {plan["outer_us"]:,.0f} µs a micro-batch.</p>
-<div class="wide"><table><thead><tr><th>condition of full overlap</th><th></th></tr></thead>
+{WIDE}<table><thead><tr><th>condition of full overlap</th><th></th></tr></thead>
 <tbody>{rows}</tbody></table></div>"""
 
 
@@ -184,7 +186,7 @@ def _memory(said: dict[str, Any]) -> str:
     ]  # fmt: skip
     return f"""<h2>Memory of a GPU</h2>
 <p>Weights and caches; of device memory, a tenth is left to activations and the runtime.</p>
-<div class="wide">{_bars(rows, 1.0)}</div>"""
+{WIDE}{_bars(rows, 1.0)}</div>"""
 
 
 def _bars(rows: Sequence[tuple[str, float, str]], most: float) -> str:
