@@ -3,9 +3,22 @@
 import json
 import sys
 
+import pytest
+import torch
+
 from benchmarks import deployment
 from benchmarks.probes import measure_decode
+from equilibra.core.model import model_named
 from equilibra.cost.decode import load_law
+
+
+@pytest.fixture
+def one_thread():
+    """Threads of a busy machine wait for each other for seconds."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_the_bench_writes_every_section(tmp_path, monkeypatch):
@@ -19,7 +32,7 @@ def test_the_bench_writes_every_section(tmp_path, monkeypatch):
     assert "simulated" in (tmp_path / "deployment.md").read_text()
 
 
-def test_the_probe_measures_and_its_law_can_be_planned_with(tmp_path, monkeypatch, capsys):
+def test_the_probe_measures_and_its_law_can_be_planned_with(tmp_path, monkeypatch, capsys, one_thread):
     measured, law = tmp_path / "measured.json", tmp_path / "law.json"
     monkeypatch.setattr(sys, "argv", ["probe", "--tiny", "--output", str(measured)])
     measure_decode.main()
@@ -31,11 +44,7 @@ def test_the_probe_measures_and_its_law_can_be_planned_with(tmp_path, monkeypatc
     assert load_law(law).source.startswith("fitted to")
 
 
-def test_the_probes_ways_of_attention_agree():
-    import torch
-
-    from equilibra.core.model import model_named
-
+def test_the_probes_ways_of_attention_agree(one_thread):
     bench = measure_decode.Bench(device=torch.device("cpu"), dtype=torch.float32, repeats=3)
     model = measure_decode._small(model_named("gpt-oss-20b"))
     caches = torch.randn(2 * 3 * 2 * 8 * 16)
