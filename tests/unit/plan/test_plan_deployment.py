@@ -18,6 +18,7 @@ from equilibra.plan.deployment import search
 from equilibra.plan.deployment.answer import answer
 from equilibra.plan.deployment.pipeline import Server, conditions, iteration_us, timeline
 from equilibra.plan.deployment.question import Question, Side
+from equilibra.plan.deployment.times import colocated_times
 
 TIMES = st.floats(0.1, 100)
 
@@ -122,7 +123,7 @@ def test_the_colocated_search_finds_the_best_of_every_batch(question):
     layouts = search.colocated_layouts(question)
     best = 0.0
     for batch in range(1, 61):
-        found = search.colocated_times(question, layouts, np.full(layouts.micro_batches.size, float(batch)))
+        found = colocated_times(question, layouts, np.full(layouts.micro_batches.size, float(batch)))
         good = found.fits & (found.latency <= question.latency_us)
         per = layouts.expert_ranks * (1 if question.objective == "gpu" else question.attention.cost_per_hour / 3600)
         value = batch * layouts.micro_batches * layouts.attention_nodes * 1e6 / found.latency / per
