@@ -4,10 +4,14 @@ Attention reads its weights once and the cached keys and values of every sequenc
 the weights of those that get a row, and wait for memory until rows are many; a transfer is a latency and bytes over the
 slower of the two links. Tensor parallelism divides weights, products and key-value heads, and adds a reduction.
 
-    attention  fixed + max(weights / weight rate, FLOP / dense rate) + max(cache / cache rate, FLOP / score rate)
-               + sequences * per sequence [+ reduction]
-    experts    the law of `prices.ExpertLaw`, over the experts that expect a row [+ reduction]
+    attention  fixed + larger(weights / weight rate, FLOP / dense rate) + sequences * per sequence
+               + larger(factor * cache / cache rate, FLOP / score rate) [+ reduction]
+    experts    fixed + factor * larger(weights / rate, weights / rate of their own + row bytes / rate + FLOP / rate)
+               over the experts that expect a row: `prices.ExpertLaw` with a factor and a bend [+ reduction]
     transfer   latency + max(bytes a rank sends / its link, bytes a rank receives / its link)
+
+Where both parts of a maximum are close, reads and products hinder each other: larger(a, b) is (a^p + b^p)^(1/p), whose
+bend p is fitted too. Factors are those of measured shapes, around 1.
 
 The constants are an H200's (`measured/decode-h200.json`, fitted by `decode_fit`); another device's follow from the
 ratios of its compute and memory rates. Functions take numbers or arrays that broadcast. Each time divided by the batch
@@ -17,7 +21,7 @@ falls as the batch grows, on which the search of `plan.deployment` relies.
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from math import inf
@@ -36,11 +40,13 @@ from equilibra.cost.prices import ExpertLaw, Prices
 
 __all__ = [
     "CACHE_BYTES", "DecodeLaw", "Numbers", "attention_us", "cached_tokens", "check_decodes", "decode_law",
-    "experts_us", "load_law", "nodes_of_token", "outer_us", "slowest_tokens", "transfer_us",
+    "experts_us", "larger", "load_law", "nodes_of_token", "outer_us", "slowest_tokens", "transfer_us",
 ]  # fmt: skip
 
 CACHE_BYTES = 2
 """bytes of one cached number: bf16"""
+SHARP = 64.0
+"""bend of a plain maximum"""
 
 Numbers = float | NDArray[np.float64]
 
@@ -69,12 +75,27 @@ class DecodeLaw:
     """latency of one reduction among tensor-parallel ranks"""
     transfer_us: float
     """latency of one transfer between attention and experts"""
+    attention_bend: float = SHARP
+    """p of attention's maxima"""
+    expert_bend: float = SHARP
+    """p of the experts' maximum"""
+    factor_of_cache: dict[str, float] = field(default_factory=dict)
+    """measured over predicted time of reading caches, by "key-value heads x numbers" of a token (such as "4x1024")"""
+    factor_of_experts: dict[str, float] = field(default_factory=dict)
+    """the same of experts, by "hidden x FFN" (such as "2048x768")"""
 
     def __post_init__(self) -> None:
         for one in fields(self):
             if one.name.endswith(("_us", "_gb_per_s", "_tflops")):
                 above = None if one.name.endswith("_us") else 0.0
                 check_number(f"decode law: {one.name}", getattr(self, one.name), above=above, high=inf)
+        for name in ("attention_bend", "expert_bend"):
+            check_number(f"decode law: {name}", getattr(self, name), low=1.0, high=SHARP)
+        for factors in (self.factor_of_cache, self.factor_of_experts):
+            if not isinstance(factors, dict):
+                raise InputError(f"decode law: factors must be a table, not {factors!r}")
+            for shape, value in factors.items():
+                check_number(f"decode law: factor of {shape}", value, above=0.0, high=10.0)
 
     def scaled(self, *, compute: float, memory: float) -> DecodeLaw:
         """The law on a device with these multiples of the compute and memory rates."""
@@ -91,8 +112,10 @@ class DecodeLaw:
     def of_json(cls, said: object, where: str) -> DecodeLaw:
         """The law that `to_json` wrote; InputError if keys are unknown or missing."""
         known = {one.name for one in fields(cls)}
-        if not isinstance(said, dict) or set(said) != known or not isinstance(said["experts"], dict):
-            raise InputError(f"{where}: a decode law has exactly the keys {', '.join(sorted(known))}")
+        needed = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
+        if not isinstance(said, dict) or not needed <= set(said) <= known or not isinstance(said["experts"], dict):
+            raise InputError(f"{where}: a decode law has the keys {', '.join(sorted(needed))}, and no others "
+                             f"but {', '.join(sorted(known - needed))}")  # fmt: skip
         unknown = set(said["experts"]) - {one.name for one in fields(ExpertLaw)}
         if unknown:
             raise InputError(f"{where}: experts has no {', '.join(sorted(unknown))}")
@@ -156,9 +179,7 @@ def attention_us(
 ) -> Numbers:  # fmt: skip
     """A layer's attention, router and shared experts, on the slowest of `nodes` with `batch` sequences each."""
     weights = model.dense_parameters / tensor
-    dense = np.maximum(
-        weights * model.weight_bytes * 1e-3 / law.weight_gb_per_s, 2 * batch * weights * 1e-6 / law.dense_tflops
-    )
+    dense = _dense_us(model, law, weights, batch)
     return (
         law.attention_fixed_us + dense + batch * law.sequence_us
         + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
@@ -172,7 +193,24 @@ def _scores_us(
     tokens = cached_tokens(model, slowest_tokens(context, batch, nodes), batch)
     read = tokens * model.cache_values * CACHE_BYTES / np.minimum(tensor, model.cache_heads)
     flop = 4 * tokens * model.score_width / tensor
-    return np.maximum(read * 1e-3 / law.cache_gb_per_s, flop * 1e-6 / law.score_tflops)
+    factor = law.factor_of_cache.get(f"{model.cache_heads}x{model.cache_values}", 1.0)
+    reading, scoring = factor * read * 1e-3 / law.cache_gb_per_s, flop * 1e-6 / law.score_tflops
+    return larger(reading, scoring, law.attention_bend)
+
+
+def _dense_us(model: MoEModel, law: DecodeLaw, weights: Numbers, batch: Numbers) -> Numbers:
+    """A product of `batch` rows with so many weights."""
+    reading = weights * model.weight_bytes * 1e-3 / law.weight_gb_per_s
+    return larger(reading, 2 * batch * weights * 1e-6 / law.dense_tflops, law.attention_bend)
+
+
+def larger(a: Numbers, b: Numbers, bend: float) -> Numbers:
+    """The larger of two times, more where they are close: (a^p + b^p)^(1/p)."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    if bend >= SHARP:
+        return high
+    share = low / np.maximum(high, 1e-300)
+    return np.asarray(high * (1 + share**bend) ** (1 / bend), np.float64)
 
 
 def outer_us(
@@ -180,9 +218,7 @@ def outer_us(
 ) -> Numbers:
     """Dense layers and output head of one micro-batch, which no other part overlaps with for certain."""
     weights = model.outer_parameters / tensor
-    dense = np.maximum(
-        weights * model.weight_bytes * 1e-3 / law.weight_gb_per_s, 2 * batch * weights * 1e-6 / law.dense_tflops
-    )
+    dense = _dense_us(model, law, weights, batch)
     layer = law.attention_fixed_us + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
     return dense + model.num_dense_layers * layer
 
@@ -201,10 +237,9 @@ def experts_us(
     products = _over(moved, experts.row_gb_per_s) + _over(
         2 * rows * model.expert_parameters / tensor * 1e-6, experts.tflops
     )
-    factor = experts.factor_of_shape.get(f"{model.hidden}x{model.expert_ffn}", 1.0)
-    waits = np.maximum(
-        _over(weights, experts.weight_gb_per_s), _over(weights, experts.instance_gb_per_s) + products * factor
-    )
+    factor = law.factor_of_experts.get(f"{model.hidden}x{model.expert_ffn}", 1.0)
+    own = _over(weights, experts.instance_gb_per_s)
+    waits = factor * larger(_over(weights, experts.weight_gb_per_s), own + products, law.expert_bend)
     arrived = imbalance * tokens * nodes_of_token(model, nodes) / nodes * model.hidden * model.weight_bytes
     return experts.fixed_us + waits + _reduce_us(law, prices, arrived, tensor)
 

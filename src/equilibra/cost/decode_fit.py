@@ -5,12 +5,14 @@ context), experts (active instances, rows) and dense (batch, parameters), each w
 
 Attention and dense products share constants, so they are fitted together. Both maxima of the attention law are linear
 once it is known which part of each is larger: guess, fit non-negative least squares of relative errors, look again,
-repeat. The experts' maximum likewise, from every first guess. A constant that no case determines keeps its value.
+repeat. The experts' maximum likewise, from every first guess. From there a search by steps in the logarithms of the
+constants also fits what is not linear: the bends of the maxima and a factor for each shape but the first. A constant
+that no case determines keeps its value.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -20,13 +22,22 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.cost.calibrate import not_negative
-from equilibra.cost.decode import CACHE_BYTES, DecodeLaw
+from equilibra.cost.decode import CACHE_BYTES, SHARP, DecodeLaw
 from equilibra.cost.prices import ExpertLaw, row_bytes
 
 __all__ = ["DecodeFit", "attention_predicted", "experts_predicted", "fit_decode"]
 
 Case = dict[str, Any]
+Move = str | tuple[str, str]
+"""a constant, or a table of factors and a shape"""
 ROUNDS = 30
+ATTENTION = ("attention_fixed_us", "weight_gb_per_s", "dense_tflops", "cache_gb_per_s", "sequence_us", "attention_bend",
+             "factor_of_cache")  # fmt: skip
+EXPERTS = ("fixed_us", "weight_gb_per_s", "instance_gb_per_s", "row_gb_per_s", "tflops", "expert_bend",
+           "factor_of_experts")  # fmt: skip
+FIRST_BENDS = (1.5, 3.0, SHARP)
+FIRST_STEP, LAST_STEP = 0.3, 0.002
+"""of the logarithm of a constant"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,6 +62,8 @@ def fit_decode(measured: dict[str, Any], base: DecodeLaw, *, source: str) -> Dec
     half = {kind: (some[::2], some[1::2]) for kind, some in kinds.items()}
     law, fixed_us = _fit_attention(half["attention"][0], half["dense"][0], replace(base, source=source))
     law = replace(law, experts=_fit_experts(half["experts"][0]))
+    law = _polished(law, (*half["attention"][0], *half["dense"][0]), ATTENTION, fixed_us)
+    law = _polished(law, half["experts"][0], EXPERTS, fixed_us)
     errors = {}
     for number, name in enumerate(("fitted", "kept apart")):
         for kind in ("attention", "dense", "experts"):
@@ -62,17 +75,26 @@ def fit_decode(measured: dict[str, Any], base: DecodeLaw, *, source: str) -> Dec
 
 
 def attention_predicted(law: DecodeLaw, model: MoEModel, *, batch: int, context: int) -> float:
-    """Microseconds of a measured attention layer."""
+    """Microseconds of a measured attention layer: as `decode.attention_us` on one rank."""
     weights, cache, multiplied, scored = _amounts(model, batch, context)
-    dense = max(weights / law.weight_gb_per_s, multiplied / law.dense_tflops)
-    return law.attention_fixed_us + batch * law.sequence_us + dense + max(
-        cache / law.cache_gb_per_s, scored / law.score_tflops
-    )  # fmt: skip
+    factor = law.factor_of_cache.get(f"{model.cache_heads}x{model.cache_values}", 1.0)
+    dense = _larger(weights / law.weight_gb_per_s, multiplied / law.dense_tflops, law.attention_bend)
+    scores = _larger(factor * cache / law.cache_gb_per_s, scored / law.score_tflops, law.attention_bend)
+    return law.attention_fixed_us + batch * law.sequence_us + dense + scores
 
 
 def experts_predicted(law: DecodeLaw, model: MoEModel, *, active: int, rows: int) -> float:
-    """Microseconds of a measured expert layer."""
-    return law.experts.time_us(model, rows=rows, instances=active, backward=False)
+    """Microseconds of a measured expert layer: as `decode.experts_us` on one rank."""
+    of, factor = law.experts, law.factor_of_experts.get(f"{model.hidden}x{model.expert_ffn}", 1.0)
+    products = active * of.instance_us(model) + rows * of.row_us(model, backward=False)
+    return of.fixed_us + factor * _larger(active * of.weights_us(model), products, law.expert_bend)
+
+
+def _larger(a: float, b: float, bend: float) -> float:
+    high, low = max(a, b), min(a, b)
+    if bend >= SHARP:
+        return high
+    return high * (1 + (low / high) ** bend) ** (1 / bend) if high else 0.0
 
 
 def _predicted(law: DecodeLaw, case: Case, dense_fixed_us: float) -> float:
@@ -81,7 +103,7 @@ def _predicted(law: DecodeLaw, case: Case, dense_fixed_us: float) -> float:
     if case["kind"] == "attention":
         return attention_predicted(law, case["shape"], batch=case["batch"], context=case["context"])
     weights, multiplied = _product(case["parameters"], case["batch"])
-    return dense_fixed_us + max(weights / law.weight_gb_per_s, multiplied / law.dense_tflops)
+    return dense_fixed_us + _larger(weights / law.weight_gb_per_s, multiplied / law.dense_tflops, law.attention_bend)
 
 
 def _product(parameters: float, batch: float) -> tuple[float, float]:
@@ -169,6 +191,59 @@ def _fit_experts(cases: Sequence[Case]) -> ExpertLaw:
                 break
             waits = by_weights > by_rows
     return best
+
+
+def _polished(law: DecodeLaw, cases: Sequence[Case], names: Sequence[str], dense_fixed_us: float) -> DecodeLaw:
+    """The law with these constants moved, one at a time, as long as the squared logarithmic error falls; the best of
+    several first bends.
+    """
+    us = np.log([case["us"] for case in cases])
+    shapes = {_shape_of(case, names[-1]): None for case in cases if case["kind"] != "dense"}
+
+    def loss(changed: DecodeLaw) -> float:
+        return float(np.square(np.log([_predicted(changed, case, dense_fixed_us) for case in cases]) - us).sum())
+
+    moves: list[Move] = [*names[:-1], *[(names[-1], shape) for shape in list(shapes)[1:]]]
+    bend = next(name for name in names if name.endswith("_bend"))
+    starts: list[dict[str, Any]] = [{bend: first} for first in FIRST_BENDS]
+    return min((_descended(replace(law, **start), moves, loss) for start in starts), key=loss)
+
+
+def _descended(law: DecodeLaw, moves: Sequence[Move], loss: Callable[[DecodeLaw], float]) -> DecodeLaw:
+    """Where no move of any size still helps."""
+    least, step = loss(law), FIRST_STEP
+    while step > LAST_STEP:
+        before = least
+        for move in moves:
+            for times in (np.exp(step), np.exp(-step)):
+                changed = _moved(law, move, float(times))
+                if (found := loss(changed)) < least * (1 - 1e-9):
+                    law, least = changed, found
+                    break
+        if least > before * (1 - 1e-3):
+            step /= 2
+    return law
+
+
+def _shape_of(case: Case, factors: str) -> str:
+    model = case["shape"]
+    if factors == "factor_of_cache":
+        return f"{model.cache_heads}x{model.cache_values}"
+    return f"{model.hidden}x{model.expert_ffn}"
+
+
+def _moved(law: DecodeLaw, move: Move, times: float) -> DecodeLaw:
+    """One constant multiplied; a bend stays within its limits, and a part that is free stays free."""
+    if isinstance(move, tuple):
+        name, shape = move
+        factors = getattr(law, name)
+        changed: dict[str, Any] = {name: {**factors, shape: factors.get(shape, 1.0) * times}}
+        return replace(law, **changed)
+    if move.endswith("_bend"):
+        return replace(law, **{move: min(max(getattr(law, move) * times, 1.0), SHARP)})
+    if hasattr(law, move):
+        return replace(law, **{move: getattr(law, move) * times})
+    return replace(law, experts=replace(law.experts, **{move: getattr(law.experts, move) * times}))
 
 
 def _errors(error: NDArray[np.float64]) -> dict[str, float]:

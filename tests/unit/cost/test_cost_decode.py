@@ -92,6 +92,23 @@ def test_active_experts_and_nodes_are_those_of_random_tokens():
     assert (experts(tokens=4.0) - 3) / 6 == pytest.approx(active, rel=0.02)
 
 
+def test_where_two_waits_are_close_both_count():
+    bent = replace(LAW, attention_bend=2.0, expert_bend=2.0)
+    assert decode.larger(3.0, 4.0, 2.0) == pytest.approx(5)
+    assert decode.larger(3.0, 4.0, decode.SHARP) == 4
+    assert decode.larger(0.0, 0.0, 2.0) == 0
+    # weights 10 us and products 100 us; cache 100 us and scores 4 us
+    assert attention(batch=1000.0, law=bent) == pytest.approx(510 + np.hypot(10, 100) + np.hypot(100, 4))
+
+
+def test_factors_of_shapes():
+    cache = replace(LAW, factor_of_cache={"2x500": 1.5})
+    assert attention(batch=1000.0, law=cache) - attention(batch=1000.0) == pytest.approx(50)
+    slow = replace(LAW, factor_of_experts={"1000x1000": 2.0})
+    twice = decode.experts_us(MODEL, slow, PRICES, tokens=1e5, nodes=1, tensor=1, imbalance=1.0)
+    assert float(twice) == pytest.approx(3 + 24_000)
+
+
 def test_transfers_wait_for_the_slower_link():
     assert decode.transfer_us(5.0, (1e6, 10.0), (1e6, 50.0)) == pytest.approx(5 + 100)
     assert decode.transfer_us(5.0, (1e6, 10.0), (1e7, 50.0)) == pytest.approx(5 + 200)
@@ -107,10 +124,11 @@ def test_windowed_layers_keep_their_window():
 @given(
     name=st.sampled_from([name for name in MODELS if name != "qwen3-next"]), tensor=st.sampled_from([1, 2, 8]),
     nodes=st.integers(1, 32), mean=st.floats(1, 1e5), spread=st.floats(0, 3), batch=st.integers(1, 5000),
+    bend=st.floats(1, 64),
 )  # fmt: skip
-def test_times_per_sequence_fall_with_the_batch(name, tensor, nodes, mean, spread, batch):
+def test_times_per_sequence_fall_with_the_batch(name, tensor, nodes, mean, spread, batch, bend):
     """What the search relies on."""
-    model, law = model_named(name), decode_law(PRICES)
+    model, law = model_named(name), replace(decode_law(PRICES), attention_bend=bend, expert_bend=bend)
     about = Context(mean=mean, deviation=spread * mean)
     sides = {"tensor": tensor, "nodes": nodes}
     b = np.array([batch, batch + 1, batch * 2], np.float64)
@@ -152,9 +170,12 @@ def test_laws_as_files(tmp_path):
         path.write_text(json.dumps(said))
         assert load_law(path) == LAW
     bad = {**LAW.to_json(), "more": 1}
-    for text, message in (("{", "cannot read"), ("[]", "has exactly"), (json.dumps(bad), "has exactly"),
+    for text, message in (("{", "cannot read"), ("[]", "has the keys"), (json.dumps(bad), "has the keys"),
                           (json.dumps({**LAW.to_json(), "reduce_us": -1}), "reduce_us must be"),
                           (json.dumps({**LAW.to_json(), "cache_gb_per_s": 0}), "cache_gb_per_s must be"),
+                          (json.dumps({**LAW.to_json(), "attention_bend": 0.5}), "attention_bend must be"),
+                          (json.dumps({**LAW.to_json(), "factor_of_cache": 3}), "factors must be a table"),
+                          (json.dumps({**LAW.to_json(), "factor_of_cache": {"a": -1}}), "factor of a must be"),
                           (json.dumps({**LAW.to_json(), "experts": {"tflop": 1}}), "experts has no tflop"),
                           (json.dumps({**LAW.to_json(), "experts": {"tflops": 1}}), "missing")):  # fmt: skip
         path.write_text(text)

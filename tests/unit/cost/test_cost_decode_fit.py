@@ -8,7 +8,10 @@ from tests.unit.cost.test_cost_decode import LAW
 
 from equilibra.core.errors import InputError
 from equilibra.core.model import model_named
+from equilibra.cost.decode import attention_us, experts_us
 from equilibra.cost.decode_fit import attention_predicted, experts_predicted, fit_decode
+from equilibra.cost.lengths import Context
+from equilibra.cost.presets import prices_named
 from equilibra.cost.prices import ExpertLaw
 
 TRUE = replace(
@@ -57,6 +60,34 @@ def test_the_law_that_made_them_is_found():
     assert fit.law.transfer_us == LAW.transfer_us
     for name, error in fit.errors.items():
         assert error["worst"] < 0.02, name
+
+
+def test_bends_and_factors_of_shapes_are_found():
+    true = replace(TRUE, attention_bend=2.0, expert_bend=1.5, factor_of_cache={"8x1024": 1.3},
+                   factor_of_experts={"2880x2880": 0.8})  # fmt: skip
+    fit = fit_decode(measured(law=true), LAW, source="made")
+    ratios = [
+        (fit.law.factor_of_cache, "4x1024", "8x1024", 1.3), (fit.law.factor_of_experts, "2048x768", "2880x2880", 0.8),
+    ]  # fmt: skip
+    for factors, first, second, expected in ratios:
+        assert factors.get(second, 1.0) / factors.get(first, 1.0) == pytest.approx(expected, rel=0.05)
+    for kind in ("attention", "experts"):
+        assert fit.errors[f"{kind}, kept apart"]["worst"] < 0.05, kind
+
+
+def test_predictions_are_those_of_the_laws():
+    """One rank; a layer's own weights; as many tokens as make the experts active that were."""
+    law = replace(TRUE, attention_bend=2.0, expert_bend=3.0, factor_of_cache={"8x1024": 1.3},
+                  factor_of_experts={"2880x2880": 0.8})  # fmt: skip
+    prices = prices_named("h200")
+    model = model_named("gpt-oss-20b")
+    layer = replace(model, quadratic_share=1.0,
+                    dense_parameters=model.hidden * (2 * 64 * 64 + 1024 + model.num_experts))  # fmt: skip
+    about = Context(mean=2048)
+    said = attention_us(layer, law, prices, about, batch=256.0, tensor=1, nodes=1)
+    assert attention_predicted(law, model, batch=256, context=2048) == pytest.approx(float(said), rel=1e-9)
+    said = experts_us(model, law, prices, tokens=4096.0, nodes=1, tensor=1, imbalance=1.0)
+    assert experts_predicted(law, model, active=32, rows=4096 * 4) == pytest.approx(float(said), rel=1e-6)
 
 
 def test_errors_on_cases_kept_apart_are_those_of_the_noise():
