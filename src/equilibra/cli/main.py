@@ -13,7 +13,7 @@ import sys
 from collections.abc import Sequence
 
 import equilibra
-from equilibra.cli import bench, calibrate, doctor, plan, report, simulate, trace, train, verify
+from equilibra.cli import bench, calibrate, doctor, plan, report, rollout, simulate, trace, train, verify
 from equilibra.core.errors import EquilibraError, InputError
 
 __all__ = ["main"]
@@ -46,7 +46,7 @@ def _parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="equilibra", description=equilibra.__doc__.splitlines()[0])
     parser.add_argument("--version", action="version", version=f"equilibra {equilibra.__version__}")
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
-    for command in (train, verify, simulate, report, plan, trace, calibrate, doctor, bench):
+    for command in (train, verify, simulate, report, plan, rollout, trace, calibrate, doctor, bench):
         command.add_parser(commands)
     parsed, rest = parser.parse_known_args(arguments)
     if rest and all("=" in word and not word.startswith("-") for word in rest) and hasattr(parsed, "overrides"):

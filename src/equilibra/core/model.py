@@ -37,6 +37,18 @@ class MoEModel:
     """weights outside the MoE layers that every token uses: dense layers and the output head"""
     embedding_parameters: int = 0
     """weights that are looked up, not multiplied"""
+    num_dense_layers: int = 0
+    """layers without experts, whose weights are among the outer ones"""
+    num_heads: int = 0
+    """query heads; 0: the attention is unknown, so decoding has no law"""
+    cache_heads: int = 0
+    """key-value heads that tensor parallelism can divide; 1: a latent, which every rank keeps whole"""
+    cache_values: int = 0
+    """numbers cached per token and layer: keys and values of all heads, or the latent"""
+    score_width: int = 0
+    """multiplications per query and cached token, mean of scores and values; of a latent, with absorbed projections"""
+    window: int = 0
+    """last tokens that layers without full attention cache; 0: unknown"""
     weight_bytes: int = 2
     """bytes of one weight while training (bf16)"""
     gradient_bytes: int = 4
@@ -47,7 +59,8 @@ class MoEModel:
     def __post_init__(self) -> None:
         above_0 = ("num_layers", "hidden", "expert_ffn", "num_experts", "top_k", "weight_bytes")
         others = ("dense_parameters", "attention_width", "outer_parameters", "embedding_parameters", "gradient_bytes",
-                  "state_bytes")  # fmt: skip
+                  "state_bytes", "num_dense_layers", "num_heads", "cache_heads", "cache_values", "score_width",
+                  "window")  # fmt: skip
         for name in (*above_0, *others):
             check_whole(f"model {self.name}: {name}", getattr(self, name), low=int(name in above_0), high=2**50 - 1)
         check_number(f"model {self.name}: quadratic_share", self.quadratic_share, high=1)
@@ -88,6 +101,11 @@ class Latent(NamedTuple):
     rotary: int = 64
     value: int = 128
 
+    def cached(self) -> dict[str, int]:
+        """Fields of a model about its cache."""
+        return {"num_heads": self.heads, "cache_heads": 1, "cache_values": self.rank + self.rotary,
+                "score_width": self.heads * (2 * self.rank + self.rotary) // 2}  # fmt: skip
+
     def width(self) -> int:
         """Heads x head size, mean of the query-key and value sides."""
         return self.heads * (self.plain + self.rotary + self.value) // 2
@@ -106,6 +124,11 @@ class Heads(NamedTuple):
     size: int
     key_value_heads: int
 
+    def cached(self) -> dict[str, int]:
+        """Fields of a model about its cache."""
+        return {"num_heads": self.heads, "cache_heads": self.key_value_heads, "score_width": self.heads * self.size,
+                "cache_values": 2 * self.key_value_heads * self.size}  # fmt: skip
+
     def width(self) -> int:
         return self.heads * self.size
 
@@ -122,6 +145,7 @@ def moe_model(
     shared_ffn: int = 0,
     dense: tuple[int, int] = (0, 0),
     quadratic_share: float = 1.0,
+    window: int = 0,
 ) -> MoEModel:
     """A model of shape (MoE layers, hidden, expert FFN, experts, top-k); dense is (layers, FFN)."""
     layers, hidden, ffn, experts, top_k = shape
@@ -132,12 +156,13 @@ def moe_model(
         dense_parameters=of_attention + 3 * hidden * shared_ffn + hidden * experts,
         attention_width=attention.width(), quadratic_share=quadratic_share,
         outer_parameters=dense_layers * (of_attention + 3 * hidden * dense_ffn) + vocabulary * hidden,
-        embedding_parameters=vocabulary * hidden,
+        embedding_parameters=vocabulary * hidden, num_dense_layers=dense_layers, window=window, **attention.cached(),
     )  # fmt: skip
 
 
 # Shapes from the published configurations. Linear-attention layers (three of four in Qwen3-Next) and windowed layers
-# (gpt-oss) count like full ones, except for the cost that is quadratic in length.
+# (gpt-oss) count like full ones, except for the cost that is quadratic in length. The heads of the 317B model are not
+# published: 64 and 8 make up its total.
 MODELS: dict[str, MoEModel] = {
     model.name: model
     for model in (
@@ -149,13 +174,18 @@ MODELS: dict[str, MoEModel] = {
                dense=(1, 18_432)),
         moe_model("glm-4.5-air", (45, 4096, 1408, 128, 8), Heads(96, 128, 8), vocabulary=151_552, shared_ffn=1408,
                dense=(1, 10_944)),
-        moe_model("gpt-oss-20b", (24, 2880, 2880, 32, 4), Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
-        moe_model("gpt-oss-120b", (36, 2880, 2880, 128, 4), Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5),
+        moe_model("gpt-oss-20b", (24, 2880, 2880, 32, 4), Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5,
+               window=128),
+        moe_model("gpt-oss-120b", (36, 2880, 2880, 128, 4), Heads(64, 64, 8), vocabulary=201_088, quadratic_share=0.5,
+               window=128),
         moe_model("olmoe", (16, 2048, 1024, 64, 8), Heads(16, 128, 16), vocabulary=50_304),
         moe_model("moonlight", (26, 2048, 1408, 64, 6), Latent(0, 16), vocabulary=163_840, shared_ffn=2 * 1408,
                dense=(1, 11_264)),
         moe_model("qwen3-next", (48, 2048, 512, 512, 10), Heads(32, 128, 16), vocabulary=151_936, shared_ffn=512,
                quadratic_share=0.25),
+        moe_model("mixtral-8x22b", (56, 6144, 16_384, 8, 2), Heads(48, 128, 8), vocabulary=32_000),
+        moe_model("dbrx", (40, 6144, 10_752, 16, 4), Heads(48, 128, 8), vocabulary=100_352),
+        moe_model("scaled-moe-317b", (48, 8192, 8192, 32, 4), Heads(64, 128, 8), vocabulary=32_000),
     )
 }  # fmt: skip
 

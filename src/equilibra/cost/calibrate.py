@@ -24,7 +24,7 @@ from equilibra.core.model import MoEModel
 from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.events.schema import Direction, Events, Kind, Resource
 
-__all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run"]
+__all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run", "not_negative"]
 
 Measurement = dict[str, Any]
 SIMPLE = {
@@ -120,7 +120,7 @@ def _larger_of_two(
         waits = guess  # whether the case waits for weights
         for _ in range(40):
             parts = (weight_kb * waits, row_kb * ~waits, mflop * ~waits, weight_kb * ~waits)
-            x = _not_negative(np.stack([np.ones_like(us), *parts], axis=1), us)
+            x = not_negative(np.stack([np.ones_like(us), *parts], axis=1), us)
             by_weights, by_rows = weight_kb * x[1], row_kb * x[2] + mflop * x[3] + weight_kb * x[4]
             error = float(np.square((x[0] + np.maximum(by_weights, by_rows)) / us - 1).mean())
             if error < least and (x[2] > 0 or x[3] > 0):
@@ -194,7 +194,7 @@ def _rate(cases: Sequence[Measurement], amount: str, unit: float) -> tuple[float
     """(fixed us, rate, relative errors) of fixed + amount / rate."""
     us = np.array([m["us"] for m in cases], np.float64)
     size = np.array([m[amount] for m in cases], np.float64) * unit
-    x = _not_negative(np.stack([np.ones_like(us), size], axis=1), us)
+    x = not_negative(np.stack([np.ones_like(us), size], axis=1), us)
     if x[1] <= 0:
         raise InputError(f"the measurements of {cases[0]['kind']} do not grow with {amount}: measure larger cases")
     return float(x[0]), float(1 / x[1]), (x[0] + size * x[1]) / us - 1
@@ -213,7 +213,7 @@ def _copy_loss(cases: Sequence[Measurement]) -> float:
     return 1 / max(slope, 1e-5)
 
 
-def _not_negative(parts: NDArray[np.float64], us: NDArray[np.float64]) -> NDArray[np.float64]:
+def not_negative(parts: NDArray[np.float64], us: NDArray[np.float64]) -> NDArray[np.float64]:
     """Non-negative coefficients with the least squared relative error; tries every subset of the few parts."""
     scaled, width = parts / us[:, None], parts.shape[1]
     found, least = np.zeros(width), np.inf

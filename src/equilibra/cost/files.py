@@ -168,4 +168,5 @@ def _from_hugging_face(config: dict[str, Any], path: Path) -> MoEModel:
         shared_ffn=whole("shared_expert_intermediate_size", default=shared),
         dense=(dense_layers, whole("intermediate_size", default=4 * hidden)),
         quadratic_share=quadratic_share,
+        window=whole("sliding_window", default=0) if quadratic_share < 1 else 0,
     )

@@ -3,7 +3,8 @@
 The H200 is measured: `measured/h200.json` is fitted on first use, and `H200_KERNELS` prices rows and copies in our
 kernels. The others are the H200's scaled by data-sheet ratios (dense bf16 FLOP/s, memory bandwidth), which assumes
 equal efficiency. Links are data-sheet rates times 0.85 for NVLink and 0.9 for the network; latencies, counts and copy
-engines are assumptions.
+engines are assumptions. Costs per hour are relative, as in MegaScale-Infer (arXiv 2504.02263, an L20 costs 1), for the
+devices it lists, and unknown for others.
 """
 
 from __future__ import annotations
@@ -29,7 +30,17 @@ H200_KERNELS = KernelPrices(
 )
 """medians of fits to two runs of the GPU bench that were not kept; the fit to a run that was planned with them
 (benchmarks/results/plan-prices.json) gives 0.91 to 1.07, 0.19 to 0.28 and 0.33 to 0.51. Tiles: `kernels.grouped.BM`"""
-OF_DEVICE = {"GB200": "nvl72", "GH200": "h200", "B200": "b200", "H200": "h200", "H100": "h100", "A100": "a100"}
+OF_DEVICE = {
+    "GB200": "nvl72",
+    "GH200": "h200",
+    "B200": "b200",
+    "H200": "h200",
+    "H100": "h100",
+    "A100": "a100",
+    "A800": "a800",
+    "H20": "h20",
+    "L40S": "l40s",
+}
 """preset by a word in the device name the driver reports"""
 
 
@@ -119,5 +130,22 @@ _SHEETS: dict[str, _Sheet | None] = {
         "NVIDIA GB200 NVL72 data sheet: 72 ranks on NVLink at 900 GB/s a direction, 2,500 TFLOP/s, 8 TB/s, 186 GB",
         {"memory_bytes": 186 * GB, "ranks_per_node": 72, "nvlink_gb_per_s": 900 * NVLINK, "host_link_gb_per_s": 200.0,
          "copy_engine_gb_per_s": 800.0},
+    ),
+    "a800": _Sheet(
+        312.0, 2039.0,
+        "NVIDIA A800 SXM 80 GB data sheet: 312 TFLOP/s, 2.04 TB/s, NVLink 200 GB/s a direction; 200 Gb/s a rank",
+        {"memory_bytes": 80 * GB, "nvlink_gb_per_s": 200 * NVLINK, "nic_gb_per_s": 25 * NETWORK,
+         "host_link_gb_per_s": 25.0, "copy_engine_gb_per_s": 170.0, "cost_per_hour": 2.26},
+    ),
+    "h20": _Sheet(
+        148.0, 4096.0,
+        "NVIDIA H20 data sheet: 148 TFLOP/s, 4.0 TB/s, 96 GB, NVLink 450 GB/s a direction; 4 x 400 Gb/s for 8 ranks",
+        {"memory_bytes": 96 * GB, "nic_gb_per_s": 25 * NETWORK, "cost_per_hour": 1.85},
+    ),
+    "l40s": _Sheet(
+        362.0, 864.0,
+        "NVIDIA L40S data sheet: 362 TFLOP/s, 864 GB/s, 48 GB, PCIe 4 x16 (no NVLink); 2 x 400 Gb/s for 8 ranks",
+        {"memory_bytes": 48 * GB, "nvlink_gb_per_s": 32 * NVLINK, "nic_gb_per_s": 12.5 * NETWORK,
+         "host_link_gb_per_s": 25.0, "copy_engine_gb_per_s": 25.0, "cost_per_hour": 1.08},
     ),
 }  # fmt: skip

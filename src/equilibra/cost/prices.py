@@ -162,6 +162,8 @@ class Prices:
     """exchange of counts and host synchronisation, where split sizes are not known ahead"""
     planner_cores: int
     """host cores per node used for planning"""
+    cost_per_hour: float = 0.0
+    """of a rank, in any one unit; 0: unknown"""
     kernels: KernelPrices | None = None
     """our kernels, if measured; None: a copy costs nothing besides its rows"""
 
@@ -169,7 +171,7 @@ class Prices:
         for name in ("memory_bytes", "ranks_per_node", "planner_cores"):
             check_whole(f"hardware {self.name}: {name}", getattr(self, name), low=1, high=None)
         rates = [one.name for one in fields(self) if one.name.endswith(("_gb_per_s", "_tflops"))]
-        for name in (*rates, "nvlink_latency_us", "nic_latency_us", "counts_us"):
+        for name in (*rates, "nvlink_latency_us", "nic_latency_us", "counts_us", "cost_per_hour"):
             least = LEAST_RATE if name in rates else 0.0
             check_number(f"hardware {self.name}: {name}", getattr(self, name), low=least, high=inf)
 

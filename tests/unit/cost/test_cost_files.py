@@ -36,7 +36,7 @@ CONFIGS = {
     "gpt-oss-20b": {**COMMON, "vocab_size": 201_088, "hidden_size": 2880, "intermediate_size": 2880,
                     "num_local_experts": 32, "num_experts_per_tok": 4, "num_hidden_layers": 24,
                     "num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64,
-                    "layer_types": ["sliding_attention", "full_attention"] * 12},
+                    "sliding_window": 128, "layer_types": ["sliding_attention", "full_attention"] * 12},
     "olmoe": {**COMMON, "vocab_size": 50_304, "hidden_size": 2048, "intermediate_size": 1024, "num_experts": 64,
               "num_experts_per_tok": 8, "num_hidden_layers": 16, "num_attention_heads": 16, "num_key_value_heads": 16},
 }  # fmt: skip
@@ -153,7 +153,7 @@ def test_a_base_gives_what_is_not_said(tmp_path):
     ("content", "match"),
     [
         ("nic_gb_per_s = 25", "memory_bytes, .* missing"),
-        ("base = 'h20'", "no hardware is named 'h20'; base must be a100"),
+        ("base = 'h201'", "no hardware is named 'h201'; base must be a100"),
         ("base = 3", "no hardware is named 3"),
         ("base = 'h200'\nnic_gb_s = 25", "unknown key 'nic_gb_s'; did you mean 'nic_gb_per_s'"),
         ("base = 'h200'\nnic_gb_per_s = 0", "nic_gb_per_s must be a number"),

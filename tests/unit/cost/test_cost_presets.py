@@ -23,6 +23,9 @@ FACTS = {  # MoE layers, hidden, expert FFN, experts, top-k, MiB per expert, par
     "olmoe": (16, 2048, 1024, 64, 8, 12, 6.9),
     "moonlight": (26, 2048, 1408, 64, 6, 16.5, 16),
     "qwen3-next": (48, 2048, 512, 512, 10, 6, 80),
+    "mixtral-8x22b": (56, 6144, 16_384, 8, 2, 576, 141),
+    "dbrx": (40, 6144, 10_752, 16, 4, 378, 132),
+    "scaled-moe-317b": (48, 8192, 8192, 32, 4, 384, 317),
 }
 
 
@@ -55,7 +58,7 @@ def test_newer_machines_are_faster(model):
 
 
 def test_machines_are_complete_and_name_their_source():
-    assert prices_names() == ["a100", "h100", "h200", "b200", "nvl72"]
+    assert prices_names() == ["a100", "h100", "h200", "b200", "nvl72", "a800", "h20", "l40s"]
     for name in prices_names():
         machine = prices_named(name)
         assert machine.name == name
@@ -141,7 +144,7 @@ def test_kernels_of_other_devices_are_the_h200s_scaled():
 @pytest.mark.parametrize(("device", "name"), [
     ("NVIDIA H200", "h200"), ("NVIDIA H100 80GB HBM3", "h100"), ("NVIDIA A100-SXM4-80GB", "a100"),
     ("NVIDIA B200", "b200"), ("NVIDIA GB200", "nvl72"), ("NVIDIA RTX A1000", None), ("NVIDIA GH200 480GB", "h200"),
-    ("Tesla T4", None), ("", None),
+    ("Tesla T4", None), ("", None), ("NVIDIA A800-SXM4-80GB", "a800"), ("NVIDIA H20", "h20"), ("NVIDIA L40S", "l40s"),
 ])  # fmt: skip
 def test_auto_takes_the_list_of_the_device(device, name):
     assert name_for_device(device) == name

@@ -66,7 +66,7 @@ def test_the_preset_is_the_device_s_own(device, base):
 
 def test_an_unknown_device_scales_the_nearest_preset():
     slow = [rate("dense", 230e12, amount="flop"), rate("memory", 1e12)]
-    found = preset_of(gpus("NVIDIA L40S"), slow, name="mine")
+    found = preset_of(gpus("NVIDIA RTX A6000"), slow, name="mine")
     base = prices_named("a100")
     assert (found.base, found.scaled) == ("a100", True)
     factor = found.hardware.dense_tflops / base.dense_tflops

@@ -1,0 +1,175 @@
+"""`equilibra rollout`: generate answers, or plan the machines that do."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from equilibra.cli.arguments import check_target, positive
+from equilibra.core.errors import InputError
+
+if TYPE_CHECKING:
+    from equilibra.cost.lengths import Context
+    from equilibra.plan.deployment.question import Plan
+
+__all__ = ["add_parser"]
+
+
+def add_parser(commands: Any) -> None:  # noqa: ANN401
+    """Add the subcommand and its own subcommands."""
+    parser = commands.add_parser(
+        "rollout",
+        help="plan a rollout with attention and experts on different devices",
+        description="Disaggregated rollout: attention on some devices, experts on others, micro-batches between them.",
+    )
+    kinds = parser.add_subparsers(dest="rollout", metavar="WHAT", required=True)
+    _add_plan(kinds)
+
+
+def _add_plan(kinds: Any) -> None:  # noqa: ANN401
+    parser = kinds.add_parser(
+        "plan",
+        help="how many devices for attention, how many for experts, in which batches?",
+        description="Searches tensor-parallel sizes, numbers of nodes, micro-batches and batch for the deployment that "
+        "decodes most tokens per GPU or per cost within a latency, beside the best colocated one. Times are modelled.",
+    )
+    parser.add_argument("--model", required=True, metavar="NAME", help="preset, .toml or config.json")
+    parser.add_argument("--attention-hardware", default="h200", metavar="NAME", help="preset or .toml (h200)")
+    parser.add_argument("--expert-hardware", metavar="NAME", help="preset or .toml (as attention)")
+    parser.add_argument("--latency-ms", type=float, required=True, metavar="X", help="longest time between two tokens")
+    lengths = parser.add_argument_group("lengths of sequences in the batch (one of the first three)")
+    lengths.add_argument(
+        "--context", type=float, metavar="N", help="tokens of every sequence, prompt and answer so far"
+    )
+    lengths.add_argument(
+        "--answer-median", type=float, metavar="N", help="answers of lognormal length, batch kept full"
+    )
+    lengths.add_argument("--lengths", metavar="FILE", help="lengths of answers: .json (a list, or percentiles), or the "
+                         "sequences of a routing recording")  # fmt: skip
+    lengths.add_argument("--answer-sigma", type=float, default=0.8, metavar="S", help="with --answer-median (0.8)")
+    lengths.add_argument("--answer-limit", type=float, metavar="N", help="with --answer-median: answers end here")
+    lengths.add_argument("--prompt", type=float, default=0.0, metavar="N", help="prompt of every answer (0)")
+    search = parser.add_argument_group("search")
+    search.add_argument("--gpus", type=positive, default=64, metavar="N", help="of a deployment, both sides (64)")
+    search.add_argument("--micro-batches", type=positive, default=4, metavar="M", help="most in flight (4)")
+    search.add_argument("--imbalance", type=float, default=1.0, metavar="X", help="fullest expert node over mean (1.0)")
+    search.add_argument("--objective", choices=("gpu", "cost"), help="throughput per GPU or per cost (cost if the "
+                        "hardware differs)")  # fmt: skip
+    for side in ("attention", "expert"):
+        search.add_argument(f"--{side}-cost", type=float, metavar="C", help="of a GPU and hour, in any one unit")
+    search.add_argument(
+        "--law", metavar="FILE", help="decode constants of an H200, of benchmarks.probes.measure_decode"
+    )
+    out = parser.add_argument_group("output")
+    out.add_argument("--json", action="store_true", help="print one JSON object")
+    out.add_argument("--report", nargs="?", const="equilibra-deployment.html", metavar="FILE.html", help="write a page")
+    out.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.set_defaults(run=run_plan)
+
+
+def run_plan(arguments: argparse.Namespace) -> int:
+    """Search, print, and write the page."""
+    from equilibra.cost.decode import load_law
+    from equilibra.cost.files import load_model, load_prices
+    from equilibra.plan.deployment.answer import answer
+    from equilibra.plan.deployment.question import Question, Side
+
+    if arguments.report:
+        check_target(arguments.report, overwrite=arguments.overwrite)
+    law = load_law(Path(arguments.law)) if arguments.law else None
+    attention = load_prices(arguments.attention_hardware)
+    experts = load_prices(arguments.expert_hardware or arguments.attention_hardware)
+    same = attention == experts and arguments.attention_cost == arguments.expert_cost
+    question = Question(
+        model=load_model(arguments.model),
+        attention=Side.of(attention, of_h200=law, cost_per_hour=arguments.attention_cost),
+        experts=Side.of(experts, of_h200=law, cost_per_hour=arguments.expert_cost),
+        context=_context(arguments),
+        latency_us=arguments.latency_ms * 1e3,
+        max_ranks=arguments.gpus,
+        max_micro_batches=arguments.micro_batches,
+        imbalance=arguments.imbalance,
+        objective=arguments.objective or ("gpu" if same else "cost"),
+    )
+    found = answer(question)
+    said = found.to_json()
+    if arguments.json:
+        print(json.dumps(said))
+    else:
+        _print(said, found.disaggregated, found.colocated)
+    sys.stdout.flush()
+    if arguments.report:
+        from equilibra.report.deployment import write_deployment
+
+        write_deployment(said, Path(arguments.report), overwrite=arguments.overwrite)
+        print(f"wrote {arguments.report}: open it in a browser", file=sys.stderr)
+    return 0
+
+
+def _context(arguments: argparse.Namespace) -> Context:
+    from equilibra.cost.lengths import Context, context_of_file, context_of_lengths, lognormal_context
+
+    given = [name for name in ("context", "answer_median", "lengths") if getattr(arguments, name) is not None]
+    if len(given) != 1:
+        raise InputError("give the lengths of sequences by one of --context, --answer-median and --lengths")
+    if arguments.context is not None:
+        return Context(mean=arguments.context)
+    if arguments.answer_median is not None:
+        return lognormal_context(
+            prompt=arguments.prompt, median=arguments.answer_median, sigma=arguments.answer_sigma,
+            limit=arguments.answer_limit if arguments.answer_limit is not None else float("inf"),
+        )  # fmt: skip
+    if arguments.lengths.endswith(".json"):
+        return context_of_file(Path(arguments.lengths))
+    from equilibra.trace.open import load_trace
+
+    offsets = load_trace(arguments.lengths).offsets
+    return context_of_lengths(offsets[1:] - offsets[:-1], arguments.prompt)
+
+
+def _print(said: dict[str, Any], ours: Plan, others: tuple[Plan, ...]) -> None:
+    context = said["context"]
+    print(
+        f"Decoding {said['model']} ({said['layers']} MoE layers): at most {said['latency_limit_ms']:g} ms between "
+        f"tokens, at most {said['max_ranks']} GPUs;\n{context['mean']:,.0f} tokens in the cache of a sequence on "
+        f"average, {context['longest']:,.0f} in the longest. Simulated.\n"
+    )
+    print(
+        f"{'deployment':15}{'attention':>16}{'experts':>16}{'GPUs':>6}{'m':>3}{'batch':>7}{'T_a':>7}{'T_e':>7}{'T_c':>7}"
+        f"{'latency':>10}{'tokens/s':>11}{'per GPU':>9}{'per cost':>10}"
+    )
+    for plan in (ours, *others):
+        sides = (
+            f"{plan.attention_nodes} x {plan.attention_tensor} {plan.hardware[0]}",
+            f"{plan.expert_nodes} x {plan.expert_tensor} {plan.hardware[1]}",
+        )
+        cost = f"{plan.tokens_per_cost:>10,.0f}" if plan.cost_per_hour else f"{'-':>10}"
+        print(
+            f"{plan.kind:15}{sides[0]:>16}{sides[1]:>16}{plan.ranks:>6}{plan.micro_batches:>3}{plan.batch:>7}"
+            f"{plan.t_a_us:>7.0f}{plan.t_e_us:>7.0f}{plan.t_c_us:>7.0f}{plan.latency_us * 1e-3:>7.1f} ms"
+            f"{plan.tokens_per_s:>11,.0f}{plan.tokens_per_s_and_rank:>9,.0f}{cost}"
+        )
+    held = said["conditions"]
+    missing = [text for name, text in CONDITIONS.items() if not held[name]]
+    print(f"\n{said['sentence']}")
+    print(f"Pace: {said['bound']['pace']}. The batch is limited by {said['bound']['batch']}.", end=" ")
+    print("Full overlap." if not missing else f"No full overlap: {', '.join(missing)}.")
+    if "answers_per_s" in said:
+        print(f"{said['answers_per_s']:.3g} answers a second; the longest takes {said['longest_answer_s']:,.0f} s.")
+    for reason in said["not_colocated"]:
+        print(f"Not colocated on {reason}.")
+    print(
+        "\nnodes x tensor-parallel GPUs; colocated: attention and experts share the same GPUs. m: micro-batches in "
+        "flight. batch:\nsequences of a micro-batch and attention node. T_a, T_e, T_c: attention, experts, one "
+        "transfer of a layer, in µs. per cost:\ntokens for one unit of cost."
+    )
+
+
+CONDITIONS = {
+    "balanced": "T_a and T_e differ by over a tenth",
+    "transfer_hidden": "T_c >= T_f",
+    "enough_micro_batches": "m T_f < 2 (T_f + T_c)",
+}

@@ -1,0 +1,268 @@
+"""Decode laws: the time of one layer's attention, experts and transfers for a micro-batch of one token per sequence.
+
+Attention reads its weights once and the cached keys and values of every sequence, so it waits for memory; experts read
+the weights of those that get a row, and wait for memory until rows are many; a transfer is a latency and bytes over the
+slower of the two links. Tensor parallelism divides weights, products and key-value heads, and adds a reduction.
+
+    attention  fixed + larger(weights / weight rate, FLOP / dense rate) + sequences * per sequence
+               + larger(factor * cache / cache rate, FLOP / score rate) [+ reduction]
+    experts    fixed + factor * larger(weights / rate, weights / rate of their own + row bytes / rate + FLOP / rate)
+               over the experts that expect a row: `prices.ExpertLaw` with a factor and a bend [+ reduction]
+    transfer   latency + max(bytes a rank sends / its link, bytes a rank receives / its link)
+
+Where both parts of a maximum are close, reads and products hinder each other: larger(a, b) is (a^p + b^p)^(1/p), whose
+bend p is fitted too. Factors are those of measured shapes, around 1.
+
+The constants are an H200's (`measured/decode-h200.json`, fitted by `decode_fit`); another device's follow from the
+ratios of its compute and memory rates. Functions take numbers or arrays that broadcast. Each time divided by the batch
+falls as the batch grows, on which the search of `plan.deployment` relies.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cache
+from importlib.resources import files
+from math import inf
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from equilibra.core.checks import check_number
+from equilibra.core.errors import InputError
+from equilibra.core.model import MoEModel
+from equilibra.cost.lengths import Context
+from equilibra.cost.presets import prices_named
+from equilibra.cost.prices import ExpertLaw, Prices
+
+__all__ = [
+    "CACHE_BYTES", "DecodeLaw", "Numbers", "attention_us", "cached_tokens", "check_decodes", "decode_law",
+    "experts_us", "larger", "load_law", "nodes_of_token", "outer_us", "slowest_tokens", "transfer_us",
+]  # fmt: skip
+
+CACHE_BYTES = 2
+"""bytes of one cached number: bf16"""
+SHARP = 64.0
+"""bend of a plain maximum"""
+
+Numbers = float | NDArray[np.float64]
+
+
+@dataclass(frozen=True, kw_only=True)
+class DecodeLaw:
+    """Constants of one device while decoding."""
+
+    source: str
+    """where the constants come from"""
+    attention_fixed_us: float
+    """launches and waits of a layer's attention, independent of size"""
+    weight_gb_per_s: float
+    """reading weights of dense products"""
+    dense_tflops: float
+    """dense products of many rows"""
+    cache_gb_per_s: float
+    """reading keys and values"""
+    score_tflops: float
+    """scores and their sums over values, where many heads share a cache"""
+    sequence_us: float
+    """what each sequence adds besides: norms, rotations, writing its key and value"""
+    experts: ExpertLaw
+    """grouped products of few rows"""
+    reduce_us: float
+    """latency of one reduction among tensor-parallel ranks"""
+    transfer_us: float
+    """latency of one transfer between attention and experts"""
+    attention_bend: float = SHARP
+    """p of attention's maxima"""
+    expert_bend: float = SHARP
+    """p of the experts' maximum"""
+    factor_of_cache: dict[str, float] = field(default_factory=dict)
+    """measured over predicted time of reading caches, by "key-value heads x numbers" of a token (such as "4x1024")"""
+    factor_of_experts: dict[str, float] = field(default_factory=dict)
+    """the same of experts, by "hidden x FFN" (such as "2048x768")"""
+
+    def __post_init__(self) -> None:
+        for one in fields(self):
+            if one.name.endswith(("_us", "_gb_per_s", "_tflops")):
+                above = None if one.name.endswith("_us") else 0.0
+                check_number(f"decode law: {one.name}", getattr(self, one.name), above=above, high=inf)
+        for name in ("attention_bend", "expert_bend"):
+            check_number(f"decode law: {name}", getattr(self, name), low=1.0, high=SHARP)
+        for factors in (self.factor_of_cache, self.factor_of_experts):
+            if not isinstance(factors, dict):
+                raise InputError(f"decode law: factors must be a table, not {factors!r}")
+            for shape, value in factors.items():
+                check_number(f"decode law: factor of {shape}", value, above=0.0, high=10.0)
+
+    def scaled(self, *, compute: float, memory: float) -> DecodeLaw:
+        """The law on a device with these multiples of the compute and memory rates."""
+        return replace(
+            self, dense_tflops=self.dense_tflops * compute, score_tflops=self.score_tflops * compute,
+            weight_gb_per_s=self.weight_gb_per_s * memory, cache_gb_per_s=self.cache_gb_per_s * memory,
+            experts=self.experts.scaled(compute=compute, memory=memory),
+        )  # fmt: skip
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def of_json(cls, said: object, where: str) -> DecodeLaw:
+        """The law that `to_json` wrote; InputError if keys are unknown or missing."""
+        known = {one.name for one in fields(cls)}
+        needed = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
+        if not isinstance(said, dict) or not needed <= set(said) <= known or not isinstance(said["experts"], dict):
+            raise InputError(f"{where}: a decode law has the keys {', '.join(sorted(needed))}, and no others "
+                             f"but {', '.join(sorted(known - needed))}")  # fmt: skip
+        unknown = set(said["experts"]) - {one.name for one in fields(ExpertLaw)}
+        if unknown:
+            raise InputError(f"{where}: experts has no {', '.join(sorted(unknown))}")
+        try:
+            return cls(**{**said, "experts": ExpertLaw(**said["experts"])})
+        except TypeError as error:
+            raise InputError(f"{where}: {error}") from error
+
+
+@cache
+def _h200_law() -> DecodeLaw:
+    text = files("equilibra.cost").joinpath("measured/decode-h200.json").read_text()
+    return DecodeLaw.of_json(json.loads(text), "measured/decode-h200.json")
+
+
+def decode_law(prices: Prices, of_h200: DecodeLaw | None = None) -> DecodeLaw:
+    """The law of a device, by the ratios of its rates to the H200's; `of_h200` replaces the kept constants."""
+    base, law = prices_named("h200"), of_h200 or _h200_law()
+    compute, memory = prices.dense_tflops / base.dense_tflops, prices.hbm_gb_per_s / base.hbm_gb_per_s
+    return law if prices.name == base.name else law.scaled(compute=compute, memory=memory)
+
+
+def load_law(path: Path) -> DecodeLaw:
+    """An H200 law from a file that `python -m benchmarks.probes.measure_decode --fit` wrote."""
+    try:
+        said = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not valid JSON'}") from error
+    return DecodeLaw.of_json(said.get("law", said) if isinstance(said, dict) else said, str(path))
+
+
+def check_decodes(model: MoEModel) -> None:
+    """InputError if the model's attention has no decode law."""
+    if not model.num_heads or not model.cache_values:
+        raise InputError(
+            f"model {model.name}: its attention is unknown (num_heads, cache_heads, cache_values, score_width); decode "
+            "laws cover grouped-query attention and multi-head latent attention: take a preset or a config.json"
+        )
+    if model.quadratic_share < 1 and not model.window:
+        raise InputError(
+            f"model {model.name}: {1 - model.quadratic_share:.0%} of its layers are linear or of unknown window; "
+            "decode laws cover full and windowed attention only"
+        )
+
+
+def cached_tokens(model: MoEModel, tokens: Numbers, sequences: Numbers) -> Numbers:
+    """Tokens that the mean layer keeps of sequences with so many tokens together."""
+    if model.quadratic_share == 1:
+        return tokens
+    return model.quadratic_share * tokens + (1 - model.quadratic_share) * np.minimum(tokens, sequences * model.window)
+
+
+def slowest_tokens(context: Context, sequences: Numbers, nodes: Numbers) -> Numbers:
+    """Cached tokens on the fullest of several nodes of equal batch: the mean and the expected largest deviation."""
+    return sequences * context.mean + context.deviation * np.sqrt(2 * np.log(np.maximum(nodes, 1.0)) * sequences)
+
+
+def attention_us(
+    model: MoEModel, law: DecodeLaw, prices: Prices, context: Context, *, batch: Numbers, tensor: Numbers,
+    nodes: Numbers,
+) -> Numbers:  # fmt: skip
+    """A layer's attention, router and shared experts, on the slowest of `nodes` with `batch` sequences each."""
+    weights = model.dense_parameters / tensor
+    dense = _dense_us(model, law, weights, batch)
+    return (
+        law.attention_fixed_us + dense + batch * law.sequence_us
+        + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
+        + _reduce_us(law, prices, batch * model.hidden * model.weight_bytes, tensor)
+    )  # fmt: skip
+
+
+def _scores_us(
+    model: MoEModel, law: DecodeLaw, context: Context, *, batch: Numbers, tensor: Numbers, nodes: Numbers
+) -> Numbers:
+    tokens = cached_tokens(model, slowest_tokens(context, batch, nodes), batch)
+    read = tokens * model.cache_values * CACHE_BYTES / np.minimum(tensor, model.cache_heads)
+    flop = 4 * tokens * model.score_width / tensor
+    factor = law.factor_of_cache.get(f"{model.cache_heads}x{model.cache_values}", 1.0)
+    reading, scoring = factor * read * 1e-3 / law.cache_gb_per_s, flop * 1e-6 / law.score_tflops
+    return larger(reading, scoring, law.attention_bend)
+
+
+def _dense_us(model: MoEModel, law: DecodeLaw, weights: Numbers, batch: Numbers) -> Numbers:
+    """A product of `batch` rows with so many weights."""
+    reading = weights * model.weight_bytes * 1e-3 / law.weight_gb_per_s
+    return larger(reading, 2 * batch * weights * 1e-6 / law.dense_tflops, law.attention_bend)
+
+
+def larger(a: Numbers, b: Numbers, bend: float) -> Numbers:
+    """The larger of two times, more where they are close: (a^p + b^p)^(1/p)."""
+    high, low = np.maximum(a, b), np.minimum(a, b)
+    if bend >= SHARP:
+        return high
+    share = low / np.maximum(high, 1e-300)
+    return np.asarray(high * (1 + share**bend) ** (1 / bend), np.float64)
+
+
+def outer_us(
+    model: MoEModel, law: DecodeLaw, context: Context, *, batch: Numbers, tensor: Numbers, nodes: Numbers
+) -> Numbers:
+    """Dense layers and output head of one micro-batch, which no other part overlaps with for certain."""
+    weights = model.outer_parameters / tensor
+    dense = _dense_us(model, law, weights, batch)
+    layer = law.attention_fixed_us + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
+    return dense + model.num_dense_layers * layer
+
+
+def experts_us(
+    model: MoEModel, law: DecodeLaw, prices: Prices, *, tokens: Numbers, nodes: Numbers, tensor: Numbers,
+    imbalance: float,
+) -> Numbers:  # fmt: skip
+    """A layer's experts on the slowest of `nodes`, for `tokens` of all attention nodes together."""
+    each = model.num_experts / nodes
+    active = each * -np.expm1(tokens * np.log1p(-min(model.top_k / model.num_experts, 1 - 1e-12)))
+    rows = imbalance * tokens * model.top_k / nodes
+    experts = law.experts
+    weights = active * model.expert_bytes / tensor * 1e-3
+    moved = rows * (2 * model.hidden + 6 * model.expert_ffn / tensor) * model.weight_bytes * 1e-3
+    products = _over(moved, experts.row_gb_per_s) + _over(
+        2 * rows * model.expert_parameters / tensor * 1e-6, experts.tflops
+    )
+    factor = law.factor_of_experts.get(f"{model.hidden}x{model.expert_ffn}", 1.0)
+    own = _over(weights, experts.instance_gb_per_s)
+    waits = factor * larger(_over(weights, experts.weight_gb_per_s), own + products, law.expert_bend)
+    arrived = imbalance * tokens * nodes_of_token(model, nodes) / nodes * model.hidden * model.weight_bytes
+    return experts.fixed_us + waits + _reduce_us(law, prices, arrived, tensor)
+
+
+def _over(amount: Numbers, rate: float) -> Numbers:
+    return amount / rate if rate else amount * 0.0
+
+
+def nodes_of_token(model: MoEModel, nodes: Numbers) -> Numbers:
+    """Expert nodes that a token goes to, on average over evenly chosen experts: it is sent once to each."""
+    each = model.num_experts / np.asarray(nodes, np.float64)
+    missed = np.ones_like(each)
+    for chosen in range(model.top_k):
+        missed = missed * np.maximum(model.num_experts - each - chosen, 0) / (model.num_experts - chosen)
+    return np.asarray(nodes * (1 - missed), np.float64)
+
+
+def _reduce_us(law: DecodeLaw, prices: Prices, size_bytes: Numbers, tensor: Numbers) -> Numbers:
+    """An all-reduce inside the node; nothing on one rank."""
+    ring = 2 * (tensor - 1) / tensor * size_bytes * 1e-3 / prices.nvlink_gb_per_s
+    return np.where(np.asarray(tensor) > 1, law.reduce_us + ring, 0.0)
+
+
+def transfer_us(latency_us: float, sent: tuple[Numbers, Numbers], received: tuple[Numbers, Numbers]) -> Numbers:
+    """One transfer; (bytes, GB/s of the link) of the rank that sends and of the rank that receives most."""
+    return latency_us + np.maximum(sent[0] * 1e-3 / sent[1], received[0] * 1e-3 / received[1])
