@@ -213,14 +213,19 @@ def _copy_loss(cases: Sequence[Measurement]) -> float:
     return 1 / max(slope, 1e-5)
 
 
-def not_negative(parts: NDArray[np.float64], us: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Non-negative coefficients with the least squared relative error; tries every subset of the few parts."""
-    scaled, width = parts / us[:, None], parts.shape[1]
+def not_negative(
+    parts: NDArray[np.float64], us: NDArray[np.float64], known_us: NDArray[np.float64] | float = 0.0
+) -> NDArray[np.float64]:
+    """Non-negative coefficients with the least squared relative error; tries every subset of the few parts.
+
+    known_us: what else takes time.
+    """
+    scaled, width, wanted = parts / us[:, None], parts.shape[1], 1 - known_us / us
     found, least = np.zeros(width), np.inf
     for count in range(1, width + 1):
         for chosen in combinations(range(width), count):
-            x, *_ = np.linalg.lstsq(scaled[:, chosen], np.ones_like(us), rcond=None)
-            error = float(np.square(scaled[:, chosen] @ x - 1).sum())
+            x, *_ = np.linalg.lstsq(scaled[:, chosen], wanted, rcond=None)
+            error = float(np.square(scaled[:, chosen] @ x - wanted).sum())
             if (x >= 0).all() and error < least - 1e-12:
                 found, least = np.zeros(width), error
                 found[list(chosen)] = x

@@ -7,7 +7,8 @@ Attention and dense products share constants, so they are fitted together. Both 
 once it is known which part of each is larger: guess, fit non-negative least squares of relative errors, look again,
 repeat. The experts' maximum likewise, from every first guess. From there a search by steps in the logarithms of the
 constants also fits what is not linear: the bends of the maxima and a factor for each shape but the first. A constant
-that no case determines keeps its value.
+that no case determines keeps its value. Products of experts run at the rate of dense ones: with a few shapes it cannot
+be told from what moving rows costs, which scales otherwise to other devices.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ Move = str | tuple[str, str]
 ROUNDS = 30
 ATTENTION = ("attention_fixed_us", "weight_gb_per_s", "dense_tflops", "cache_gb_per_s", "sequence_us", "attention_bend",
              "factor_of_cache")  # fmt: skip
-EXPERTS = ("fixed_us", "weight_gb_per_s", "instance_gb_per_s", "row_gb_per_s", "tflops", "expert_bend",
+EXPERTS = ("fixed_us", "weight_gb_per_s", "instance_gb_per_s", "row_gb_per_s", "expert_bend",
            "factor_of_experts")  # fmt: skip
-FIRST_BENDS = (1.5, 3.0, SHARP)
+FIRST_BENDS = (1.2, 2.0, 4.0, 8.0, SHARP)
 FIRST_STEP, LAST_STEP = 0.3, 0.002
 """of the logarithm of a constant"""
 
@@ -61,8 +62,8 @@ def fit_decode(measured: dict[str, Any], base: DecodeLaw, *, source: str) -> Dec
         raise InputError("too few measurements of decoding: 8 of attention and 12 of experts are the least")
     half = {kind: (some[::2], some[1::2]) for kind, some in kinds.items()}
     law, fixed_us = _fit_attention(half["attention"][0], half["dense"][0], replace(base, source=source))
-    law = replace(law, experts=_fit_experts(half["experts"][0]))
     law = _polished(law, (*half["attention"][0], *half["dense"][0]), ATTENTION, fixed_us)
+    law = replace(law, experts=_fit_experts(half["experts"][0], law.dense_tflops))
     law = _polished(law, half["experts"][0], EXPERTS, fixed_us)
     errors = {}
     for number, name in enumerate(("fitted", "kept apart")):
@@ -165,27 +166,27 @@ def _where_known(
     return np.where(rates & (found <= 0), before, found)
 
 
-def _fit_experts(cases: Sequence[Case]) -> ExpertLaw:
+def _fit_experts(cases: Sequence[Case], tflops: float) -> ExpertLaw:
     """The law of least squared relative error over every first guess of which cases wait for weights."""
     us = np.array([case["us"] for case in cases])
     shapes, rows = [case["shape"] for case in cases], np.array([case["rows"] for case in cases], np.float64)
     weights = np.array([case["active"] * model.expert_bytes * 1e-3 for case, model in zip(cases, shapes, strict=True)])
     moved = rows * [row_bytes(model) * 1e-3 for model in shapes]
-    flop = rows * [2 * model.expert_parameters * 1e-6 for model in shapes]
+    products = rows * [2 * model.expert_parameters * 1e-6 / tflops for model in shapes]
     few = rows / np.array([case["active"] for case in cases])
-    best, least = ExpertLaw(fixed_us=0, weight_gb_per_s=1, row_gb_per_s=1, tflops=1), np.inf
+    best, least = ExpertLaw(fixed_us=0, weight_gb_per_s=1, row_gb_per_s=1, tflops=tflops), np.inf
     for limit in np.unique(few):
         waits = few <= limit
         for _ in range(ROUNDS):
-            parts = [np.ones_like(us), weights * waits, weights * ~waits, moved * ~waits, flop * ~waits]
-            x = not_negative(np.stack(parts, axis=1), us)
-            by_weights, by_rows = weights * x[1], weights * x[2] + moved * x[3] + flop * x[4]
+            parts = [np.ones_like(us), weights * waits, weights * ~waits, moved * ~waits]
+            x = not_negative(np.stack(parts, axis=1), us, products * ~waits)
+            by_weights, by_rows = weights * x[1], weights * x[2] + moved * x[3] + products
             error = float(np.square((x[0] + np.maximum(by_weights, by_rows)) / us - 1).sum())
-            if error < least and (x[3] > 0 or x[4] > 0):
+            if error < least:
                 rates = [float(1 / each) if each > 0 else 0.0 for each in x[1:]]
                 least, best = error, ExpertLaw(
                     fixed_us=float(x[0]), weight_gb_per_s=rates[0], instance_gb_per_s=rates[1], row_gb_per_s=rates[2],
-                    tflops=rates[3],
+                    tflops=tflops,
                 )  # fmt: skip
             if np.array_equal(by_weights > by_rows, waits):
                 break

@@ -189,7 +189,7 @@ def test_a_dead_zone_is_named_with_its_size_and_cure():
 
 def test_links_that_would_win_are_found():
     """Cheap experts behind a slow wire: a faster one pays."""
-    question = asked("mixtral-8x22b", "h20", "l40s", objective="cost", context=Context(mean=730), latency_us=150e3)
+    question = asked("scaled-moe-317b", "h20", "l40s", objective="cost", context=Context(mean=730), latency_us=150e3)
     slow = {
         name: replace(getattr(question, name), prices=replace(getattr(question, name).prices, nic_gb_per_s=1.0))
         for name in ("attention", "experts")
