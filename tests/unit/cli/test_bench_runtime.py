@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.distributed.ranks import start_server
 
 from benchmarks.runtime import figures as runtime
 from equilibra.cli.main import main
@@ -27,6 +28,11 @@ def run(*words: object) -> int:
         return main(["bench", "runtime", *(str(word) for word in words)])
     except SystemExit as error:
         return int(error.code)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    start_server()
 
 
 @pytest.fixture(scope="module")
@@ -154,8 +160,9 @@ def test_ranks_end_with_the_command(trace, number, code):
     for line in started.stderr:
         if line.startswith("repeat 2"):
             break
-    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-    assert len(children) >= 2
+    children = _children(started.pid)
+    children += [rank for server in children for rank in _children(int(server))]
+    assert len(children) >= 4, "the resource tracker, the fork server and its two ranks"
     started.send_signal(number)
     _, said = started.communicate(timeout=20)
     assert started.returncode == code
@@ -164,6 +171,10 @@ def test_ranks_end_with_the_command(trace, number, code):
     while any(_runs(int(child)) for child in children):
         assert time.monotonic() < end, f"{children} have stayed behind"
         time.sleep(0.05)
+
+
+def _children(process: int) -> list[str]:
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
 
 def _runs(process: int) -> bool:
