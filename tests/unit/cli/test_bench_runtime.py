@@ -97,14 +97,17 @@ def test_executed_rows_are_the_simulated_ones_also_with_copies(skewed, path, cap
     assert case["largest_difference"] < 1e-5
 
 
-def test_tables_and_files(trace, tmp_path, capsys):
+def test_tables_and_files_also_where_there_is_one_core(trace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "cores_for_ranks", lambda: None)
     assert run("--trace", trace, "--quick", "--repeats", 1, "--output", tmp_path) == 0
-    table = capsys.readouterr().out
+    table, told = capsys.readouterr()
+    assert "the ranks share one" in told
     assert (tmp_path / "runtime.md").read_text().strip() == table.strip()
     assert all(word in table for word in (*CONTENDERS, "measured", "made.npz", "share_of_balanced_reach", "equal ("))
     written = json.loads((tmp_path / "runtime.json").read_text())
     assert set(written) >= FIGURES
     assert list(written["sections"]) == ["figures", "times"]
+    assert "the ranks share one" in written["warnings"][0]
 
 
 @pytest.mark.parametrize(
@@ -142,14 +145,6 @@ def test_without_torch_it_says_what_to_install(trace, monkeypatch, capsys):
 def test_other_benches_do_without_torch():
     code = "import sys; import benchmarks.planner, benchmarks.runtime.figures; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
-
-
-def test_one_core_is_a_warning(trace, monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "cores_for_ranks", lambda: None)
-    assert run("--trace", trace, "--quick", "--repeats", 1, "--json") == 0
-    printed = capsys.readouterr()
-    assert "the ranks share one" in printed.err
-    assert "the ranks share one" in json.loads(printed.out)["warnings"][0]
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are found in /proc")
