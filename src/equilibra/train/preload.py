@@ -1,5 +1,6 @@
 """What every rank would load for itself, loaded once in the process that they are forked from."""
 
+import gc
 import os
 from contextlib import suppress
 
@@ -17,3 +18,4 @@ __all__ = ["torch", "transformers"]
 with suppress(InputError):  # reasoning-gym is missing: a task from a file does without
     dataset_names()
 warm(int(os.environ.get(NODES, "2")))
+gc.freeze()  # ranks need not look for garbage in what is loaded, nor copy its pages
