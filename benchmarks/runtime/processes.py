@@ -9,6 +9,7 @@ loaded torch once.
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -147,6 +148,7 @@ def _rank(
     arguments: tuple[Any, ...], timeout_s: float,
 ) -> None:  # fmt: skip
     """The life of a rank."""
+    gc.freeze()  # collections between contenders need not look at what the server has loaded
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     Thread(target=_end_with_parent, daemon=True).start()
     if core is not None:
