@@ -1,5 +1,6 @@
 """Where routing recordings are: $EQUILIBRA_TRACES, or ../shared/traces beside the repository."""
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -21,3 +22,7 @@ def traces() -> Path:
     if not folder.is_dir():
         pytest.skip(f"no routing recordings in {folder}; set EQUILIBRA_TRACES")
     return folder
+
+
+def pytest_collection_finish() -> None:
+    gc.freeze()  # collections during tests need not look at torch and all test modules

@@ -1,5 +1,6 @@
 """What the fork server loads before the first rank starts: ranks then load nothing for themselves."""
 
+import gc
 import importlib
 import importlib.util
 import warnings
@@ -29,3 +30,4 @@ if importlib.util.find_spec("megatron") is not None and not HAS_GPU:
         for name in ("gpt_runs", "layer_runs"):
             importlib.import_module(f"tests.megatron_core.{name}")
         importlib.import_module("equilibra.integrations.megatron")
+gc.freeze()
