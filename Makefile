@@ -14,6 +14,8 @@ STACKS_READY := $(STACKS_VENV)/.ready
 STACKS_INSTALL := $(STACKS_VENV)/bin/pip install --quiet --disable-pip-version-check
 INSTALL := $(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt
 CHECKED := $(wildcard tests/unit/core tests/unit/cost tests/unit/events tests/unit/trace tests/unit/simulate tests/unit/report tests/golden tests/unit/rl/test_loss.py tests/unit/rl/test_gae.py tests/unit/plan/test_plan_[a-q]*.py)
+# a file's tests share fixtures, so a file stays with one of the two processes; long files stand first
+PYTEST := $(BIN)/pytest -n 2 --dist loadfile --no-loadscope-reorder
 OTHER_ARITHMETIC := ATEN_CPU_CAPABILITY=default MKL_CBWR=COMPATIBLE OMP_NUM_THREADS=1
 
 .DEFAULT_GOAL := help
@@ -89,6 +91,10 @@ lint: $(TESTS_READY) ## ruff, mypy --strict, import-linter
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 
+.PHONY: warm
+warm: $(TESTS_READY) # compile the kernels once: two pytest processes would compile the same ones beside each other
+	@$(BIN)/python .ci/warm.py
+
 .PHONY: resolve
 resolve: $(TESTS_READY) ## check that the public index has what constraints.txt pins, for every supported Python
 	$(BIN)/python .ci/resolve.py $(PYTHONS)
@@ -101,17 +107,19 @@ chromium: # tests of the report open it in this browser; where it cannot be inst
 	  || echo "there is no /usr/bin/chromium: the tests that open the report in a browser are skipped"
 
 .PHONY: check
-check: lint ## lint and the tests that start no processes, in about 90 seconds on two cores; for every save
-	$(BIN)/pytest -n 2 -q -m 'not slow' $(CHECKED)
+check: $(TESTS_READY) ## lint and the tests that start no processes, in about 90 seconds on two cores; for every save
+	@$(MAKE) --no-print-directory -j 2 --output-sync lint warm
+	$(PYTEST) -q -m 'not slow' $(CHECKED)
 
 .PHONY: test
-test: lint resolve docs chromium ## everything CI does
-	$(BIN)/pytest -n 2 -m 'not slow' --durations 20
+test: $(TESTS_READY) $(DOCS_READY) chromium ## everything CI does
+	@$(MAKE) --no-print-directory -j 2 --output-sync warm lint resolve docs
+	$(PYTEST) -m 'not slow' --durations 20
 	@$(MAKE) --no-print-directory test-arithmetic
 
 .PHONY: test-arithmetic
 test-arithmetic: $(TESTS_READY) ## the tests that compare floating-point results, as a CPU without AVX would round
-	$(OTHER_ARITHMETIC) $(BIN)/pytest -n 2 -m 'arithmetic and not slow'
+	$(OTHER_ARITHMETIC) $(PYTEST) -m 'arithmetic and not slow' $$(grep -rl 'mark\.arithmetic' tests --include 'test_*.py')
 
 .PHONY: test-pythons
 test-pythons: ## the tests under every supported Python that is found, each in an environment of its own
@@ -125,18 +133,18 @@ test-pythons: ## the tests under every supported Python that is found, each in a
 
 .PHONY: test-here
 test-here: $(TESTS_READY)
-	$(BIN)/pytest -n 2 -m 'not slow'
+	$(PYTEST) -m 'not slow'
 
 .PHONY: test-megatron
 test-megatron: $(TESTS_READY) ## the tests of the Megatron integration with every supported version of Megatron-Core
 	@for version in $(MEGATRONS); do folder=build/megatron-core-$$version; echo "testing with megatron-core $$version"; \
 	  test -d $$folder || $(BIN)/pip install --quiet --disable-pip-version-check --no-deps --only-binary :all: \
 	    --ignore-requires-python --target $$folder megatron-core==$$version || exit 1; \
-	  PYTHONPATH=$$folder $(BIN)/pytest -n 2 -q -m 'not slow' tests/megatron_core || exit 1; done
+	  PYTHONPATH=$$folder $(PYTEST) -q -m 'not slow' tests/megatron_core || exit 1; done
 
 .PHONY: test-all
-test-all: lint resolve docs chromium ## the same, the slow proofs, every supported Python and Megatron-Core, and whole programs
-	$(BIN)/pytest -n 2
+test-all: lint warm resolve docs chromium ## the same, the slow proofs, every supported Python and Megatron-Core, and whole programs
+	$(PYTEST)
 	@$(MAKE) --no-print-directory test-arithmetic
 	@$(MAKE) --no-print-directory test-megatron
 	@$(MAKE) --no-print-directory test-pythons

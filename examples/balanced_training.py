@@ -124,4 +124,4 @@ if __name__ == "__main__":
         main(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), "env://", run)
     else:
         with tempfile.TemporaryDirectory() as folder:
-            multiprocessing.spawn(main, args=(4, f"file://{folder}/store", run), nprocs=4)
+            multiprocessing.start_processes(main, (4, f"file://{folder}/store", run), nprocs=4, start_method="fork")

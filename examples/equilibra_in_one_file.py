@@ -382,13 +382,13 @@ def main() -> int:
         print(f"{name:18}{imbalance(plan):9.4f}{flash:30.1f}{len(plan.standing):17}")
     mean_M = tokens_MER.sum((1, 2)) / NUM_RANKS  # rows are whole numbers, so no plan is below the mean rounded up
     print(f"{'lower bound':18}{np.ceil(mean_M).sum() / mean_M.sum():9.4f}\n")
-
     lost = [*plan.standing, *plan.visits[0].flash][0] if args.drop_a_gradient else None
     ids_TK = torch.from_numpy(ids_TK)
-    expected = run_reference(ids_TK, num_experts)
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(run_rank, (folder, plan, micro_batches, ids_TK, lost), nprocs=NUM_RANKS)
+        told = folder, plan, micro_batches, ids_TK, lost
+        torch.multiprocessing.start_processes(run_rank, told, NUM_RANKS, start_method="fork")
         found = torch.load(f"{folder}/result.pt")
+    expected = run_reference(ids_TK, num_experts)
     differences = {name: (found[name] - expected[name]).abs().max().item() for name in expected}
     print(f"loss {found['loss']:.9f}; differences from one process:", *(f"{k} {v:.1e}" for k, v in differences.items()))
     same = all(difference <= MAX_DIFFERENCE for difference in differences.values())

@@ -3,11 +3,13 @@
 Each rank has a core of its own where there are two (rank 1 is never on the second thread of rank 0's core) and
 computes with one thread. Ranks end with this process, however it ends. A rank that fails, dies or falls silent ends the
 bench with an error. Ranks keep the memory that they free (glibc's MALLOC_ variables), as the allocators of accelerators
-do: otherwise a third of the measured time is the kernel handing out pages.
+do: otherwise a third of the measured time is the kernel handing out pages. They are forked from a server that has
+loaded torch once.
 """
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -15,6 +17,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
@@ -54,12 +57,14 @@ def run_on_ranks(
     timeout_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     """What rank 0 measured; every rank calls measure(*arguments, group, tell), joined with the other."""
-    context = multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["benchmarks.runtime.rank", "torch.distributed"])
     cores = cores_for_ranks()
     with tempfile.TemporaryDirectory(prefix="equilibra-bench-") as folder:
         ranks: list[tuple[BaseProcess, Connection]] = []
         try:
             with environment_with({**KEEP_MEMORY, "GLOO_SOCKET_IFNAME": os.environ.get("GLOO_SOCKET_IFNAME", "lo")}):
+                forkserver.ensure_running()  # ranks inherit how it allocates memory
                 for rank in range(CLUSTER.num_ranks):
                     mine, theirs = context.Pipe(duplex=False)
                     core = None if cores is None else cores[rank]
@@ -143,6 +148,7 @@ def _rank(
     arguments: tuple[Any, ...], timeout_s: float,
 ) -> None:  # fmt: skip
     """The life of a rank."""
+    gc.freeze()  # collections between contenders need not look at what the server has loaded
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     Thread(target=_end_with_parent, daemon=True).start()
     if core is not None:

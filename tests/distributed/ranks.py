@@ -15,15 +15,16 @@ import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
 from time import monotonic
 from typing import Any
 
-__all__ = ["Outcome", "run_ranks", "start_ranks"]
+__all__ = ["Outcome", "run_ranks", "start_ranks", "start_server"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-CONTEXT.set_forkserver_preload(["torch.distributed", "equilibra.execute.moe.layer", "tests.distributed.preload"])
+PRELOAD = ["torch.distributed", "equilibra.execute.moe.layer", "tests.distributed.preload"]
 
 
 @dataclass(frozen=True)
@@ -69,11 +70,19 @@ def _main(
     os._exit(0)  # a lost peer must not keep the process in gloo's destructors
 
 
+def start_server() -> None:
+    """Start this process's fork server, if there is none, with what all tests need: whoever starts it first decides."""
+    CONTEXT.set_forkserver_preload(PRELOAD)
+    forkserver.ensure_running()
+
+
 def start_ranks(
     world: int, function: Callable[..., Any], *args: Any, backend: str = "gloo",
     environment: dict[str, str] | None = None,
 ) -> tuple[list[multiprocessing.process.BaseProcess], list[Connection], Path]:  # fmt: skip
     """Start the processes; the caller looks after them."""
+    if CONTEXT.get_start_method() == "forkserver":
+        start_server()
     store = Path(tempfile.mkdtemp(prefix="equilibra-test-")) / "store"
     processes, pipes = [], []
     for rank in range(world):

@@ -59,7 +59,7 @@ def small(model: Path, *, algorithm: str = "grpo", cluster: ClusterConfig = NODE
         run=RunConfig(steps=3, dtype="float64", evaluate_every=2, evaluate_problems=6, checkpoint_every=1),
         cluster=cluster,
         model=ModelConfig(source=str(model)),
-        task=TaskConfig(name="spell_backward", options={"min_word_len": 3, "max_word_len": 4}, reward=REWARD),
+        task=TaskConfig(name="chain_sum", options={"max_terms": 3, "max_digits": 2}, reward=REWARD),
         warm_up=WarmUpConfig(steps=3, batch=8),
         rollout=RolloutConfig(prompts=6, answers=2, max_answer_tokens=7, reward_cut_off=True, **window),
         algorithm=AlgorithmConfig(name=algorithm, mini_batches=2),

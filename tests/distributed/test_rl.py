@@ -62,7 +62,10 @@ def trained(config, folder, **options):
 def test_planner_and_ranks_change_no_number(algorithm, model, whole, tmp_path):
     config = small(model, algorithm=algorithm, run__steps=4)
     balanced = whole(algorithm)
-    static = trained(replace(config, balance=replace(config.balance, planner="static")), tmp_path / "static")
+    two = replace(ALONE, ranks_per_node=2)
+    static = trained(
+        replace(config, cluster=two, balance=replace(config.balance, planner="static")), tmp_path / "static"
+    )
     alone = trained(replace(config, cluster=ALONE), tmp_path / "alone")
     for other in (static, alone):
         rewards = [note["reward"] for note in balanced.steps]

@@ -1,4 +1,4 @@
-"""`equilibra train` under torchrun: two agents of two ranks, as on two nodes, are one run."""
+"""`equilibra train` under torchrun: two agents of a rank each, as on two nodes, are one run."""
 
 import json
 import os
@@ -10,6 +10,7 @@ import pytest
 from tests.references.hf_models import small_config
 
 OPTIONS = (
+    "cluster.nodes=2", "cluster.ranks_per_node=1",
     "run.steps=2", "run.evaluate_problems=4", "run.checkpoint_every=1", "warm_up.steps=2", "warm_up.batch=8",
     "rollout.prompts=4", "rollout.answers=2", "rollout.reward_cut_off=true", "balance.tokens_per_rank=128",
 )  # fmt: skip
@@ -35,7 +36,7 @@ def test_two_agents_are_one_run(tmp_path):
     agents = [
         subprocess.Popen(
             [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "2",
+                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "-m", *train,
                 "--output", str(tmp_path / "torchrun"),
             ],

@@ -62,9 +62,9 @@ def padded(sequences: Sequence[tuple[Tensor, int]], pad: int, device: torch.devi
     )  # fmt: skip
 
 
-def chunk_of(vocabulary: int, chunk_bytes: int = CHUNK_BYTES) -> int:
-    """C: tokens whose logits fit into `chunk_bytes`."""
-    return max(1, chunk_bytes // (4 * vocabulary))
+def chunk_of(vocabulary: int) -> int:
+    """C: tokens whose logits fit into `CHUNK_BYTES`."""
+    return max(1, CHUNK_BYTES // (4 * vocabulary))
 
 
 def token_logprobs(

@@ -60,7 +60,7 @@ def predict(
 
 
 def beside(
-    measured: PlannerRecord, plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int = 2
+    measured: PlannerRecord, plan: StepPlan, sequences: SequenceLoad, pricing: Pricing
 ) -> dict[str, PlannerRecord]:
     """The measured step, and the prediction for its plan by a cost model fitted to it."""
     experts_per_rank = plan.placement.num_experts // plan.cluster.num_ranks
@@ -71,5 +71,5 @@ def beside(
         with suppress(InputError):  # too few or too noisy for a fit: keep the constants
             hardware = calibrate(about_kind, hardware, name="measured", source="fitted to the step beside it").hardware
     window = int(measured.events.rows["micro_batch"].max(initial=0))
-    predicted = predict(plan, sequences, replace(pricing, hardware=hardware), spare_slots=spare_slots, window=window)
+    predicted = predict(plan, sequences, replace(pricing, hardware=hardware), window=window)
     return {plan.planner: measured, PREDICTED: predicted}

@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from tests.distributed.ranks import start_server
 
 from benchmarks.train import figures
 from equilibra.cli.main import main
@@ -32,6 +33,7 @@ def run(*words: object) -> int:
 
 
 def test_json_has_the_figures_with_their_spreads_and_files_are_written(tmp_path, capsys):
+    start_server()
     assert run("--quick", "--json", "--skew", "1.5", "--output", tmp_path) == 0
     printed = capsys.readouterr()
     result = json.loads(printed.out)  # nothing else on stdout

@@ -310,6 +310,9 @@ def test_silent_ranks_are_given_up(monkeypatch):
 
 def test_a_rank_that_cannot_start_its_work_says_why():
     pytest.importorskip("torch")
+    from tests.distributed.ranks import start_server
+
+    start_server()
     shape = Shape(hidden=8, ffn=8, spare_slots=2, path="nowhere", repeats=1)
     with pytest.raises(ExecuteError, match="nowhere"):
         runtime_processes.run_on_ranks(figures._measure, (case(), shape), print, timeout_s=shape.timeout_s)

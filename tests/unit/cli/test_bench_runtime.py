@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.distributed.ranks import start_server
 
 from benchmarks.runtime import figures as runtime
 from equilibra.cli.main import main
@@ -27,6 +28,11 @@ def run(*words: object) -> int:
         return main(["bench", "runtime", *(str(word) for word in words)])
     except SystemExit as error:
         return int(error.code)
+
+
+@pytest.fixture(autouse=True, scope="module")
+def server() -> None:
+    start_server()
 
 
 @pytest.fixture(scope="module")
@@ -91,14 +97,17 @@ def test_executed_rows_are_the_simulated_ones_also_with_copies(skewed, path, cap
     assert case["largest_difference"] < 1e-5
 
 
-def test_tables_and_files(trace, tmp_path, capsys):
+def test_tables_and_files_also_where_there_is_one_core(trace, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(runtime, "cores_for_ranks", lambda: None)
     assert run("--trace", trace, "--quick", "--repeats", 1, "--output", tmp_path) == 0
-    table = capsys.readouterr().out
+    table, told = capsys.readouterr()
+    assert "the ranks share one" in told
     assert (tmp_path / "runtime.md").read_text().strip() == table.strip()
     assert all(word in table for word in (*CONTENDERS, "measured", "made.npz", "share_of_balanced_reach", "equal ("))
     written = json.loads((tmp_path / "runtime.json").read_text())
     assert set(written) >= FIGURES
     assert list(written["sections"]) == ["figures", "times"]
+    assert "the ranks share one" in written["warnings"][0]
 
 
 @pytest.mark.parametrize(
@@ -138,14 +147,6 @@ def test_other_benches_do_without_torch():
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 
-def test_one_core_is_a_warning(trace, monkeypatch, capsys):
-    monkeypatch.setattr(runtime, "cores_for_ranks", lambda: None)
-    assert run("--trace", trace, "--quick", "--repeats", 1, "--json") == 0
-    printed = capsys.readouterr()
-    assert "the ranks share one" in printed.err
-    assert "the ranks share one" in json.loads(printed.out)["warnings"][0]
-
-
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are found in /proc")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
 def test_ranks_end_with_the_command(trace, number, code):
@@ -154,8 +155,9 @@ def test_ranks_end_with_the_command(trace, number, code):
     for line in started.stderr:
         if line.startswith("repeat 2"):
             break
-    children = Path(f"/proc/{started.pid}/task/{started.pid}/children").read_text().split()
-    assert len(children) >= 2
+    children = _children(started.pid)
+    children += [rank for server in children for rank in _children(int(server))]
+    assert len(children) >= 4, "the resource tracker, the fork server and its two ranks"
     started.send_signal(number)
     _, said = started.communicate(timeout=20)
     assert started.returncode == code
@@ -164,6 +166,10 @@ def test_ranks_end_with_the_command(trace, number, code):
     while any(_runs(int(child)) for child in children):
         assert time.monotonic() < end, f"{children} have stayed behind"
         time.sleep(0.05)
+
+
+def _children(process: int) -> list[str]:
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
 
 
 def _runs(process: int) -> bool:

@@ -38,7 +38,7 @@ def see(name, found, wanted):
 
 
 SWIGLU, CLAMPED = Activation.SWIGLU, Activation.CLAMPED_SWIGLU
-SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (500, 0, 1700, 7))
+SMALL, LARGE = (48, 40, (130, 0, 7, 35, 0)), (200, 136, (300, 0, 700, 7))
 EVERY, NO_DOWN, BIASES = (1, 1, 1, 1), (1, 0, 1, 1), (0, 0, 1, 1)  # gate_up, down and their biases: which are learned
 cases = (
     (SMALL, SWIGLU, False, EVERY, 0, 2, True), (SMALL, CLAMPED, True, EVERY, 2, 2, True),

@@ -24,7 +24,7 @@ from torch.overrides import TorchFunctionMode
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from equilibra.core.errors import ExecuteError, InputError
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import contiguous
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.experts.weights import ExpertWeights
@@ -48,20 +48,17 @@ def register_experts() -> None:
     ALL_EXPERTS_FUNCTIONS.register(NAME, _run_experts)
 
 
-def shard_experts(
-    model: Any, group: ExpertGroup, copies: CopySetting | None = None, *, placement: Placement | None = None  # noqa: ANN401
-) -> Runtime:  # fmt: skip
+def shard_experts(model: Any, group: ExpertGroup, copies: CopySetting | None = None) -> Runtime:  # noqa: ANN401
     """Keep only this rank's experts of a model that all ranks have loaded, and run them under plans.
 
-    Replaces the experts' parameters: create the optimizer afterwards. placement: initial homes; None: contiguous.
+    Homes are contiguous at first. Replaces the experts' parameters: create the optimizer afterwards.
     """
     family = family_of(model.config.model_type)
     blocks = [layer.mlp for layer in moe_layers(model).values()]
     if not blocks or any(hasattr(block.experts, "equilibra_layer") for block in blocks):
         raise InputError("cannot shard the model: it has no MoE layers, or they are sharded already")
     spec = family.spec(model.config)
-    if placement is None:
-        placement = contiguous(group.cluster, num_layers=len(blocks), num_experts=spec.num_experts)
+    placement = contiguous(group.cluster, num_layers=len(blocks), num_experts=spec.num_experts)
     runtime = Runtime(group, placement, copies)
     for block in blocks:
         _shard(block.experts, spec, runtime)
