@@ -75,7 +75,7 @@ class LayerVisits:
         """index of that visit among the armed ones"""
         self._visits: Sequence[Callable[[], SlotTable]] | None = None
         self._made: dict[int, SlotTable] = {}
-        self._begun = dict.fromkeys((Direction.FORWARD, Direction.FORWARD_AGAIN), 0)
+        self._begun = dict.fromkeys((Direction.FORWARD, Direction.FORWARD_AGAIN, Direction.BACKWARD), 0)
 
     def arm(self, visits: Sequence[Callable[[], SlotTable]] | None) -> None:
         """Take the visits of a step, in order; None disarms."""

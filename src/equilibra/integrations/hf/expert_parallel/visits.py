@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
+from equilibra.core.visit import CopyList
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.visits import LayerVisits, exchange, sum_copies
 from equilibra.integrations.hf.sharded_experts import route_recorded
@@ -30,30 +31,30 @@ Run = Callable[[Tensor, Tensor], Tensor]
 
 
 def carry(
-    group: ExpertGroup, slots: SlotTable, rows_ND: Tensor, parts: Sequence[Tensor]
+    group: ExpertGroup, copies: CopyList, rows_ND: Tensor, parts: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Rows unchanged, and each part of the copies held here, [C, ...] in the order of slots."""
-    rows_ND, *copies = _Carry.apply(group, slots, rows_ND, *parts)  # type: ignore[no-untyped-call]
-    return rows_ND, copies
+    rows_ND, *held = _Carry.apply(group, copies, rows_ND, *parts)  # type: ignore[no-untyped-call]
+    return rows_ND, held
 
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ExpertGroup, slots: SlotTable, rows_ND: Tensor, *parts: Tensor) -> Any:  # noqa: ANN401
-        ctx.group, ctx.slots = group, slots
+    def forward(ctx: Any, group: ExpertGroup, copies: CopyList, rows_ND: Tensor, *parts: Tensor) -> Any:  # noqa: ANN401
+        ctx.group, ctx.copies = group, copies
+        ctx.served = (copies.served_expert - group.rank * len(parts[0])).tolist()  # homes are in order and never move
         ctx.homes = [(part.shape, part.dtype) for part in parts]
-        served = torch.tensor(slots.served, dtype=torch.long, device=rows_ND.device)
+        served = torch.tensor(ctx.served, dtype=torch.long, device=rows_ND.device)
         sent = [part.detach().index_select(0, served) for part in parts]
-        return rows_ND.view_as(rows_ND), *exchange(group, slots.copies, sent, home=False).wait()
+        return rows_ND.view_as(rows_ND), *exchange(group, copies, sent, home=False).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, *grads: Tensor) -> Any:  # noqa: ANN401
         if not any(ctx.needs_input_grad[3:]):  # experts are frozen, on every rank alike
             return None, None, grad_rows, *(None for _ in grads)
-        received = exchange(ctx.group, ctx.slots.copies, grads, home=True).wait()
+        received = exchange(ctx.group, ctx.copies, grads, home=True).wait()
         home = [
-            _stacked(lines, shape, dtype, ctx.slots.served)
-            for lines, (shape, dtype) in zip(received, ctx.homes, strict=True)
+            _stacked(lines, shape, dtype, ctx.served) for lines, (shape, dtype) in zip(received, ctx.homes, strict=True)
         ]
         return None, None, grad_rows, *home
 
@@ -98,18 +99,18 @@ class TransformersVisits(LayerVisits):
         """Run homes and copies on rows. The module's parameters must be unsharded, those of its homes."""
         assert self.current is not None
         slots = self.current
-        if not slots.num_copies:
+        if not slots.flash.num_in_node:
             return run(rows_ND, slot_of_row)
         parts = dict(self.experts.named_parameters(recurse=False))
-        rows_ND, copies = carry(self.group, slots, rows_ND, list(parts.values()))
-        if not slots.num_held:
+        rows_ND, copies = carry(self.group, slots.flash, rows_ND, list(parts.values()))
+        if not (num_held := slots.flash.held_expert.size):
             return run(rows_ND, slot_of_row)
         of_copy = slot_of_row >= self.num_homes
         order = of_copy.argsort(stable=True)
         num = len(rows_ND) - int(of_copy.sum())
         rows_ND, slot_of_row = rows_ND.index_select(0, order), slot_of_row.index_select(0, order)
         results = run(rows_ND[:num], slot_of_row[:num])
-        with _weights(self.experts, dict(zip(parts, copies, strict=True)), slots.num_held):
+        with _weights(self.experts, dict(zip(parts, copies, strict=True)), num_held):
             more = run(rows_ND[num:], slot_of_row[num:] - self.num_homes)
         return torch.cat([results, more]).index_select(0, order.argsort())
 
