@@ -44,7 +44,9 @@ def on_two_ranks() -> dict[str, Any]:
         verl, **options(), override_ddp_config={"overlap_param_gather": True, "overlap_grad_reduce": True}
     )
     found["live"] = train(verl, **options(mode="live"), mode="disabled", replay=False)
+    found["history"] = train(verl, **options(mode="history"), mode="disabled", replay=False)
     found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
+    found["standing"] = train(verl, **options(standing_slots=2, ranks_per_node=1), param_offload=True)
     found["recorded"] = [
         recorded(verl, override_mcore_model_config=OFF),
         recorded(verl, **options(spare_slots=2)),
@@ -56,9 +58,11 @@ def on_two_ranks() -> dict[str, Any]:
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
-    for name in ("balanced", "logprob", "static", "gathered", "sabotaged"):
+    for name in ("balanced", "standing", "logprob", "static", "gathered", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
-    found["live"]["weights"] = apart(found["plain live"].pop("weights"), found["live"]["weights"])
+    plain_live = found["plain live"].pop("weights")
+    for name in ("live", "history"):
+        found[name]["weights"] = apart(plain_live, found[name]["weights"])
     del plain["weights"]
     return found
 

@@ -29,6 +29,7 @@ __all__ = [
 ]  # fmt: skip
 
 RANKS_PER_NODE = 8
+MODES = ("replay", "live", "history")
 PATHS = ("auto", "collective", "host", "ipc", "both")
 ALL = np.int64(2**62)
 """more pairs than a rank can have"""
@@ -103,7 +104,10 @@ class MegatronSetting(PlanSetting):
     """homes that may move per layer and step; -1: as many as pay. Without an optimizer none move"""
     mode: str = "replay"
     """replay: steps are planned ahead, from recorded routing. live: every forward of a layer is planned from what its
-    router has just chosen, and its copies are fetched then; for training without routing replay"""
+    router has just chosen, and its copies are fetched then. history: standing copies and homes follow the loads of past
+    steps, and nothing is planned per micro-batch. The last two need no routing replay"""
+    history_steps: int = 4
+    """past steps that mode history plans from"""
     prefetch: bool = True
     """fetch copies while the previous layer computes; takes the spare slots twice"""
     path: str = "auto"
@@ -111,14 +115,20 @@ class MegatronSetting(PlanSetting):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(f"{self.section}mode", self.mode, ("replay", "live"))
+        check_choice(f"{self.section}mode", self.mode, MODES)
+        check_whole(f"{self.section}history_steps", self.history_steps, low=1, high=1000)
         check_flag(f"{self.section}prefetch", self.prefetch)
         check_choice(f"{self.section}path", self.path, PATHS)
 
     def slot_counts(self, cluster: Cluster) -> SlotCounts:
         """Slots that every rank has for copies."""
-        stands = self.mode == "replay" and cluster.num_nodes > 1
-        return SlotCounts(standing=self.standing_slots if stands else 0, flash=self.spare_slots)
+        stands = self.mode != "live" and cluster.num_nodes > 1
+        flashes = self.mode != "history"
+        return SlotCounts(standing=self.standing_slots if stands else 0, flash=self.spare_slots if flashes else 0)
+
+    def cluster_of(self, num_ranks: int) -> Cluster:
+        """The cluster that plans are made for. With mode history every rank is a node: only nodes are levelled then."""
+        return cluster_of(num_ranks, 1 if self.mode == "history" else self.ranks_per_node)
 
     def description(self, cluster: Cluster) -> str:
         """What must be the same on every rank, in words."""
@@ -216,12 +226,19 @@ class SlotTable:
     """flash copies of the rank's node; those held here fill their slots in this order"""
     num_standing: int
     """standing copies on all ranks; those held here fill their slots in the order of experts"""
+    scale: int = 0
+    """0: `first` and `end` are numbers of pairs; else shares of all pairs of the expert on this rank, of `scale`"""
 
 
 def slot_table(
-    visit: Visit, expert_of_slot: NDArray[np.int32], counts: SlotCounts, rank: int, ranks_of_node: range
+    visit: Visit, expert_of_slot: NDArray[np.int32], counts: SlotCounts, rank: int, ranks_of_node: range,
+    scale: int = 0,
 ) -> SlotTable:  # fmt: skip
-    """A visit in the slots of a rank. expert_of_slot: [R, H] homes of the layer. ranks_of_node: those of its node."""
+    """A visit in the slots of a rank.
+
+    expert_of_slot: [R, H] homes of the layer. ranks_of_node: those of its node. scale: above 0 where the visit has
+    shares of it in place of tokens.
+    """
     num_ranks, num_homes = expert_of_slot.shape
     expert_RS = np.zeros((num_ranks, num_homes + counts.num), np.int64)
     first_RS, end_RS = np.zeros_like(expert_RS), np.zeros_like(expert_RS)
@@ -237,8 +254,8 @@ def slot_table(
             expert_RS[at], first_RS[at], end_RS[at] = expert, taken_E[expert], taken_E[expert] + quota
             taken_E[expert] += quota
             used_R[holder] += 1
-    first_RS[:, :num_homes], end_RS[:, :num_homes] = taken_E[expert_of_slot], ALL
+    first_RS[:, :num_homes], end_RS[:, :num_homes] = taken_E[expert_of_slot], scale or ALL
     return SlotTable(
         key=visit.key, expert_of_slot=expert_RS.ravel(), first_of_slot=first_RS.ravel(), end_of_slot=end_RS.ravel(),
-        flash=visit.copy_list(rank, ranks_of_node), num_standing=visit.standing_expert.size,
+        flash=visit.copy_list(rank, ranks_of_node), num_standing=visit.standing_expert.size, scale=scale,
     )  # fmt: skip

@@ -17,7 +17,9 @@ from equilibra.core.plan import Stage
 from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.balancer import count_routing
+from equilibra.integrations.executor.history import History
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping, wait_for_gathers
@@ -31,6 +33,7 @@ from equilibra.integrations.planned import (
     slot_table,
 )
 from equilibra.plan.entry import plan_step
+from equilibra.plan.history import SCALE, rank_load_by_shares, shares_of
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
 
@@ -65,6 +68,30 @@ def test_every_pair_is_in_one_slot_of_its_expert(seed: int, surprise: bool, per_
         received += map_TP.sum(dim=0).view(4, -1).sum(dim=1).numpy()
     if not surprise:
         assert np.array_equal(received, plan.rank_load(load)[0, 0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_shares_of_past_steps_are_what_slots_take(seed: int) -> None:
+    """Of a load that was not planned: every pair in one slot, and ranks get what the fixed rule says."""
+    rng = np.random.default_rng(seed)
+    cluster, counts = Cluster(num_nodes=4, ranks_per_node=1), SlotCounts(standing=2, flash=0)
+    maps = rng.random((2, 4, 24, 8)) < rng.dirichlet(np.full(8, 0.3)) * 3  # past and present, by rank
+    past, present = (
+        StepLoad(tokens_MLER=np.ascontiguousarray(one.sum(axis=1).T[None, None], np.int32)) for one in maps
+    )
+    plan = plan_step(past, cluster=cluster, spare_slots=0, standing_slots=2)
+    history = History(ExpertGroup(cluster=cluster, channels={}), num_layers=1, num_experts=8, num_steps=1)
+    visit = history.follow(plan, past)[0]
+    expert_RH = contiguous_slots(cluster, num_layers=1, num_experts=8).moved_to(plan.placement).expert_of_slot[0]
+    received = np.zeros(4, int)
+    for rank in range(4):
+        table = slot_table(visit, expert_RH, counts, rank, range(rank, rank + 1), SCALE)
+        _, map_TP = to_slots(torch.ones(24, 8), torch.from_numpy(maps[1, rank]), table)
+        count = torch.zeros(24, 8).index_add(1, torch.from_numpy(table.expert_of_slot), map_TP.float())
+        assert np.array_equal(count.numpy(), maps[1, rank])
+        received += map_TP.sum(dim=0).view(4, -1).sum(dim=1).numpy()
+    assert np.array_equal(received, rank_load_by_shares(present, plan, shares_of(plan, past))[0, 0])
 
 
 @settings(max_examples=40, deadline=None)

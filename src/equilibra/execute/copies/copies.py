@@ -117,9 +117,11 @@ class Copies:
 
     def _chosen(self, path: Path, stage: Stage) -> Path:
         """Resolve `auto` for this plan; equal on every rank."""
+        if self.armed is None:
+            return Path.COLLECTIVE  # other paths publish what a plan copies
         if path is not Path.AUTO:
             return path
-        if self._row.device.type != "cuda" or self.armed is None:
+        if self._row.device.type != "cuda":
             return Path.COLLECTIVE
         if self._ipc_works is None:
             self._ipc_works = ipc_works(self.group, self._row)

@@ -223,6 +223,6 @@ class VisitBalancer(Generic[Layer, Setting]):
     def _visit(self, plan: StepPlan, key: VisitKey) -> SlotTable:
         return self._in_slots(plan.visit(*key))
 
-    def _in_slots(self, visit: Visit) -> SlotTable:
-        expert_of_slot = self.slots.expert_of_slot[visit.key.layer]
-        return slot_table(visit, expert_of_slot, self.counts, self.group.rank, self.group.ranks_of_node)
+    def _in_slots(self, visit: Visit, *, scale: int = 0) -> SlotTable:
+        expert_of_slot, group = self.slots.expert_of_slot[visit.key.layer], self.group
+        return slot_table(visit, expert_of_slot, self.counts, group.rank, group.ranks_of_node, scale)

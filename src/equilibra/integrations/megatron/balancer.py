@@ -9,6 +9,7 @@
 `prepare(routing)` plans a step in the background while another runs; `begin` takes its result. The ranks of a pipeline
 stage plan from the same counts and compare the plan's hash. Passes outside a step run on homes alone.
 `MegatronSetting(mode="live")` needs no recorded routing and no `begin`: every forward is planned as it begins.
+`mode="history"` needs none either: `begin_from_past_steps()` before each step.
 `planner="static"` switches balancing off: homes return to where plain Megatron puts them, and nothing is copied.
 """
 
@@ -29,11 +30,13 @@ from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import GroupPlan, StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
+from equilibra.events.schema import Direction
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup, device_name
-from equilibra.execute.record import Recorder
+from equilibra.execute.record import Recorder, direction_now
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
+from equilibra.integrations.executor.history import History
 from equilibra.integrations.executor.live import LivePlanner
 from equilibra.integrations.megatron.copies import SharedCopies
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
@@ -46,7 +49,8 @@ from equilibra.integrations.megatron.layer import (
     wait_for_gathers,
 )
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
-from equilibra.integrations.planned import HomeSlots, MegatronSetting, SlotCounts, SlotTable, cluster_of
+from equilibra.integrations.planned import HomeSlots, MegatronSetting, SlotCounts, SlotTable
+from equilibra.plan.history import SCALE
 from equilibra.plan.step import late_stages
 
 TOLERANCE = 0.005
@@ -75,7 +79,7 @@ def balance(
     config = layers[0].config if layers else chunks[0].config
     check_config(config)
     expert_parallel, data_parallel = _groups_of(layers)
-    cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
+    cluster = setting.cluster_of(expert_parallel.size())
     group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
     group.agree(  # before anything changes
         f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
@@ -146,7 +150,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         self.copies = SharedCopies(
             group, [visits.homes for visits in layers],
             CopySetting(
-                spare_slots=counts.flash, prefetch_depth=depth, path=dict.fromkeys(Stage, Path(setting.path))
+                spare_slots=counts.flash, prefetch_depth=depth,
+                path=dict.fromkeys(Stage, Path(setting.path) if counts.flash else Path.COLLECTIVE),
             ),
             self.recorder, lambda key, direction: self.ahead(key, direction)[:depth],
         )  # fmt: skip
@@ -164,10 +169,45 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             )  # fmt: skip
             for visits in layers:
                 visits.live = self._live_slots
+        self.history: History | None = None
+        """loads of past steps, with mode="history" """
+        if setting.mode == "history" and self.planner.name != "static":
+            self.history = History(
+                group, num_layers=len(layers), num_experts=model.num_experts, num_steps=setting.history_steps
+            )
+            for visits in layers:
+                visits.live = self._slots_of_past_steps
 
     def _live_slots(self, layer: int, counts_E: Tensor) -> SlotTable:
         assert self.live is not None
         return self._in_slots(self.live.visit(layer, self._home_LE[layer], counts_E))
+
+    def _slots_of_past_steps(self, layer: int, counts_E: Tensor) -> SlotTable:
+        assert self.history is not None
+        if direction_now() is Direction.FORWARD:
+            self.history.note(layer, counts_E)
+        slots = self.layers[layer].fixed or self.layers[layer].without_plan
+        assert slots is not None
+        return slots
+
+    def begin_from_past_steps(self, stage: Stage = Stage.UPDATE) -> Step | None:
+        """Collective, with mode="history", before a step: plan it from the loads of past steps, move homes, and note
+        its loads if it is an update. None before the first step, which runs on homes alone.
+        """
+        if self.history is None:
+            raise InputError("only mode='history' plans from past steps")
+        self.end()
+        load, new = self.history.past_load()
+        if load is not None and self.layers:
+            if new or self._last is None:
+                self._last = Step(plan=self._plan_moves(load, self.placement), load=load)
+                self.group.agree(f"plan {self._last.plan.digest}", what="the plan of the step")
+                self.move_homes(self._last.plan.placement)
+            self.arm(self._last, stage)
+            for layer, visit in self.history.follow(self._last.plan, load).items():
+                self.layers[layer].fixed = self._in_slots(visit, scale=SCALE)
+        self.history.noting = stage is Stage.UPDATE
+        return self._last
 
     def prepare(self, routing: Routing) -> Prepared:
         """Collective: gather the counts of a later step and plan it in the background; pass the result to `begin`."""
@@ -194,6 +234,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             raise BrokenStateError(self.broken)
         if self.live is not None:
             raise InputError("with mode='live' every forward plans itself: remove begin(), or use mode='replay'")
+        if self.history is not None:
+            raise InputError("with mode='history' call begin_from_past_steps(), which needs no routing")
         self.end()
         if self.planner.name == "static":
             self.restore_homes()
@@ -223,6 +265,9 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         """Disarm: later passes run on homes alone. Waits for copies and gradients in transit."""
         for visits in self.layers:
             visits.arm(None)
+            visits.fixed = None
+        if self.history is not None:
+            self.history.noting = False
         self.copies.end()
 
     def _step(self, prepared: Prepared) -> Step:

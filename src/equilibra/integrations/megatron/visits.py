@@ -44,12 +44,14 @@ class MegatronVisits(LayerVisits):
         """whether any expert of any layer is not where plain Megatron puts it"""
         self.live: Callable[[int, Tensor], SlotTable] | None = None
         """makes the table of a forward from this rank's counts [E]; None: forwards are planned ahead"""
+        self.fixed: SlotTable | None = None
+        """the table of all forwards of a step, where those are not planned one by one"""
         self.without_plan: SlotTable | None = None
         """homes only, used while no step is armed"""
 
     def next_key(self, direction: Direction) -> VisitKey | None:
         """The visit that comes next in this direction; None if it is not known yet."""
-        slots = self._visit(self._begun[direction])
+        slots = self.fixed or self._visit(self._begun[direction])
         return None if slots is None else slots.key
 
     # --- a forward ---
@@ -107,6 +109,9 @@ def to_slots(probs_TE: Tensor, map_TE: Tensor, slots: SlotTable) -> tuple[Tensor
         to_device(values, map_TE.device) for values in (slots.expert_of_slot, slots.first_of_slot, slots.end_of_slot)
     )
     number_TE = map_TE.cumsum(dim=0) - 1
+    if slots.scale:
+        count_P = map_TE.sum(dim=0).index_select(0, expert)
+        first, end = first * count_P // slots.scale, end * count_P // slots.scale
     number_TP = number_TE.index_select(1, expert)
     map_TP = map_TE.index_select(1, expert) & (number_TP >= first) & (number_TP < end)
     return probs_TE.index_select(1, expert) * map_TP, map_TP
