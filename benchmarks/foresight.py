@@ -159,8 +159,8 @@ def main() -> None:
         "# What foresight is worth", "",
         f"Computed {about['date']} at commit {about['commit']}: `{about['command']}`, whose head says what the modes",
         f"are. {TOKENS} tokens of a rank in a micro-batch, {SPARE_SLOTS} spare slots a rank, {STANDING_SLOTS} standing",
-        "copies a layer, per node under replay and per rank under history. Imbalance: mean / 99th percentile over layers",
-        "and micro-batches.", "",
+        "copies a layer, per node under replay and per rank under history. Imbalance: mean / 99th percentile over",
+        "layers and micro-batches.", "",
         "| recording | nodes x ranks | order | steps x micro-batches | static | history | live | replay |",
         "|---|---|---|---|---|---|---|---|",
         *(
