@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
-    "enabled", "mode", "history_steps", "planner", "spare_slots", "standing_slots", "prefetch", "path",
+    "enabled", "mode", "planner", "history_steps", "spare_slots", "standing_slots", "prefetch", "path",
     "ranks_per_node", "hardware", "timeout_s", "seed",
 )  # fmt: skip
 """names that the block accepts"""
