@@ -22,7 +22,7 @@ from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import CopyList, Stage, VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.collective import CollectiveEngine
-from equilibra.execute.copies.device import DeviceEngine, banks_of
+from equilibra.execute.copies.device import DeviceEngine, banks_of, streams_are_serial
 from equilibra.execute.copies.host import HostEngine
 from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
 from equilibra.execute.copies.pinned import PinnedPath
@@ -121,7 +121,7 @@ class Copies:
             return Path.COLLECTIVE  # other paths publish what a plan copies
         if path is not Path.AUTO:
             return path
-        if self._row.device.type != "cuda":
+        if self._row.device.type != "cuda" or streams_are_serial():
             return Path.COLLECTIVE
         if self._ipc_works is None:
             self._ipc_works = ipc_works(self.group, self._row)

@@ -126,7 +126,7 @@ class Path(StrEnum):
     """ipc for most of a copy, host for the rest, at the same time"""
     AUTO = "auto"
     """by plan and stage: ipc, or both where ipc alone would be late; host or collective where GPUs cannot open each
-    other's memory; collective without GPUs"""
+    other's memory; collective without GPUs, or where CUDA_DEVICE_MAX_CONNECTIONS=1"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
