@@ -155,17 +155,18 @@ def test_what_comes_next_is_learned_from_what_came() -> None:
 
     layers = [Layer(0), Layer(1)]
     ahead, foreseen = Ahead(layers), []
+    order = forward + forward + again + forward + again + again
     for _ in range(2):
         ahead.arm(Stage.UPDATE)
         expected: list[VisitKey] = []
         foreseen.append(0)
-        for direction, layer in forward + forward + again + forward + again + again:
+        for direction, layer in order:
             key = layers[layer].next_key(direction)
             foreseen[-1] += key in expected
             layers[layer].begun[direction] += 1
             expected = ahead(key, direction)
             assert len(expected) <= 1
-    assert foreseen[1] > foreseen[0]
+    assert foreseen[0] < foreseen[1] == len(order) - 1, "all but the first"
     ahead.arm(Stage.LOGPROB)
     assert ahead(VisitKey(Stage.LOGPROB, 0, 0), Direction.FORWARD) == [], "a pass of another kind has another order"
 

@@ -153,7 +153,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
                 spare_slots=counts.flash, prefetch_depth=depth,
                 path=dict.fromkeys(Stage, Path(setting.path) if counts.flash else Path.COLLECTIVE),
             ),
-            self.recorder, lambda key, direction: self.ahead(key, direction)[:depth],
+            self.recorder, self.ahead if depth else lambda _key, _direction: [],
         )  # fmt: skip
         for visits in layers:
             visits.shared = self.copies

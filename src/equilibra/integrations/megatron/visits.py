@@ -120,28 +120,33 @@ def to_slots(probs_TE: Tensor, map_TE: Tensor, slots: SlotTable) -> tuple[Tensor
 class Ahead:
     """Predicts the next visit of a pipeline stage, separately for each stage of the step, to prefetch its copies.
 
-    The order depends on Megatron's schedule (1F1B, interleaved) and on activation recompute, so it is learned: the
-    layer and direction that came next last time is expected again. Ranks of an expert-parallel group run layers in the
-    same order, so they fetch the same copies in the same order. A wrong prediction costs time only: spare slots keep
-    copies until they are reused, and a layer without prefetched copies fetches its own.
+    The order depends on Megatron's schedule (1F1B, interleaved) and on activation recompute, so it is learned: a pass
+    is expected to run as the last one did, and where it differs, what followed a layer last time follows again. Ranks
+    of an expert-parallel group run layers in the same order, so they fetch the same copies in the same order. A wrong
+    prediction costs time only: a layer without prefetched copies fetches its own.
     """
 
     def __init__(self, layers: Sequence[MegatronVisits]) -> None:
         self._layers = layers
-        self._after_of_stage: dict[Stage, dict[tuple[Direction, int], tuple[Direction, int]]] = {}
-        self.arm(Stage.UPDATE)
+        self._last_pass: dict[Stage, list[tuple[Direction, int]]] = {}
+        self._after: dict[tuple[Stage, Direction, int], tuple[Direction, int]] = {}
+        self._stage, self._pass = Stage.UPDATE, list[tuple[Direction, int]]()
 
     def arm(self, stage: Stage) -> None:
         """Begin a pass. Nothing is fetched for its first layer: weights may still be loaded before it runs."""
-        self._after = self._after_of_stage.setdefault(stage, {})
-        self._last: tuple[Direction, int] | None = None
+        if self._pass:
+            self._last_pass[self._stage] = self._pass
+        self._stage, self._pass = stage, []
 
     def __call__(self, key: VisitKey, direction: Direction) -> list[VisitKey]:
         """Note that a layer runs; the visit that is expected next, if any."""
-        now = direction, key.layer
-        if self._last is not None:
-            self._after[self._last] = now
-        self._last = now
-        following = self._after.get(now)
+        now, at, expected = (direction, key.layer), len(self._pass), self._last_pass.get(self._stage, [])
+        if self._pass:
+            self._after[self._stage, *self._pass[-1]] = now
+        self._pass.append(now)
+        if at + 1 < len(expected) and expected[at] == now:
+            following: tuple[Direction, int] | None = expected[at + 1]
+        else:
+            following = self._after.get((self._stage, *now))
         found = None if following is None else self._layers[following[1]].next_key(following[0])
         return [] if found is None else [found]
