@@ -5,13 +5,16 @@ Symbols: T tokens of this rank, K experts per token, N rows that this rank compu
 A part is a stacked parameter [H, ...] of a layer's homes. Rows pass through `carry`'s autograd function. So every rank
 joins the exchange of gradients, even with no copy of its own, and does so before it sends gradients of rows. Gradients
 of copies are added to the stacked parameter's gradient, which FSDP reduces.
+
+FSDP owns the parameters and gathers them around each pass, so copies are made and kept inside autograd, not by the
+runtime's engines: a copy travels as one line per part, and gradients are summed in the order of the holding ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -19,15 +22,51 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.core.visit import CopyList
-from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.executor.visits import LayerVisits, exchange, sum_copies
+from equilibra.execute.group import Channel, ExpertGroup, Pending
+from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.hf.sharded_experts import route_recorded
 from equilibra.integrations.planned import SlotTable
 
-__all__ = ["TransformersVisits", "carry", "known_or_live", "to_slots"]
+__all__ = ["Arriving", "TransformersVisits", "carry", "exchange", "known_or_live", "to_slots"]
 
 Run = Callable[[Tensor, Tensor], Tensor]
 """results of rows, given rows and the slot of each among the module's weights"""
+
+
+class Arriving(NamedTuple):
+    """Lines in transit."""
+
+    parts: list[Tensor]
+    """[lines, ...] each, valid after `wait`"""
+    pending: list[Pending]
+
+    def wait(self) -> list[Tensor]:
+        for one in self.pending:
+            one.wait()
+        return self.parts
+
+
+def exchange(group: ExpertGroup, copies: CopyList, parts: Sequence[Tensor], *, home: bool) -> Arriving:
+    """Collective: start sending all parts [lines, ...], weights to the holders or gradients home."""
+    channel = Channel.GRADIENTS if home else Channel.COPIES
+    sizes, received_sizes = copies.served_sizes, copies.held_sizes
+    if home:
+        sizes, received_sizes = received_sizes, sizes
+    what = f"{'returning gradients of' if home else 'fetching'} copies of MoE layer {copies.layer}"
+    received = [part.new_empty(sum(received_sizes), *part.shape[1:]) for part in parts]
+    return Arriving(received, [
+        group.all_to_all(channel, sent.contiguous(), sizes, into, received_sizes, what=what)
+        for sent, into in zip(parts, received, strict=True)
+    ])  # fmt: skip
+
+
+def sum_copies(lines: Tensor, served: Sequence[int]) -> dict[int, Tensor]:
+    """The sum over the lines of each home slot's copies, by slot. served: the home slot of each line."""
+    wide = torch.promote_types(lines.dtype, torch.float32)
+    totals = {slot: lines.new_zeros(lines.shape[1:], dtype=wide) for slot in sorted(set(served))}
+    for line, slot in zip(lines, served, strict=True):
+        totals[slot] += line
+    return totals
 
 
 def carry(
