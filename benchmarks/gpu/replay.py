@@ -123,7 +123,7 @@ class Replay:
         self._check_memory()
         torch.manual_seed(seed)
         spec = MoESpec(hidden=model.hidden, expert_ffn=model.expert_ffn, num_experts=1, top_k=1)
-        self.layout = FlatLayout(spec)
+        self.layout = FlatLayout(spec.part_shapes())
         slots, values = max(sizes.flash, 1), self.layout.size
         self.staying = self.layout.experts(self._random(sizes.staying, values) * 0.02)
         self.banks = [self._random(slots, values) * 0.02 for _ in range(2)]

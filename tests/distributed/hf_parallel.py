@@ -14,13 +14,13 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from equilibra.core.errors import EquilibraError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.integrations.executor.visits import Arriving, exchange
 from equilibra.integrations.hf.expert_parallel import (
     ParallelSetting,
     plan_expert_parallel,
     register_expert_parallel,
     visits,
 )
+from equilibra.integrations.hf.expert_parallel.visits import Arriving, exchange
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.hf.sharded_experts import route_recorded
 

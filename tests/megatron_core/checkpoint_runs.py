@@ -120,7 +120,7 @@ def exported() -> dict[str, Any]:
     models.join(2)
     training = Training({}).balance("shuffled")
     training.step(0)
-    wanted, before = training.weights(), [layer.visits.expert_of_home for layer in training.layers]
+    wanted, before = training.weights(), [layer.visits.homes.expert_of_home for layer in training.layers]
     gaps = []
     for layer, expert, part, parameter in expert_parameters(training.model):
         gaps.append(float((parameter - wanted[f"decoder.layers.{layer}.mlp.experts.{expert}.{part}"]).abs().max()))
@@ -131,7 +131,7 @@ def exported() -> dict[str, Any]:
                 slot, _, part = tail.partition(".")
                 number = models.expert_of_slot(training.model.module, head, int(slot))
                 gaps.append(float((parameter - wanted[f"{head}{number}.{part}"]).abs().max()))
-    after = [layer.visits.expert_of_home for layer in training.layers]
+    after = [layer.visits.homes.expert_of_home for layer in training.layers]
     return {"gap": max(gaps), "count": len(gaps), "same homes": before == after, "homes": before}
 
 
@@ -142,13 +142,13 @@ def export_fails() -> dict[str, Any]:
     models.join(2)
     training = Training({}).balance("shuffled")
     training.step(0)
-    wanted, before = training.weights(), [layer.visits.expert_of_home for layer in training.layers]
+    wanted, before = training.weights(), [layer.visits.homes.expert_of_home for layer in training.layers]
     said: list[str] = []
     moved = not training.balancer.slots.is_contiguous
     with _heard(said), training.balancer.homes_restored():
         if dist.get_rank() == 0:
             raise OSError("the disk is full")
-    after, weights = [layer.visits.expert_of_home for layer in training.layers], training.weights()
+    after, weights = [layer.visits.homes.expert_of_home for layer in training.layers], training.weights()
     gap = max(float((value - weights[name]).abs().max()) for name, value in wanted.items())
 
     def cut_off(*_arguments: Any) -> int:

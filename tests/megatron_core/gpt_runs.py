@@ -66,13 +66,14 @@ class Training:
         self.prepares, self.prepared = False, {}
 
     def balance(
-        self, homes: str, planner: str = "equilibra", spare_slots: int = 2, *, prefetch: bool = True
-    ) -> Training:
+        self, homes: str, planner: str = "equilibra", spare_slots: int = 2, *, prefetch: bool = True,
+        standing_slots: int = 0, per_node: int | None = None, path: str = "auto",
+    ) -> Training:  # fmt: skip
         """homes: "stay", "planned" (across nodes of two ranks), or "shuffled" before every step."""
         self.homes = homes
-        per_node = 2 if homes == "planned" else None
         setting = MegatronSetting(
-            planner=planner, spare_slots=spare_slots, rates=Rates.free(), ranks_per_node=per_node, prefetch=prefetch
+            planner=planner, spare_slots=spare_slots, rates=Rates.free(), prefetch=prefetch, path=path,
+            standing_slots=standing_slots, ranks_per_node=2 if homes == "planned" else per_node,
         )  # fmt: skip
         self.balancer = balance(self.model, setting, optimizer=None if homes == "stay" else self.optimizer)
         return self
@@ -169,7 +170,7 @@ class Training:
                 layer = self.bare.get_submodule(head.removesuffix(".experts."))
                 number = models.expert_of_slot(layer, "experts", int(slot))
                 if self.balancer is not None:
-                    number = layer.visits.expert_of_home[int(slot)]
+                    number = layer.visits.homes.expert_of_home[int(slot)]
                 found[f"{head}{number}.{part}"] = parameter.detach().clone()
             else:
                 found[name] = parameter.detach().clone()
@@ -214,6 +215,11 @@ class Case:
     """the optimizer's shards are gathered during the next forward"""
     verl: bool = False
     """replay through verl's class"""
+    standing_slots: int = 0
+    per_node: int | None = None
+    """expert-parallel ranks that count as a node"""
+    path: str = "auto"
+    """of flash copies"""
     sabotage: str | None = None
 
 
@@ -231,7 +237,10 @@ def against_plain(case: Case) -> dict[str, Any]:
         plain.use_verl()
     wanted = [plain.step(number) for number in range(4)]
     RouterReplay.clear_global_router_replay_instances()
-    training = Training(options, **shape).balance(case.homes, spare_slots=case.spare_slots)
+    training = Training(options, **shape).balance(
+        case.homes, spare_slots=case.spare_slots, standing_slots=case.standing_slots, per_node=case.per_node,
+        path=case.path,
+    )  # fmt: skip
     if case.verl:
         training.use_verl()
     layer_runs.break_something(case.sabotage)
@@ -242,6 +251,7 @@ def against_plain(case: Case) -> dict[str, Any]:
         "balanced": found,
         "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
         "copies": sum(step.plan.stages[Stage.UPDATE].num_copies for step in training.steps),
+        "standing": sum(step.plan.standing.num_copies for step in training.steps),
         "moves": training.moves,
         "layers": len(training.balancer.layers),
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
@@ -267,7 +277,7 @@ def ahead_against_late(case: Case) -> dict[str, Any]:
         "weights": max(float((value - weights[name]).abs().max()) for name, value in late.weights().items()),
         "visits ahead": sum(one.num_ahead for one in layers),
         "visits late": sum(one.num_late for one in layers),
-        "left": sum(one.num_arriving for one in layers),
+        "left": ahead.balancer.copies.found.num_arriving,
     }
 
 
@@ -336,19 +346,19 @@ def cut_off() -> dict[str, Any]:
     """Passes that end while copies are on their way: by end(), and by an error in the middle of a layer."""
     models.join(2)
     late, ahead = Training({}).balance("stay", prefetch=False), Training({}).balance("stay")
-    losses = [[one.step(0)] for one in (late, ahead)]
-    layers, left = ahead.balancer.layers, []
+    losses = [[one.step(0, forward_only=True), one.step(0, again=True)] for one in (late, ahead)]
+    left = []
     for fails in (False, True):
-        ahead.balancer.begin(ahead.routing(1))
-        combine = ahead.layers[1].combine
+        ahead.balancer.begin(ahead.routing(1), Stage.UPDATE if fails else Stage.LOGPROB)
+        combine = ahead.layers[0].combine
         if fails:
-            ahead.layers[1].combine = None  # as if memory ran out, on every rank
+            ahead.layers[0].combine = None  # as if memory ran out, on every rank
         with contextlib.suppress(TypeError):
             ahead._replayed(ahead.model, 1, ahead.routing(1))
-        ahead.layers[1].combine, ahead._begun = combine, 0
-        left.append(sum(one.num_arriving for one in layers))
+        ahead.layers[0].combine, ahead._begun = combine, 0
+        left.append(ahead.balancer.copies.found.num_arriving)
         ahead.balancer.end()
-        left.append(sum(one.num_arriving for one in layers))
+        left.append(ahead.balancer.copies.found.num_arriving)
     for found, one in zip(losses, (late, ahead), strict=True):
         found.append(one.step(1))
     return {"losses": losses, "left": left}

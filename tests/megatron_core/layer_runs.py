@@ -134,6 +134,27 @@ def balanced_against_plain(
     }
 
 
+def across_nodes(per_node: int) -> dict[str, float]:
+    """Differences between a plain layer and the same layer with standing copies, where nobody reduces gradients."""
+    from equilibra.cost.rates import Rates
+    from equilibra.integrations.megatron import MegatronSetting, balance
+
+    models.join(4)
+    settings = models.config(1)
+    ids = models.routing(3, dist.get_rank(), 3, 1, TOKENS, skew=2.5)
+    plain, layer = models.moe_layer(settings), models.moe_layer(settings)
+    wanted = [_pass(plain, ids[m], m) for m in range(3)]
+    step = balance(layer, MegatronSetting(ranks_per_node=per_node, standing_slots=2, rates=Rates.free())).begin(ids)
+    found = [_pass(layer, ids[m], m) for m in range(3)]
+    pairs = zip(_gradients(plain), _gradients(layer), strict=True)
+    return {
+        "out": max(float((a - b).abs().max()) for a, b in zip(wanted, found, strict=True)),
+        "gradient": max(float((a - b).abs().max() / (a.abs().max() + 1e-3)) for a, b in pairs),
+        "copies": step.plan.stages["update"].num_copies, "standing": step.plan.standing.num_copies,
+        "planned": step.planned_imbalance, "static": step.static_imbalance,
+    }  # fmt: skip
+
+
 class Optimizer:
     """What Megatron's config reaches through `grad_scale_func` once training is set up: groups that nobody can copy."""
 
@@ -171,32 +192,43 @@ def _live(balancer: Any, layer: Any, plain: Any) -> float:
 
 def break_something(how: str | None) -> None:
     """Negative controls: each breaks one thing that the comparison must notice."""
-    from equilibra.integrations.megatron import copies, homes, layer, visits
+    from equilibra.execute.copies.copies import Copies
+    from equilibra.execute.copies.standing import StandingStore
+    from equilibra.integrations.megatron import copies, homes, layer
 
     if how == "drop gradients of copies":
-        copies._give = lambda parameter, total, *, fused: torch.zeros_like(parameter)
+        copies.MegatronExperts.add_gradient = lambda _self, _expert, *_rows: None
+    elif how == "drop gradients of standing copies":
+        StandingStore.give_back = lambda _self, _layers: None
     elif how == "leave main_grad alone":
-        give = copies._give
-        copies._give = lambda parameter, total, *, fused: give(parameter, total, fused=False)
+        copies._gradient_of = _grad_of
     elif how == "leave optimizer state behind":
         homes._write = lambda parameter, whole, names, state: parameter.view(-1).copy_(
             whole.view(1 + len(names), -1)[0]
         )
     elif how == "fetch copies of another layer ahead":
-        fetch_next = visits.MegatronVisits.fetch_next
+        start = Copies.start
 
-        def of_another(self: Any, direction: Any) -> None:
-            own, self.parts = self.parts, self.ahead._layers[self.layer - 1].parts
-            fetch_next(self, direction)
-            self.parts = own
+        def of_another(self: Any, key: Any) -> None:
+            right = self.weights
+            self.weights[:] = [*right[1:], right[0]] if not self.has(key) else right
+            start(self, key)
+            self.weights[:] = right
 
-        visits.MegatronVisits.fetch_next = of_another
+        Copies.start = of_another
     elif how == "do not wait for weights":
-        visits.MegatronVisits.wait_for_weights = lambda _self: None
+        copies.MegatronExperts.check_version = lambda _self, _layer: None
     elif how == "choose any slot":
         layer._choose_slots = _any_slot
     elif how is not None:
         raise AssertionError(how)
+
+
+def _grad_of(parameter: Any) -> Tensor:
+    """What fused kernels leave alone."""
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
 
 
 def _any_slot(manager: Any, choose: Any, map_TP: Tensor, probs_TP: Tensor) -> None:

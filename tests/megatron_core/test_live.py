@@ -1,5 +1,6 @@
-"""Without replay every forward is planned from what its router has just chosen, and training stays the same."""
+"""Without replay, planned from what a router has just chosen or from past steps, training stays the same."""
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,4 +23,31 @@ def test_live_plans_train_as_plain_megatron_does(options: dict[str, Any]) -> Non
 
 def test_dropped_gradients_of_copies_are_noticed() -> None:
     found = run_ranks(2, live_runs.against_plain, {}, 2, "drop gradients of copies")
+    assert max(one["weights"] for one in found) > 1e-3
+
+
+@pytest.mark.parametrize(
+    ("options", "expert_parallel", "given"),
+    [({}, 4, {}), (FULL, 4, {"moves": True, "overlap": True}), (SELECTIVE, 2, {"overlap": True})],
+    ids=["none", "full, homes move", "selective, two replicas"],
+)
+def test_plans_from_past_steps_train_as_plain_megatron_does(
+    options: dict[str, Any], expert_parallel: int, given: dict[str, bool]
+) -> None:
+    for found in run_ranks(4, history_of(given), options, expert_parallel):
+        np.testing.assert_allclose(found["balanced"], found["plain"], rtol=2e-6)
+        assert found["weights"] < 2e-5
+        assert found["first"] is None, "nothing is known before the first step"
+        assert min(found["standing"]) > 0
+        assert (found["moves"] > 0) == given.get("moves", False)
+        assert found["planned"] < found["static"] - 0.03
+        assert found["memory"]["spare_slots"] == found["memory"]["transfers"] == 0
+
+
+def history_of(given: dict[str, bool]) -> Any:
+    return partial(live_runs.history_against_plain, **given)
+
+
+def test_dropped_gradients_of_standing_copies_are_noticed() -> None:
+    found = run_ranks(2, live_runs.history_against_plain, {}, 2, "drop gradients of standing copies")
     assert max(one["weights"] for one in found) > 1e-3

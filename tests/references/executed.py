@@ -24,7 +24,7 @@ from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.visit import ReceiveTable, SendTable, Visit
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.integrations.planned import HomeSlots, slot_table
+from equilibra.integrations.planned import HomeSlots, SlotCounts, slot_table
 from equilibra.plan.planner import StepProblem, planner_named, respects_nodes, respects_slots
 
 ROUTINGS = (
@@ -275,9 +275,12 @@ def check_slots(step: Step, plan: StepPlan, layer: int, m: int) -> None:
         HomeSlots(expert_of_slot=expert_RH[None], cluster=step.cluster).placement.home_of_expert[0], home
     )
     visit = plan.visit(Stage.UPDATE, m, layer)
-    spare = int(np.bincount(visit.flash_rank, minlength=num_ranks).max(initial=0))
+    counts = SlotCounts(
+        standing=int(np.bincount(visit.standing_rank, minlength=num_ranks).max(initial=0)),
+        flash=int(np.bincount(visit.flash_rank, minlength=num_ranks).max(initial=0)),
+    )
     for rank, ids in enumerate(step.experts[layer * plan.num_micro_batches + m]):
-        slots = slot_table(visit, expert_RH, spare, rank)
+        slots = slot_table(visit, expert_RH, counts, rank, range(num_ranks))
         expert = ids.ravel()
         order = np.argsort(expert, kind="stable")
         ordinal = np.empty(expert.size, np.int64)
@@ -317,7 +320,7 @@ def run_step(rng: np.random.Generator, tally: Tally) -> Step:
                 tally.pairs += execute(ids, tables_of(step, plan, stage, layer, m), values)
                 tally.visits += 1
     even = step.planner in {"equilibra", "static"} and plan.placement.is_even()
-    if even and plan.standing.num_copies == 0:
+    if even:
         check_slots(step, plan, 0, 0)
     tally.steps += 1
     tally.copies += sum(plan.stages[stage].num_copies for stage in ((Stage.UPDATE,) if same else Stage))

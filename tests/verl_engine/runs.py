@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -16,12 +17,15 @@ from tests.megatron_core import layer_runs, models
 from tests.megatron_core.checkpoint_runs import own_processes
 from tests.verl_engine import absent, engines
 
+from equilibra.cost.presets import default_prices
 from equilibra.integrations.executor.balancer import count_routing
 
 PLUGIN = "equilibra.integrations.verl.plugin"
 OFF = {"equilibra": {"enabled": False}}
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
 STEPS = 3
+FAST = replace(default_prices(), nic_gb_per_s=1e9)
+"""a network on which standing copies pay even for a few tokens"""
 
 
 def options(**block: Any) -> dict[str, Any]:
@@ -44,7 +48,10 @@ def on_two_ranks() -> dict[str, Any]:
         verl, **options(), override_ddp_config={"overlap_param_gather": True, "overlap_grad_reduce": True}
     )
     found["live"] = train(verl, **options(mode="live"), mode="disabled", replay=False)
+    found["history"] = train(verl, **options(mode="history", hardware=FAST), mode="disabled", replay=False)
     found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
+    two_nodes = options(standing_slots=2, ranks_per_node=1, hardware=FAST)
+    found["standing"] = train(verl, **two_nodes, param_offload=True)
     found["recorded"] = [
         recorded(verl, override_mcore_model_config=OFF),
         recorded(verl, **options(spare_slots=2)),
@@ -56,9 +63,11 @@ def on_two_ranks() -> dict[str, Any]:
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
-    for name in ("balanced", "logprob", "static", "gathered", "sabotaged"):
+    for name in ("balanced", "standing", "logprob", "static", "gathered", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
-    found["live"]["weights"] = apart(found["plain live"].pop("weights"), found["live"]["weights"])
+    plain_live = found["plain live"].pop("weights")
+    for name in ("live", "history"):
+        found[name]["weights"] = apart(plain_live, found[name]["weights"])
     del plain["weights"]
     return found
 

@@ -6,7 +6,7 @@ from tests.distributed.ranks import run_ranks
 from tests.verl_engine import runs
 
 
-def same(found: dict, plain: dict, *, copies: bool = True) -> None:
+def same(found: dict, plain: dict, *, copies: bool = True, kind: str = "copies") -> None:
     """Losses, log-probabilities and weights as verl has them alone; copies were made, and evened out the ranks."""
     np.testing.assert_allclose(found["losses"], plain["losses"], rtol=2e-5, atol=1e-6)
     np.testing.assert_allclose(found["log_probs"], plain["log_probs"], rtol=1e-5)
@@ -15,7 +15,7 @@ def same(found: dict, plain: dict, *, copies: bool = True) -> None:
     assert not plain["balanced"]
     for metrics in found["metrics"]:
         (before,), (after,) = metrics["equilibra/imbalance_before"], metrics["equilibra/imbalance_after"]
-        assert (metrics["equilibra/copies"][0] > 0) == copies
+        assert (metrics[f"equilibra/{kind}"][0] > 0) == copies
         assert after < before if copies else after == pytest.approx(before)
         assert metrics["equilibra/moves"] == [0.0]
 
@@ -28,9 +28,11 @@ def test_two_ranks() -> None:
         for name in ("balanced", "logprob", "gathered"):
             same(found[name], plain)
         same(found["static"], plain, copies=False)
+        same(found["standing"], plain, kind="standing_copies")
         assert found["static"]["weights"] == 0
         same(found["tensor parallel"]["balanced"], found["tensor parallel"]["plain"])
         of_live(found["live"], found["plain live"])
+        of_history(found["history"], found["plain live"])
         of_metrics(found["balanced"])
         of_recording(*found["recorded"])
         for planned, recorded in found["counted"].values():  # every pair once, however sequences are cut
@@ -70,9 +72,30 @@ def of_live(found: dict, plain: dict) -> None:
         assert "equilibra/copies" not in metrics
 
 
+def of_history(found: dict, plain: dict) -> None:
+    """Without replay, planned from past steps: what a step's metrics tell is how the plan before it did."""
+    np.testing.assert_allclose(found["losses"], plain["losses"], rtol=2e-5, atol=1e-6)
+    assert found["weights"] < 2e-5
+    after, before = (
+        [metrics[f"equilibra/imbalance_{when}"][0] for metrics in found["metrics"]] for when in ("after", "before")
+    )
+    assert after[0] == before[0] == 1, "nothing was known"
+    assert after[1] == before[1] > 1, "the first step ran on homes"
+    assert sum(after[2:]) < sum(before[2:])
+
+
 def of_metrics(found: dict) -> None:
     """The trainer gets a number for each; the plan of log-probabilities is used again for the same micro-batches."""
-    names = {"imbalance_before", "imbalance_after", "predicted_gain", "copies", "moves", "plan_reused", "planning_s"}
+    names = {
+        "imbalance_before",
+        "imbalance_after",
+        "predicted_gain",
+        "copies",
+        "standing_copies",
+        "moves",
+        "plan_reused",
+    }
+    names |= {"planning_s"}
     logged = found["logged"]
     assert set(logged) == {f"equilibra/{part}{name}" for part in ("", "log_prob_") for name in names}
     assert logged["equilibra/plan_reused"] == 1

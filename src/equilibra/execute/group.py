@@ -213,6 +213,10 @@ class ExpertGroup:
     def first_of_node(self) -> int:
         return self.node * self.cluster.ranks_per_node
 
+    @property
+    def ranks_of_node(self) -> range:
+        return range(self.first_of_node, self.first_of_node + self.cluster.ranks_per_node)
+
     def all_to_all(
         self, channel: Channel, sent: Tensor, sent_sizes: Sequence[int], received: Tensor,
         received_sizes: Sequence[int], *, what: str,

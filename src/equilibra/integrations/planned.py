@@ -1,10 +1,11 @@
 """Settings and slots of integrations that run plans inside another framework. No torch.
 
-Symbols: L layers, R ranks, E experts, H home slots of a rank, S copy slots of a rank, P = R (H + S) slots of all ranks.
+Symbols: L layers, R ranks, E experts; of a rank H homes, C slots of standing and S of flash copies; P = R (H + C + S)
+slots of all ranks.
 
-Frameworks number experts by their position on a rank. Here slots take that role: rank r has slots r (H + S) and on,
-homes first, then copies. An expert that moves takes the slot of one that leaves, so the parameters, gradient buckets
-and optimizer shards of the others do not change.
+Frameworks number experts by their position on a rank. Here slots take that role: rank r has slots r (H + C + S) and
+on, homes first, then standing copies, then flash copies. An expert that moves takes the slot of one that leaves, so the
+parameters, gradient buckets and optimizer shards of the others do not change.
 """
 
 from __future__ import annotations
@@ -19,15 +20,17 @@ from equilibra.core.checks import check_choice, check_flag, check_number, check_
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Migration, Placement
-from equilibra.core.visit import CopyList, Visit
+from equilibra.core.visit import CopyList, Visit, VisitKey
 from equilibra.plan.setting import PlannerSetting
 
 __all__ = [
-    "HomeMove", "HomeSlots", "MegatronSetting", "PlanSetting", "SlotTable", "cluster_of", "contiguous_slots",
-    "slot_table",
+    "HomeMove", "HomeSlots", "MegatronSetting", "PlanSetting", "SlotCounts", "SlotTable", "cluster_of",
+    "contiguous_slots", "slot_table",
 ]  # fmt: skip
 
 RANKS_PER_NODE = 8
+MODES = ("replay", "live", "history")
+PATHS = ("auto", "collective", "host", "ipc", "both")
 ALL = np.int64(2**62)
 """more pairs than a rank can have"""
 
@@ -37,7 +40,7 @@ class PlanSetting(PlannerSetting):
     """How steps are planned inside another framework; the same on every rank."""
 
     standing_slots: int = 0
-    """must be 0: standing copies are not supported here"""
+    """must be 0 where the framework's executor has no standing copies"""
     max_moves_per_layer: int = 0
     """must be 0 where the framework cannot move homes"""
     ranks_per_node: int | None = None
@@ -47,11 +50,13 @@ class PlanSetting(PlannerSetting):
 
     homes_move: ClassVar[bool] = False
     """whether the framework can move homes"""
+    copies_stand: ClassVar[bool] = False
+    """whether it has standing copies"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for name in ("standing_slots",) if self.homes_move else ("standing_slots", "max_moves_per_layer"):
-            if getattr(self, name):
+        for name, can in (("standing_slots", self.copies_stand), ("max_moves_per_layer", self.homes_move)):
+            if getattr(self, name) and not can:
                 raise InputError(f"{self.section}{name} must be 0 inside this framework, not {getattr(self, name)}")
         if self.ranks_per_node is not None:
             check_whole(f"{self.section}ranks_per_node", self.ranks_per_node, low=1, high=2**16 - 1)
@@ -60,7 +65,8 @@ class PlanSetting(PlannerSetting):
     def description(self, cluster: Cluster) -> str:
         """What must be the same on every rank, in words."""
         return (
-            f"{self.chosen_planner.name}, {self.spare_slots} spare slots, nodes of {cluster.ranks_per_node}, "
+            f"{self.chosen_planner.name}, {self.spare_slots} spare and {self.standing_slots} standing slots, "
+            f"nodes of {cluster.ranks_per_node}, "
             f"seed {self.seed}, {self.prices_hash()}"
         )
 
@@ -74,29 +80,61 @@ def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:
 
 
 @dataclass(frozen=True, kw_only=True)
+class SlotCounts:
+    """Slots of a rank for copies."""
+
+    standing: int
+    flash: int
+
+    @property
+    def num(self) -> int:
+        return self.standing + self.flash
+
+
+@dataclass(frozen=True, kw_only=True)
 class MegatronSetting(PlanSetting):
     """How steps are planned inside Megatron-Core; the same on every rank."""
 
     homes_move: ClassVar[bool] = True
+    copies_stand: ClassVar[bool] = True
 
+    standing_slots: int = 2
+    """standing copies a node may hold per layer, where expert-parallel ranks are several nodes; none with mode live"""
     max_moves_per_layer: int = -1
     """homes that may move per layer and step; -1: as many as pay. Without an optimizer none move"""
     mode: str = "replay"
     """replay: steps are planned ahead, from recorded routing. live: every forward of a layer is planned from what its
-    router has just chosen, and its copies are fetched then; for training without routing replay"""
+    router has just chosen, and its copies are fetched then. history: standing copies and homes follow the loads of past
+    steps, and nothing is planned per micro-batch. The last two need no routing replay"""
+    history_steps: int = 4
+    """past steps that mode history plans from"""
     prefetch: bool = True
-    """fetch copies while the previous layer computes; takes the memory of up to two more layers of copies"""
+    """fetch copies while the previous layer computes; takes the spare slots twice"""
+    path: str = "auto"
+    """how flash copies travel inside a node: auto, collective, host, ipc or both, as in our own runtime"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_choice(f"{self.section}mode", self.mode, ("replay", "live"))
+        check_choice(f"{self.section}mode", self.mode, MODES)
+        check_whole(f"{self.section}history_steps", self.history_steps, low=1, high=1000)
         check_flag(f"{self.section}prefetch", self.prefetch)
+        check_choice(f"{self.section}path", self.path, PATHS)
+
+    def slot_counts(self, cluster: Cluster) -> SlotCounts:
+        """Slots that every rank has for copies."""
+        stands = self.mode != "live" and cluster.num_nodes > 1
+        flashes = self.mode != "history"
+        return SlotCounts(standing=self.standing_slots if stands else 0, flash=self.spare_slots if flashes else 0)
+
+    def cluster_of(self, num_ranks: int) -> Cluster:
+        """The cluster that plans are made for. With mode history every rank is a node: only nodes are levelled then."""
+        return cluster_of(num_ranks, 1 if self.mode == "history" else self.ranks_per_node)
 
     def description(self, cluster: Cluster) -> str:
         """What must be the same on every rank, in words."""
         return (
             f"{super().description(cluster)}, {self.mode}, {self.max_moves_per_layer} moves, "
-            f"copies fetched {'ahead' if self.prefetch else 'when used'}"
+            f"copies fetched {'ahead' if self.prefetch else 'when used'}, {self.path}"
         )
 
 
@@ -176,46 +214,48 @@ class SlotTable:
     an expert share all its pairs, even if there are more than planned.
     """
 
+    key: VisitKey
+    """micro-batch -1: no plan has it"""
     expert_of_slot: NDArray[np.int64]
     """[P]"""
     first_of_slot: NDArray[np.int64]
     """[P]"""
     end_of_slot: NDArray[np.int64]
     """[P] equal to `first` where a slot is empty"""
-    copies: CopyList
-    """on all ranks; those held here fill the copy slots in this order"""
-    served: list[int]
-    """home slot of each copy this rank serves, ordered by holding rank and expert"""
-
-    @property
-    def num_copies(self) -> int:
-        """Copies on all ranks."""
-        return self.copies.num_in_node
-
-    @property
-    def num_held(self) -> int:
-        """Copies in slots of this rank."""
-        return self.copies.held_expert.size
+    flash: CopyList
+    """flash copies of the rank's node; those held here fill their slots in this order"""
+    num_standing: int
+    """standing copies on all ranks; those held here fill their slots in the order of experts"""
+    scale: int = 0
+    """0: `first` and `end` are numbers of pairs; else shares of all pairs of the expert on this rank, of `scale`"""
 
 
-def slot_table(visit: Visit, expert_of_slot: NDArray[np.int32], num_spare: int, rank: int) -> SlotTable:
-    """A visit in the slots of a rank. expert_of_slot: [R, H] homes of the layer."""
+def slot_table(
+    visit: Visit, expert_of_slot: NDArray[np.int32], counts: SlotCounts, rank: int, ranks_of_node: range,
+    scale: int = 0,
+) -> SlotTable:  # fmt: skip
+    """A visit in the slots of a rank.
+
+    expert_of_slot: [R, H] homes of the layer. ranks_of_node: those of its node. scale: above 0 where the visit has
+    shares of it in place of tokens.
+    """
     num_ranks, num_homes = expert_of_slot.shape
-    expert_RS = np.zeros((num_ranks, num_homes + num_spare), np.int64)
+    expert_RS = np.zeros((num_ranks, num_homes + counts.num), np.int64)
     first_RS, end_RS = np.zeros_like(expert_RS), np.zeros_like(expert_RS)
     expert_RS[:, :num_homes] = expert_of_slot
     taken_E = np.zeros(expert_of_slot.size, np.int64)
-    used_R = np.full(num_ranks, num_homes)
-    for expert, holder, quota in zip(visit.flash_expert, visit.flash_rank, visit.flash_tokens_FR[:, rank], strict=True):
-        at = holder, used_R[holder]
-        expert_RS[at], first_RS[at], end_RS[at] = expert, taken_E[expert], taken_E[expert] + quota
-        taken_E[expert] += quota
-        used_R[holder] += 1
-    first_RS[:, :num_homes], end_RS[:, :num_homes] = taken_E[expert_of_slot], ALL
-    copies = visit.copy_list(rank, range(num_ranks))
-    slot_of_expert = np.zeros(expert_of_slot.size, np.int64)
-    slot_of_expert[expert_of_slot[rank]] = np.arange(num_homes)
+    for begin, experts, holders, tokens in (
+        (num_homes, visit.standing_expert, visit.standing_rank, visit.standing_tokens_CR[:, rank]),
+        (num_homes + counts.standing, visit.flash_expert, visit.flash_rank, visit.flash_tokens_FR[:, rank]),
+    ):
+        used_R = np.full(num_ranks, begin)
+        for expert, holder, quota in zip(experts, holders, tokens, strict=True):
+            at = holder, used_R[holder]
+            expert_RS[at], first_RS[at], end_RS[at] = expert, taken_E[expert], taken_E[expert] + quota
+            taken_E[expert] += quota
+            used_R[holder] += 1
+    first_RS[:, :num_homes], end_RS[:, :num_homes] = taken_E[expert_of_slot], scale or ALL
     return SlotTable(
-        expert_of_slot=expert_RS.ravel(), first_of_slot=first_RS.ravel(), end_of_slot=end_RS.ravel(), copies=copies,
-        served=slot_of_expert[copies.served_expert].tolist(),
+        key=visit.key, expert_of_slot=expert_RS.ravel(), first_of_slot=first_RS.ravel(), end_of_slot=end_RS.ravel(),
+        flash=visit.copy_list(rank, ranks_of_node), num_standing=visit.standing_expert.size, scale=scale,
     )  # fmt: skip

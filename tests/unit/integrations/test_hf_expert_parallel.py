@@ -22,7 +22,7 @@ from equilibra.core.placement import Placement
 from equilibra.core.visit import VisitKey, only_homes
 from equilibra.integrations.hf.expert_parallel import register_expert_parallel
 from equilibra.integrations.hf.expert_parallel.visits import known_or_live, to_slots
-from equilibra.integrations.planned import slot_table
+from equilibra.integrations.planned import SlotCounts, slot_table
 
 CLOSE = 2e-5
 """float32, sums in another order"""
@@ -100,9 +100,9 @@ def test_pairs_go_to_the_slots_of_their_experts():
         plain, flash_expert=np.array([0], np.int32), flash_rank=np.array([1], np.int32),
         flash_origin=np.array([0], np.int32), flash_tokens_FR=np.array([[2, 0]], np.int32),
     )  # fmt: skip
-    slots = slot_table(visit, np.array([[0, 1], [2, 3]], np.int32), 1, 0)
-    assert slots.served == [0]
-    assert slots.copies.served_sizes == [0, 1]
+    slots = slot_table(visit, np.array([[0, 1], [2, 3]], np.int32), SlotCounts(standing=0, flash=1), 0, range(2))
+    assert slots.flash.served_expert.tolist() == [0]
+    assert slots.flash.served_sizes == [0, 1]
     experts = torch.tensor([[0, 2], [3, 0], [0, 1], [1, 3], [2, 0]])
     assert to_slots(experts, slots).tolist() == [[5, 3], [4, 5], [0, 1], [1, 4], [3, 0]]
     assert to_slots(experts[:0], slots).shape == (0, 2)

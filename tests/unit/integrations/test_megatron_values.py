@@ -14,37 +14,51 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage
+from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction
+from equilibra.execute.copies.transfer import Path
+from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.balancer import count_routing
+from equilibra.integrations.executor.history import History
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping, wait_for_gathers
-from equilibra.integrations.megatron.visits import MOST_LAYERS, Ahead, MegatronVisits, to_slots
-from equilibra.integrations.planned import MegatronSetting, cluster_of, contiguous_slots, slot_table
+from equilibra.integrations.megatron.visits import Ahead, MegatronVisits, to_slots
+from equilibra.integrations.planned import (
+    PATHS,
+    MegatronSetting,
+    SlotCounts,
+    cluster_of,
+    contiguous_slots,
+    slot_table,
+)
 from equilibra.plan.entry import plan_step
+from equilibra.plan.history import SCALE, rank_load_by_shares, shares_of
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)
 
 
 @settings(max_examples=40, deadline=None)
-@given(seed=st.integers(0, 2**32 - 1), surprise=st.booleans())
-def test_every_pair_is_in_one_slot_of_its_expert(seed: int, surprise: bool) -> None:
+@given(seed=st.integers(0, 2**32 - 1), surprise=st.booleans(), per_node=st.sampled_from([1, 2, 4]))
+def test_every_pair_is_in_one_slot_of_its_expert(seed: int, surprise: bool, per_node: int) -> None:
     """Also where other pairs come than were planned for; with those that were, ranks get what the plan says."""
     rng = np.random.default_rng(seed)
-    num_tokens, num_experts, top_k, spare = 24, 8, 2, 2
+    num_tokens, num_experts, top_k = 24, 8, 2
+    counts, cluster = SlotCounts(standing=2, flash=2), Cluster(num_nodes=4 // per_node, ranks_per_node=per_node)
     weights = rng.dirichlet(np.full(num_experts, 0.3)) + 1e-9
     maps = np.zeros((4, num_tokens, num_experts), bool)
     for of_rank in maps:
         for row in of_rank:
             row[rng.choice(num_experts, top_k, replace=False, p=weights / weights.sum())] = True
     load = StepLoad(tokens_MLER=np.ascontiguousarray(maps.sum(axis=1).T[None, None], np.int32))
-    plan = plan_step(load, cluster=CLUSTER, spare_slots=spare, standing_slots=0, max_moves_per_layer=0)
+    plan = plan_step(load, cluster=cluster, spare_slots=2, standing_slots=2, max_moves_per_layer=0)
     if surprise:
         maps = np.roll(maps, 3, axis=2)
-    slots = contiguous_slots(CLUSTER, num_layers=1, num_experts=num_experts).moved_to(plan.placement)
+    slots = contiguous_slots(cluster, num_layers=1, num_experts=num_experts).moved_to(plan.placement)
     received = np.zeros(4, int)
     for rank in range(4):
-        visit = slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], spare, rank)
+        node = range(rank - rank % per_node, rank - rank % per_node + per_node)
+        visit = slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], counts, rank, node)
         probs = torch.from_numpy(rng.random((num_tokens, num_experts)) * maps[rank])
         probs_TP, map_TP = to_slots(probs, torch.from_numpy(maps[rank]), visit)
         back = torch.zeros_like(probs).index_add(1, torch.from_numpy(visit.expert_of_slot), probs_TP)
@@ -54,6 +68,30 @@ def test_every_pair_is_in_one_slot_of_its_expert(seed: int, surprise: bool) -> N
         received += map_TP.sum(dim=0).view(4, -1).sum(dim=1).numpy()
     if not surprise:
         assert np.array_equal(received, plan.rank_load(load)[0, 0])
+
+
+@settings(max_examples=25, deadline=None)
+@given(seed=st.integers(0, 2**32 - 1))
+def test_shares_of_past_steps_are_what_slots_take(seed: int) -> None:
+    """Of a load that was not planned: every pair in one slot, and ranks get what the fixed rule says."""
+    rng = np.random.default_rng(seed)
+    cluster, counts = Cluster(num_nodes=4, ranks_per_node=1), SlotCounts(standing=2, flash=0)
+    maps = rng.random((2, 4, 24, 8)) < rng.dirichlet(np.full(8, 0.3)) * 3  # past and present, by rank
+    past, present = (
+        StepLoad(tokens_MLER=np.ascontiguousarray(one.sum(axis=1).T[None, None], np.int32)) for one in maps
+    )
+    plan = plan_step(past, cluster=cluster, spare_slots=0, standing_slots=2)
+    history = History(ExpertGroup(cluster=cluster, channels={}), num_layers=1, num_experts=8, num_steps=1)
+    visit = history.follow(plan, past)[0]
+    expert_RH = contiguous_slots(cluster, num_layers=1, num_experts=8).moved_to(plan.placement).expert_of_slot[0]
+    received = np.zeros(4, int)
+    for rank in range(4):
+        table = slot_table(visit, expert_RH, counts, rank, range(rank, rank + 1), SCALE)
+        _, map_TP = to_slots(torch.ones(24, 8), torch.from_numpy(maps[1, rank]), table)
+        count = torch.zeros(24, 8).index_add(1, torch.from_numpy(table.expert_of_slot), map_TP.float())
+        assert np.array_equal(count.numpy(), maps[1, rank])
+        received += map_TP.sum(dim=0).view(4, -1).sum(dim=1).numpy()
+    assert np.array_equal(received, rank_load_by_shares(present, plan, shares_of(plan, past))[0, 0])
 
 
 @settings(max_examples=40, deadline=None)
@@ -78,7 +116,7 @@ def test_moves_lead_from_one_arrangement_to_the_other(seed: int) -> None:
 
 def test_visits_are_a_queue_for_forward_and_recompute() -> None:
     """Two micro-batches in flight: what backward computes anew is of the first, then of the second."""
-    place = MegatronVisits(0, None, _Experts(), None, fused=False)
+    place = MegatronVisits(0, None, _Experts(), None, SlotCounts(standing=0, flash=0))
     seen = []
     visits = ["first", "second"]
     place.arm([lambda name=name: name for name in visits])
@@ -103,43 +141,38 @@ def test_visits_are_a_queue_for_forward_and_recompute() -> None:
         place.take()
 
 
-class _Layer:
-    """Knows how often it may still run, and what was asked for."""
-
-    def __init__(self, number: int, asked: list) -> None:
-        self.number, self.asked, self.arriving = number, asked, set()
-
-    @property
-    def num_arriving(self) -> int:
-        return len(self.arriving)
-
-    def fetch_next(self, direction: Direction) -> None:
-        if direction not in self.arriving:
-            self.arriving.add(direction)
-            self.asked.append((direction, self.number))
-
-
 def test_what_comes_next_is_learned_from_what_came() -> None:
-    """1F1B with a micro-batch in flight, and two layers that are recomputed: the second pass waits less."""
+    """1F1B with a micro-batch in flight, and two layers that are recomputed: more is foreseen the second time."""
     forward = [(Direction.FORWARD, 0), (Direction.FORWARD, 1)]
     again = [(Direction.FORWARD_AGAIN, 1), (Direction.FORWARD_AGAIN, 0)]
-    asked: list = []
-    layers = [_Layer(number, asked) for number in range(2)]
-    ahead = Ahead(layers)
-    late = []
+
+    class Layer:
+        def __init__(self, number: int) -> None:
+            self.number, self.begun = number, dict.fromkeys(Direction, 0)
+
+        def next_key(self, direction: Direction) -> VisitKey:
+            return VisitKey(Stage.UPDATE, self.begun[direction], self.number)
+
+    layers = [Layer(0), Layer(1)]
+    ahead, foreseen = Ahead(layers), []
+    order = forward + forward + again + forward + again + again
     for _ in range(2):
         ahead.arm(Stage.UPDATE)
-        late.append(0)
-        for direction, layer in forward + forward + again + forward + again + again:
-            late[-1] += direction not in layers[layer].arriving
-            layers[layer].arriving.discard(direction)
-            ahead.began(layer, direction)
-            assert sum(one.num_arriving for one in layers) <= MOST_LAYERS
-    assert late[1] < late[0]
-    asked.clear()
+        expected: list[VisitKey] = []
+        foreseen.append(0)
+        for direction, layer in order:
+            key = layers[layer].next_key(direction)
+            foreseen[-1] += key in expected
+            layers[layer].begun[direction] += 1
+            expected = ahead(key, direction)
+            assert len(expected) <= 1
+    assert foreseen[0] < foreseen[1] == len(order) - 1, "all but the first"
     ahead.arm(Stage.LOGPROB)
-    ahead.began(0, Direction.FORWARD)
-    assert not asked, "a pass of another kind has another order"
+    assert ahead(VisitKey(Stage.LOGPROB, 0, 0), Direction.FORWARD) == [], "a pass of another kind has another order"
+
+
+def test_paths_are_those_of_the_engines() -> None:
+    assert set(PATHS) == set(Path)
 
 
 class _Experts(torch.nn.Module):
@@ -247,7 +280,8 @@ def test_masks_and_lists_of_other_sizes_are_refused():
         ({"planner": "equilibre"}, "equilibre"),
         ({"seed": "a"}, "seed must be a whole number from 0 to 2147483647, not 'a'"),
         ({"max_moves_per_layer": -7}, "max_moves_per_layer must be a whole number from -1"),
-        ({"standing_slots": 1}, "standing_slots must be 0 inside this framework, not 1"),
+        ({"standing_slots": -1}, "standing_slots must be a whole number from 0 to 65535, not -1"),
+        ({"path": "by hand"}, "path must be one of auto, collective, host, ipc, both, not 'by hand'"),
         ({"hardware": 3}, "hardware must be text, not 3"),
     ],
 )

@@ -68,9 +68,9 @@ for tokens, spare_slots in ((skewed, 2), (scarce, 1)):
         previous=contiguous(cluster, num_layers=2, num_experts=64), **setting.limits(),
     )
     plan = setting.chosen_planner.plan(problem)
-    plan.check(problem.given_load, spare_slots=spare_slots, standing_slots=0)
+    plan.check(problem.given_load, spare_slots=spare_slots, standing_slots=2)
     slots = contiguous_slots(cluster, num_layers=2, num_experts=64)
-    slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], spare_slots, 0)
+    slot_table(plan.visit(Stage.UPDATE, 0, 0), slots.expert_of_slot[0], setting.slot_counts(cluster), 0, range(4))
 print(len(compiled() - before))
 """
 

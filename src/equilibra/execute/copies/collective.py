@@ -35,7 +35,7 @@ class CollectiveEngine(TransferEngine):
     def fetch(self, copies: CopyList, version: int, slots_nP: Tensor) -> Pending:  # noqa: ARG002
         if copies.num_in_node == 0:
             return Ready()
-        staged = self._sent.take()
+        staged = self._sent.take(copies.served_expert.size)
         sent = staged[: copies.served_expert.size]
         for row, expert in enumerate(copies.served_expert.tolist()):
             self.source.write_flat(copies.layer, expert, sent[row])
@@ -51,7 +51,7 @@ class CollectiveEngine(TransferEngine):
     def give_back(self, copies: CopyList) -> Pending:
         if copies.num_in_node == 0:
             return Ready()
-        staged = self._received.take()
+        staged = self._received.take(copies.served_expert.size)
         moving = self.group.all_to_all(
             Channel.GRADIENTS, self.gradients[: copies.held_expert.size], copies.held_sizes,
             staged[: copies.served_expert.size], copies.served_sizes,
@@ -81,8 +81,10 @@ class Staging:
         for rows_nP in free:
             self.give_back(rows_nP)
 
-    def take(self) -> Tensor:
-        """[most, P] for exclusive use until it is given back."""
+    def take(self, needed: int = 0) -> Tensor:
+        """[most, P] for exclusive use until it is given back; `most` grows to what is needed."""
+        if needed > self._most:
+            self.expect(needed)
         if self._free:
             return self._free.pop()
         made = self._like_P.new_empty(self._most, self._like_P.numel())

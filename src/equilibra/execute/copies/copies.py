@@ -1,16 +1,20 @@
 """Copies on this rank: prefetch them ahead of the layers that need them, and return their gradients.
 
 Every rank runs the same program, so collective calls come in the same order everywhere. Prefetching follows the order
-of visits: next layers in the forward pass, previous ones in the backward pass, then the next micro-batch. A wrong guess
-costs a fetch, never a result. The update never prefetches across the end of a mini-batch, where weights change.
+of visits: next layers in the forward pass, previous ones in the backward pass, then the next micro-batch; frameworks
+with an order of their own say which comes next. A wrong guess costs a fetch, never a result. The update never
+prefetches across the end of a mini-batch, where weights change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
+from torch import Tensor
 
 from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
@@ -18,15 +22,14 @@ from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import CopyList, Stage, VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.collective import CollectiveEngine
-from equilibra.execute.copies.device import DeviceEngine, banks_of
+from equilibra.execute.copies.device import DeviceEngine, banks_of, streams_are_serial
 from equilibra.execute.copies.host import HostEngine
 from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
 from equilibra.execute.copies.pinned import PinnedPath
 from equilibra.execute.copies.standing import Sources, StandingStore
 from equilibra.execute.copies.transfer import Path, SpareSlots, TransferEngine, copied_of
-from equilibra.execute.experts.weights import ExpertWeights
+from equilibra.execute.experts.weights import HomeExperts
 from equilibra.execute.group import ExpertGroup, Pending
-from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.record import Moment, Recorder
 
 __all__ = ["Copies", "CopySetting"]
@@ -69,9 +72,12 @@ class Copies:
     """The copies of the armed plan on this rank. Buffers and engines are made once and serve all plans."""
 
     def __init__(
-        self, group: ExpertGroup, weights: Sequence[ExpertWeights], setting: CopySetting, recorder: Recorder
-    ) -> None:
+        self, group: ExpertGroup, weights: Sequence[HomeExperts], setting: CopySetting, recorder: Recorder,
+        order: Callable[[VisitKey, Direction], Iterable[VisitKey]] | None = None,
+    ) -> None:  # fmt: skip
+        """order: the visits expected after one, up to `prefetch_depth`; None: layer after layer, forward and back."""
         self.group, self.weights, self.setting, self.recorder = group, weights, setting, recorder
+        self._order = order or self._layer_after_layer
         like = weights[0]
         self._row = torch.zeros(like.layout.size, dtype=like.dtype, device=like.device)
         self._slots = SpareSlots(
@@ -79,7 +85,9 @@ class Copies:
         )
         self.standing = StandingStore(group, weights, None)
         self._engines: dict[Path, TransferEngine] = {}
-        self._lists: dict[VisitKey, CopyList] = {}
+        self.lists: MutableMapping[VisitKey, CopyList] = {}
+        """of visits that have come up"""
+        self.armed: GroupPlan | None = None
         self._returning: _Return | None = None
         self._summing: set[int] = set()
         """layers whose gradients may still be changing"""
@@ -92,10 +100,13 @@ class Copies:
         like = self.weights[0]
         return self._row.dtype == like.dtype and self._row.device == like.device
 
-    def arm(self, armed: GroupPlan) -> None:
+    def arm(self, armed: GroupPlan | None) -> None:
+        """Collective. None: there is no plan, and whoever makes visits puts their copies into `lists`."""
         self.forget()
-        self.armed, self._lists = armed, {}
-        self.standing = StandingStore(self.group, self.weights, armed.plan, self.standing, self.recorder.now)
+        self.armed = armed
+        self.lists = WeakValueDictionary() if armed is None else {}
+        plan = None if armed is None else armed.plan
+        self.standing = StandingStore(self.group, self.weights, plan, self.standing, self.recorder.now)
         source = Sources(weights=self.weights, standing=self.standing)
         self._path = {stage: self._chosen(path, stage) for stage, path in self.setting.path.items()}
         for path in dict.fromkeys(self._path.values()):  # in the same order on every rank
@@ -106,9 +117,11 @@ class Copies:
 
     def _chosen(self, path: Path, stage: Stage) -> Path:
         """Resolve `auto` for this plan; equal on every rank."""
+        if self.armed is None:
+            return Path.COLLECTIVE  # other paths publish what a plan copies
         if path is not Path.AUTO:
             return path
-        if self._row.device.type != "cuda":
+        if self._row.device.type != "cuda" or streams_are_serial():
             return Path.COLLECTIVE
         if self._ipc_works is None:
             self._ipc_works = ipc_works(self.group, self._row)
@@ -149,14 +162,23 @@ class Copies:
         ahead = self.setting.prefetch_depth + 1 if set(self._path.values()) <= {Path.COLLECTIVE} else len(self.weights)
         for layer in range(min(ahead, len(self.weights))):  # what is published may be made of standing copies
             self.standing.start(layer)
+        if self.armed is None:
+            return
+        for layer, weights in enumerate(self.weights) if set(self._path.values()) - {Path.COLLECTIVE} else ():
+            weights.check_version(layer)  # other ranks read them from now on
         for path in dict.fromkeys(self._path.values()):
             stages = [stage for stage in Stage if self._path[stage] is path]
             self._engines[path].publish(version, copied_of(self.armed.plan, stages, self.group))
 
     # --- weights ---
 
-    def take(self, key: VisitKey, direction: Direction) -> list[ExpertParts]:
-        """Wait for a visit's standing and flash copies, and prefetch those of the next visits."""
+    def take(self, key: VisitKey, direction: Direction) -> list[Any]:
+        """A visit's standing and flash copies once they are here; those of the next visits are prefetched."""
+        rows_nP = self.take_rows(key, direction)
+        return self.standing.parts(key.layer)[0] + self.weights[key.layer].layout.experts(rows_nP)
+
+    def take_rows(self, key: VisitKey, direction: Direction) -> Tensor:
+        """[n, P] a visit's flash copies; its standing copies are here too."""
         start = self.recorder.now()
         arrived = self.standing.wait(key.layer)
         if arrived is not None:
@@ -169,19 +191,36 @@ class Copies:
         if taken.span is not None:
             self.recorder.moved(Kind.FLASH_COPY, LINKS[path], key, taken.span, copies.held_expert,
                                 copies.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
-        found = self.standing.parts(key.layer)[0] + self.weights[key.layer].layout.experts(taken.rows_nP)
-        if found:
+        if len(taken.rows_nP) or self.standing.num_held(key.layer):
             self.recorder.add(Kind.WAIT, Resource.COMPUTE, key, direction, start, self.recorder.now())
-        self._look_ahead(key, direction)
-        return found
+        for there in self._order(key, direction):
+            self.start(there)
+        return taken.rows_nP
+
+    def start(self, key: VisitKey) -> None:
+        """Start fetching a visit's copies, unless they are here or on their way."""
+        self.standing.start(key.layer)
+        self._slots.start(key, self.list_of(key), self._engines[self._path[key.stage]], self.version)
+
+    def has(self, key: VisitKey) -> bool:
+        """Whether a visit's flash copies are here or on their way."""
+        return self._slots.has(key)
+
+    @property
+    def num_arriving(self) -> int:
+        """Visits whose flash copies are on their way."""
+        return self._slots.num_arriving
 
     def list_of(self, key: VisitKey) -> CopyList:
-        if key not in self._lists:
-            first, per_node = self.group.first_of_node, self.group.cluster.ranks_per_node
-            self._lists[key] = self.armed.plan.visit(*key).copy_list(self.group.rank, range(first, first + per_node))
-        return self._lists[key]
+        found = self.lists.get(key)
+        if found is None:
+            assert self.armed is not None
+            found = self.armed.plan.visit(*key).copy_list(self.group.rank, self.group.ranks_of_node)
+            self.lists[key] = found
+        return found
 
-    def _look_ahead(self, key: VisitKey, direction: Direction) -> None:
+    def _layer_after_layer(self, key: VisitKey, direction: Direction) -> Iterator[VisitKey]:
+        assert self.armed is not None
         layer, number, last = key.layer, key.micro_batch, len(self.weights) - 1
         backward, turns = direction is not Direction.FORWARD, key.stage is Stage.UPDATE
         for _ in range(self.setting.prefetch_depth):
@@ -194,17 +233,18 @@ class Copies:
                 if following is None:
                     return
                 number, layer, backward = following, 0, False
-            self.standing.start(layer)
-            there = VisitKey(key.stage, number, layer)
-            engine = self._engines[self._path[key.stage]]
-            self._slots.start(there, self.list_of(there), engine, self.version)
+            yield VisitKey(key.stage, number, layer)
 
     # --- gradients ---
 
-    def flash_gradients(self, key: VisitKey) -> list[ExpertParts]:
-        self._end_return()
-        if key.layer in self._summing:  # in other layers sums may still be under way
+    def settle(self, layer: int) -> None:
+        """Before a layer's gradients are written: wait for what is being added to them."""
+        if layer in self._summing:  # in other layers sums may still be under way
             self._finish_sums()
+
+    def flash_gradients(self, key: VisitKey) -> list[Any]:
+        self._end_return()
+        self.settle(key.layer)
         engine = self._engines[self._path[key.stage]]
         return self.weights[key.layer].layout.experts(engine.gradient_slots(self.list_of(key)))
 
@@ -235,11 +275,13 @@ class Copies:
                                 done.copies.held_expert, done.copies.held_origin,
                                 num_bytes=self._gradient_bytes)  # fmt: skip
 
-    def return_standing(self) -> None:
+    def return_standing(self, layers: Collection[int] | None = None) -> None:
+        """Collective: add gradients of standing copies to their homes'. layers: None for all."""
         start = self.recorder.now()
-        self.standing.give_back()
+        layers = self.standing.layers if layers is None else layers
+        self.standing.give_back(layers)
         span = (start, self.recorder.now())
-        for held in self.standing.lists():
+        for held in map(self.standing.list_of, layers):
             once = VisitKey.once(held.layer)
             self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.held_expert, held.held_origin,
                                 num_bytes=self._gradient_bytes)  # fmt: skip

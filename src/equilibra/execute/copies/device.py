@@ -35,7 +35,7 @@ from equilibra.execute.copies.transfer import Copied, TransferEngine
 from equilibra.execute.group import ExpertGroup, Pending, Ready
 from equilibra.execute.record import mark
 
-__all__ = ["DeviceEngine", "DevicePath", "banks_of"]
+__all__ = ["DeviceEngine", "DevicePath", "banks_of", "streams_are_serial"]
 
 
 class DevicePath(Protocol):
@@ -68,6 +68,11 @@ class DevicePath(Protocol):
     def close(self) -> None: ...
 
 
+def streams_are_serial() -> bool:
+    """Whether the environment gives all streams of a GPU one queue, as Megatron's launchers may."""
+    return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
+
+
 def banks_of(num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> Tensor:
     """[2, S, P] zeros for gradients of the copies that a rank holds."""
     return torch.zeros(2, num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
@@ -77,7 +82,7 @@ class DeviceEngine(TransferEngine):
     """Copies on GPUs over a path."""
 
     def __init__(self, group: ExpertGroup, banks_2SP: Tensor, row: Tensor, path: DevicePath) -> None:
-        if os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1":
+        if streams_are_serial():
             raise InputError(
                 "CUDA_DEVICE_MAX_CONNECTIONS=1 serialises all streams of a GPU, so ranks could deadlock: unset it, or "
                 "use the collective path"

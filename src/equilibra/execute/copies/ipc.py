@@ -133,7 +133,7 @@ class IpcPath:
         self._banks = exchanged(group, [banks_2SP], banks_2SP.dtype, row.device)
         self.in_place = share_a_gpu(group, row.device)
         self._tensors: dict[int, list[Tensor]] = {}
-        """by rank of the node: parts of its homes layer by layer, then its standing copies"""
+        """by rank of the node: memory of its homes layer by layer, then its standing copies"""
         self._shared: tuple[int, ...] = ()
         self._location: NDArray[np.int64] = np.zeros(0, np.int64)
         self._copied: Copied | None = None
@@ -144,7 +144,7 @@ class IpcPath:
         return self._signals.raw.nbytes
 
     def publish(self, copied: Copied, source: Sources) -> None:
-        mine = [part.detach() for weights in source.weights for part in weights.parts()] + [source.standing.rows_CP]
+        mine = [tensor for weights in source.weights for tensor in weights.memory()] + [source.standing.rows_CP]
         now = tuple(tensor.data_ptr() for tensor in mine)
         moved = self.group.gather(np.array([now != self._shared]), what="asking whether weights have moved")
         if any(bool(part[0]) for part in moved):
@@ -158,21 +158,22 @@ class IpcPath:
         self._location = np.zeros(copied.origin.size, np.int64)
         for rank in set(copied.origin.tolist()):
             self._location[copied.origin == rank] = said[first + rank]
-        self._copied, self._layout = copied, source.weights[0].layout
+        self._copied, self._homes = copied, source.weights[0]
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor, *, last: int | None = None) -> None:
         """Pull the values of every copy before `last`, which ends a row of a part."""
         assert self._copied is not None
-        names, last = list(self._layout.shapes), self.row.numel() if last is None else last
+        layout, last = self._homes.layout, self.row.numel() if last is None else last
+        first_of_layer = copies.layer * len(self._homes.memory())
         locations = self._location[self._copied.entries(copies)].tolist()
         for slot, (at, origin) in enumerate(zip(locations, copies.held_origin.tolist(), strict=True)):
             tensors = self._tensors[origin]
             if at < 0:
                 slots_nP[slot, :last].copy_(tensors[-1][-1 - at, :last], non_blocking=True)
                 continue
-            for number, name in enumerate(names):
-                begin = self._layout.first[name]
-                values = tensors[copies.layer * len(names) + number][at].reshape(-1)[: max(last - begin, 0)]
+            for number, begin in enumerate(layout.first.values()):
+                tensor, row = self._homes.place(at, number)
+                values = tensors[first_of_layer + tensor][row].reshape(-1)[: max(last - begin, 0)]
                 slots_nP[slot, begin : begin + values.numel()].copy_(values, non_blocking=True)
 
     def push_gradients(self, bank: int, count: int) -> None:

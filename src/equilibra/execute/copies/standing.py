@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from time import perf_counter
+from typing import Any
 
 import numpy as np
 import torch
@@ -17,10 +18,9 @@ from torch import Tensor
 
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import CopyList
-from equilibra.execute.experts.weights import ExpertWeights
+from equilibra.execute.experts.weights import HomeExperts
 from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.execute.kernels import add_in_order
-from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.record import Moment
 
 __all__ = ["Sources", "StandingStore"]
@@ -30,7 +30,7 @@ class StandingStore:
     """The standing copies of one plan."""
 
     def __init__(
-        self, group: ExpertGroup, weights: Sequence[ExpertWeights], plan: StepPlan | None,
+        self, group: ExpertGroup, weights: Sequence[HomeExperts], plan: StepPlan | None,
         before: StandingStore | None = None, now: Callable[[], Moment] = perf_counter,
     ) -> None:  # fmt: skip
         """Reuse the memory of the store `before`, if it is large enough."""
@@ -90,9 +90,13 @@ class StandingStore:
         self._arrived.add(layer)
         return self._lists[layer]
 
-    def lists(self) -> Iterable[CopyList]:
-        """Copies of every layer that has any on some rank."""
-        return self._lists.values()
+    @property
+    def layers(self) -> list[int]:
+        """Those with copies on any rank."""
+        return list(self._lists)
+
+    def list_of(self, layer: int) -> CopyList:
+        return self._lists[layer]
 
     def row_of(self, layer: int, expert: int) -> int:
         return int(self._rows[layer].start + np.flatnonzero(self._lists[layer].held_expert == expert)[0])
@@ -100,7 +104,11 @@ class StandingStore:
     def holds(self, layer: int, expert: int) -> bool:
         return layer in self._lists and bool((self._lists[layer].held_expert == expert).any())
 
-    def parts(self, layer: int) -> tuple[list[ExpertParts], list[ExpertParts]]:
+    def num_held(self, layer: int) -> int:
+        """A layer's copies on this rank."""
+        return self._lists[layer].held_expert.size if layer in self._lists else 0
+
+    def parts(self, layer: int) -> tuple[list[Any], list[Any]]:
         """Views of a layer's copies on this rank and of their gradients, by expert."""
         if layer not in self._lists:
             return [], []
@@ -109,9 +117,10 @@ class StandingStore:
         order = np.argsort(entry.held_expert, kind="stable").tolist()
         return [copies[i] for i in order], [gradients[i] for i in order]
 
-    def give_back(self) -> None:
-        """Return all gradients; homes add them by holding rank and expert."""
-        for layer, entry in self._lists.items():
+    def give_back(self, layers: Iterable[int]) -> None:
+        """Return all gradients of these layers; homes add them by holding rank and expert."""
+        for layer in layers:
+            entry = self._lists[layer]
             if not self.weights[layer].learns:
                 continue
             received = self.gradients_CP.new_empty(entry.served_expert.size, self.gradients_CP.shape[1])
@@ -121,7 +130,7 @@ class StandingStore:
             ).wait()  # fmt: skip
             for row, expert in enumerate(entry.served_expert.tolist()):
                 self.weights[layer].add_gradient(expert, received[row])
-        self.gradients_CP.zero_()
+            self.gradients_CP[self._rows[layer]].zero_()
 
 
 def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
@@ -139,7 +148,7 @@ def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
 class Sources:
     """The homes and standing copies of this rank, which flash copies are made of."""
 
-    weights: Sequence[ExpertWeights]
+    weights: Sequence[HomeExperts]
     """by layer"""
     standing: StandingStore
     """of the armed plan"""

@@ -66,9 +66,18 @@ class SpareSlots:
     def num_bytes(self) -> int:
         return sum(bank.rows_SP.nbytes for bank in self._banks)
 
+    def has(self, key: VisitKey) -> bool:
+        """Whether a visit's copies are here or on their way."""
+        return any(bank.key == key for bank in self._banks)
+
+    @property
+    def num_arriving(self) -> int:
+        """Visits whose copies are on their way."""
+        return sum(bank.arriving is not None for bank in self._banks)
+
     def start(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> None:
         """Fetch copies into the least recently used bank, unless a bank holds them."""
-        if copies.num_in_node == 0 or any(bank.key == key for bank in self._banks):
+        if copies.num_in_node == 0 or self.has(key):
             return
         count = copies.held_expert.size
         if count > self.num_slots:
@@ -117,7 +126,7 @@ class Path(StrEnum):
     """ipc for most of a copy, host for the rest, at the same time"""
     AUTO = "auto"
     """by plan and stage: ipc, or both where ipc alone would be late; host or collective where GPUs cannot open each
-    other's memory; collective without GPUs"""
+    other's memory; collective without GPUs, or where CUDA_DEVICE_MAX_CONNECTIONS=1"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

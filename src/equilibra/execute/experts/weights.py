@@ -8,10 +8,10 @@ one row of P values: its parts in order, each aligned to 16 bytes, so that kerne
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache
 from math import prod
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -26,7 +26,7 @@ from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.kernels import add_in_order
 from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts
 
-__all__ = ["ExpertWeights", "FlatLayout", "refuse_wrappers"]
+__all__ = ["ExpertWeights", "FlatLayout", "HomeExperts", "refuse_wrappers"]
 
 ALIGNMENT = 8
 """values: 16 bytes of the narrowest dtype"""
@@ -37,8 +37,9 @@ SAMPLE = 64
 class FlatLayout:
     """Offsets of an expert's parts in its flat form."""
 
-    def __init__(self, spec: MoESpec) -> None:
-        self.shapes = spec.part_shapes()
+    def __init__(self, shapes: Mapping[str, tuple[int, ...]], of_parts: Callable[..., Any] = ExpertParts) -> None:
+        """shapes: of one expert's parts by name. of_parts: makes an expert of its parts, by name."""
+        self.shapes, self._of_parts = dict(shapes), of_parts
         self.first: dict[str, int] = {}
         size = 0
         for name, shape in self.shapes.items():
@@ -51,10 +52,55 @@ class FlatLayout:
         shape = self.shapes[name]
         return rows_nP[:, self.first[name] : self.first[name] + prod(shape)].view(len(rows_nP), *shape)
 
-    def experts(self, rows_nP: Tensor) -> list[ExpertParts]:
+    def experts(self, rows_nP: Tensor) -> list[Any]:
         """Every row as an expert, without copying."""
         parts = {name: self.part(name, rows_nP).unbind(0) for name in self.shapes}
-        return [ExpertParts(**{name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
+        return [self._of_parts(**{name: parts[name][i] for name in parts}) for i in range(len(rows_nP))]
+
+
+class HomeExperts(Protocol):
+    """One layer's home experts on this rank, as copies are made of them: ours, or another framework's."""
+
+    @property
+    def layout(self) -> FlatLayout: ...
+
+    @property
+    def dtype(self) -> torch.dtype: ...
+
+    @property
+    def gradient_dtype(self) -> torch.dtype:
+        """Of copies' gradients: float32, or the weights' if it is wider"""
+        ...
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def learns(self) -> bool:
+        """Whether any part is trained; equal on every rank."""
+        ...
+
+    def memory(self) -> list[Tensor]:
+        """The tensors that hold the weights, equally many on every rank."""
+        ...
+
+    def place(self, slot: int, part: int) -> tuple[int, int]:
+        """Where a part of the expert in a slot is: which tensor of `memory`, and which row of it."""
+        ...
+
+    def slot_of(self, expert: int) -> int: ...
+
+    def check_version(self, layer: int) -> None:
+        """Raise StaleError if the weights are not those that copies may be made of; wait for them if they come."""
+        ...
+
+    def write_flat(self, expert: int, row_P: Tensor) -> None:
+        """Copy an expert into its flat form."""
+        ...
+
+    def add_gradient(self, expert: int, *rows_P: Tensor) -> None:
+        """Add flat gradients to that of a home expert, in order."""
+        ...
 
 
 class ExpertWeights(nn.Module):
@@ -66,7 +112,7 @@ class ExpertWeights(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         self.spec = spec
-        self.layout = FlatLayout(spec)
+        self.layout = FlatLayout(spec.part_shapes())
         self.experts = np.sort(np.asarray(experts, np.int32))
         """[H] logical numbers of the experts at home"""
         for name, shape in self.layout.shapes.items():
@@ -109,6 +155,12 @@ class ExpertWeights(nn.Module):
     @property
     def device(self) -> torch.device:
         return self.parts()[0].device
+
+    def memory(self) -> list[Tensor]:
+        return [part.detach() for part in self.parts()]
+
+    def place(self, slot: int, part: int) -> tuple[int, int]:
+        return part, slot
 
     def slot_of(self, expert: int) -> int:
         slot = int(np.searchsorted(self.experts, expert))

@@ -30,7 +30,7 @@ from equilibra.events.imbalance import imbalance, static_imbalance
 from equilibra.execute.group import Channel, ExpertGroup, new_group, watch_over
 from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.executor.warming import warm_up
-from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotTable, contiguous_slots, slot_table
+from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotCounts, SlotTable, contiguous_slots, slot_table
 from equilibra.plan.planner import StepProblem
 
 __all__ = ["Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "stage_group"]
@@ -52,9 +52,9 @@ def stage_group(
 ) -> ExpertGroup:
     """Collective over the world: the ranks of this pipeline stage as an `ExpertGroup`.
 
-    Tokens, homes and gradients of copies use the framework's expert-parallel group. Prefetched copies get a group of
-    their own over the same ranks, so that they and the tokens never wait for each other. Counts and hashes use a gloo
-    group of the whole stage.
+    Tokens use the framework's expert-parallel group. Flash copies and their gradients each get a group of the ranks of
+    a node, standing copies and homes one of the same ranks as the tokens, so that none waits for another. Counts and
+    hashes use a gloo group of the whole stage.
     """
     rank, index = expert_parallel.rank(), expert_data_parallel.rank()
     num_groups = expert_data_parallel.size()
@@ -63,10 +63,11 @@ def stage_group(
     mine, across = dist.get_process_group_ranks(expert_parallel), list[Any]([None] * num_groups)
     dist.all_gather_object(across, mine, group=expert_data_parallel)
     control = _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
-    copies = _new_group(mine, timeout_s, backend=None)
-    channels = dict.fromkeys((Channel.DISPATCH, Channel.STANDING, Channel.GRADIENTS), expert_parallel) | {
-        Channel.COPIES: copies, Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel,
-    }  # fmt: skip
+    first = rank - rank % cluster.ranks_per_node
+    of_node = mine[first : first + cluster.ranks_per_node]
+    channels = {Channel.DISPATCH: expert_parallel, Channel.CONTROL: control, Channel.REPLICAS: expert_data_parallel}
+    for channel, ranks in ((Channel.STANDING, mine), (Channel.COPIES, of_node), (Channel.GRADIENTS, of_node)):
+        channels[channel] = _new_group(ranks, timeout_s, backend=None)
     group = ExpertGroup(
         cluster=cluster, rank=rank, index=index, num_groups=num_groups, timeout_s=timeout_s, channels=channels,
         watch=watch_over(channels, timeout_s),
@@ -153,9 +154,11 @@ class Step:
 class VisitBalancer(Generic[Layer, Setting]):
     """Plans steps and arms layers; one per rank, for the layers of its pipeline stage."""
 
-    def __init__(self, group: ExpertGroup, setting: Setting, layers: Sequence[Layer], model: MoEModel) -> None:
+    def __init__(
+        self, group: ExpertGroup, setting: Setting, layers: Sequence[Layer], model: MoEModel, counts: SlotCounts
+    ) -> None:
         """model: the layers' shapes, for prices; at least one layer even if the pipeline stage has none."""
-        self.group, self.setting, self.layers, self.model = group, setting, layers, model
+        self.group, self.setting, self.layers, self.model, self.counts = group, setting, layers, model, counts
         self.planner = setting.chosen_planner
         self.slots = self._contiguous_slots()
         self._rates = setting.rates_of(model, num_nodes=group.cluster.num_nodes)
@@ -194,28 +197,32 @@ class VisitBalancer(Generic[Layer, Setting]):
         return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
 
     def _plan(self, load: StepLoad, previous: Placement, *, max_moves_per_layer: int = 0) -> StepPlan:
-        setting = self.setting
+        limits = self.setting.limits(
+            max_moves_per_layer=max_moves_per_layer, standing_slots=self.counts.standing, spare_slots=self.counts.flash
+        )
         problem = StepProblem(
-            cluster=self.group.cluster, given_load=load, previous=previous, rates=self._rates,
-            **setting.limits(max_moves_per_layer=max_moves_per_layer),
-        )  # fmt: skip
+            cluster=self.group.cluster, given_load=load, previous=previous, rates=self._rates, **limits
+        )
         if self._warm_up is not None:
             self._warm_up.wait()
         plan = self.planner.plan(problem)
-        plan.check(load, spare_slots=setting.spare_slots, standing_slots=0)
+        plan.check(load, spare_slots=self.counts.flash, standing_slots=self.counts.standing)
         return plan
+
+    def _micro_batches(self, step: Step) -> range:
+        """Those of this group."""
+        num = step.plan.num_micro_batches // self.group.num_groups
+        return range(self.group.index * num, (self.group.index + 1) * num)
 
     def _arm(self, step: Step, stage: Stage, *, start: int = 0) -> None:
         """Give each layer the visits of this group's micro-batches, in order."""
-        num = step.plan.num_micro_batches // self.group.num_groups
-        first = self.group.index * num
         for layer in self.layers:
-            keys = [VisitKey(stage, first + m, layer.layer) for m in range(start, num)]
+            keys = [VisitKey(stage, m, layer.layer) for m in self._micro_batches(step)[start:]]
             layer.arm([partial(self._visit, step.plan, key) for key in keys])
 
     def _visit(self, plan: StepPlan, key: VisitKey) -> SlotTable:
         return self._in_slots(plan.visit(*key))
 
-    def _in_slots(self, visit: Visit) -> SlotTable:
-        expert_of_slot = self.slots.expert_of_slot[visit.key.layer]
-        return slot_table(visit, expert_of_slot, self.setting.spare_slots, self.group.rank)
+    def _in_slots(self, visit: Visit, *, scale: int = 0) -> SlotTable:
+        expert_of_slot, group = self.slots.expert_of_slot[visit.key.layer], self.group
+        return slot_table(visit, expert_of_slot, self.counts, group.rank, group.ranks_of_node, scale)

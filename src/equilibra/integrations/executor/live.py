@@ -35,6 +35,8 @@ class LivePlanner:
         self._seen: list[tuple[float, float]] = []
         self.num_copies = 0
         """copies made so far, on all ranks"""
+        self._number = -1
+        """of the last forward"""
 
     def visit(self, layer: int, home_of_expert: NDArray[np.int32], counts_E: Tensor) -> Visit:
         """Collective over the expert-parallel group: the visit of the forward that begins. counts_E: this rank's."""
@@ -46,13 +48,15 @@ class LivePlanner:
         static_R = np.bincount(home_of_expert, weights=tokens_ER.sum(axis=1), minlength=self.group.num_ranks)
         self._seen.append((float(imbalance(static_R)), found.imbalance))
         self.num_copies += found.expert_of_copy.size
+        self._number += 1
         expert, rank = found.expert_of_copy.astype(np.int32), found.rank_of_copy.astype(np.int32)
         origin = home_of_expert[expert]
         order = np.lexsort((expert, origin, rank))
         return Visit(
-            key=VisitKey.once(layer), home_of_expert=home_of_expert, standing_expert=expert[:0], standing_rank=rank[:0],
-            standing_tokens_CR=found.tokens_FR[:0], flash_expert=expert[order], flash_rank=rank[order],
-            flash_origin=origin[order], flash_tokens_FR=found.tokens_FR[order],
+            key=VisitKey(Stage.UPDATE, self._number, layer), home_of_expert=home_of_expert,
+            standing_expert=expert[:0], standing_rank=rank[:0], standing_tokens_CR=found.tokens_FR[:0],
+            flash_expert=expert[order], flash_rank=rank[order], flash_origin=origin[order],
+            flash_tokens_FR=found.tokens_FR[order],
         )  # fmt: skip
 
     def take_imbalance(self) -> tuple[float, float]:

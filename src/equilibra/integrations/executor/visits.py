@@ -1,65 +1,21 @@
-"""The visits of one layer, taken in the order of micro-batches, and the exchange of their copies.
+"""The visits of one layer, taken in the order of micro-batches.
 
 Forward passes take visits in order; so do forwards that backward repeats (activation recompute), with a count of their
 own. Frameworks with micro-batches in flight (1F1B, interleaved) repeat them in order. Elsewhere only the last forward
 may be repeated, since the order of several would be unknown.
-
-A copy travels as one line per part, between its home and the rank that holds it. Gradients of an expert's copies are
-summed in the order of the holding ranks, in float32 or wider.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.core.visit import CopyList
 from equilibra.events.schema import Direction
-from equilibra.execute.group import Channel, ExpertGroup, Pending
+from equilibra.execute.group import ExpertGroup
 from equilibra.execute.record import direction_now
 from equilibra.integrations.planned import SlotTable
 
-__all__ = ["Arriving", "LayerVisits", "exchange", "sum_copies"]
-
-
-class Arriving(NamedTuple):
-    """Lines in transit."""
-
-    parts: list[Tensor]
-    """[lines, ...] each, valid after `wait`"""
-    pending: list[Pending]
-
-    def wait(self) -> list[Tensor]:
-        for one in self.pending:
-            one.wait()
-        return self.parts
-
-
-def exchange(group: ExpertGroup, copies: CopyList, parts: Sequence[Tensor], *, home: bool) -> Arriving:
-    """Collective: start sending all parts [lines, ...], weights to the holders or gradients home."""
-    channel = Channel.GRADIENTS if home else Channel.COPIES
-    sizes, received_sizes = copies.served_sizes, copies.held_sizes
-    if home:
-        sizes, received_sizes = received_sizes, sizes
-    what = f"{'returning gradients of' if home else 'fetching'} copies of MoE layer {copies.layer}"
-    received = [part.new_empty(sum(received_sizes), *part.shape[1:]) for part in parts]
-    return Arriving(received, [
-        group.all_to_all(channel, sent.contiguous(), sizes, into, received_sizes, what=what)
-        for sent, into in zip(parts, received, strict=True)
-    ])  # fmt: skip
-
-
-def sum_copies(lines: Tensor, served: Sequence[int]) -> dict[int, Tensor]:
-    """The sum over the lines of each home slot's copies, by slot. served: the home slot of each line."""
-    wide = torch.promote_types(lines.dtype, torch.float32)
-    totals = {slot: lines.new_zeros(lines.shape[1:], dtype=wide) for slot in sorted(set(served))}
-    for line, slot in zip(lines, served, strict=True):
-        totals[slot] += line
-    return totals
+__all__ = ["LayerVisits"]
 
 
 class LayerVisits:
@@ -75,7 +31,7 @@ class LayerVisits:
         """index of that visit among the armed ones"""
         self._visits: Sequence[Callable[[], SlotTable]] | None = None
         self._made: dict[int, SlotTable] = {}
-        self._begun = dict.fromkeys((Direction.FORWARD, Direction.FORWARD_AGAIN), 0)
+        self._begun = dict.fromkeys((Direction.FORWARD, Direction.FORWARD_AGAIN, Direction.BACKWARD), 0)
 
     def arm(self, visits: Sequence[Callable[[], SlotTable]] | None) -> None:
         """Take the visits of a step, in order; None disarms."""

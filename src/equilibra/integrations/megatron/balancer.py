@@ -9,6 +9,7 @@
 `prepare(routing)` plans a step in the background while another runs; `begin` takes its result. The ranks of a pipeline
 stage plan from the same counts and compare the plan's hash. Passes outside a step run on homes alone.
 `MegatronSetting(mode="live")` needs no recorded routing and no `begin`: every forward is planned as it begins.
+`mode="history"` needs none either: `begin_from_past_steps()` before each step.
 `planner="static"` switches balancing off: homes return to where plain Megatron puts them, and nothing is copied.
 """
 
@@ -27,21 +28,30 @@ from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
-from equilibra.core.plan import StepPlan
+from equilibra.core.plan import GroupPlan, StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
+from equilibra.events.schema import Direction
+from equilibra.execute.copies.copies import CopySetting
+from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup, device_name
+from equilibra.execute.record import Recorder, direction_now
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
+from equilibra.integrations.executor.history import History
 from equilibra.integrations.executor.live import LivePlanner
+from equilibra.integrations.megatron.copies import SharedCopies
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
 from equilibra.integrations.megatron.layer import (
     balance_layer,
     balanced_class,
     check_config,
     check_wrapping,
+    hold_buckets,
     wait_for_gathers,
 )
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
-from equilibra.integrations.planned import HomeSlots, MegatronSetting, SlotTable, cluster_of
+from equilibra.integrations.planned import HomeSlots, MegatronSetting, SlotCounts, SlotTable
+from equilibra.plan.history import SCALE
+from equilibra.plan.step import late_stages
 
 TOLERANCE = 0.005
 """of planners that have none"""
@@ -69,14 +79,17 @@ def balance(
     config = layers[0].config if layers else chunks[0].config
     check_config(config)
     expert_parallel, data_parallel = _groups_of(layers)
-    cluster = cluster_of(expert_parallel.size(), setting.ranks_per_node)
+    cluster = setting.cluster_of(expert_parallel.size())
     group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
     group.agree(  # before anything changes
         f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
     )
-    visits = [balance_layer(layer, number, group, setting.spare_slots) for number, layer in enumerate(layers)]
+    counts = setting.slot_counts(cluster)
+    visits = [balance_layer(layer, number, group, counts) for number, layer in enumerate(layers)]
     wait_for_gathers(chunks, visits, optimizer)
-    return Balancer(group, setting, visits, _model_of(config, visits), optimizer)
+    balancer = Balancer(group, setting, visits, _model_of(config, visits), counts, optimizer)
+    hold_buckets(chunks, visits, balancer.copies.bring_home)
+    return balancer
 
 
 def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
@@ -122,17 +135,28 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
 
     def __init__(
         self, group: ExpertGroup, setting: MegatronSetting, layers: list[MegatronVisits], model: MoEModel,
-        optimizer: Any,  # noqa: ANN401
+        counts: SlotCounts, optimizer: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
-        super().__init__(group, setting, layers, model)
+        super().__init__(group, setting, layers, model, counts)
         self.state = None if optimizer is None else StateOfParameters(optimizer)
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._last: Step | None = None
         self.broken: str | None = None
         """the error to raise once a move was interrupted"""
-        self.ahead = Ahead(layers) if setting.prefetch else None
+        self.recorder = Recorder(group.rank, on=False, finish=group.watch.finish)
+        """measured events of copies, once it is switched on"""
+        depth = int(setting.prefetch and setting.mode != "live")
+        self.ahead = Ahead(layers)
+        self.copies = SharedCopies(
+            group, [visits.homes for visits in layers],
+            CopySetting(
+                spare_slots=counts.flash, prefetch_depth=depth,
+                path=dict.fromkeys(Stage, Path(setting.path) if counts.flash else Path.COLLECTIVE),
+            ),
+            self.recorder, self.ahead if depth else lambda _key, _direction: [],
+        )  # fmt: skip
         for visits in layers:
-            visits.ahead = self.ahead
+            visits.shared = self.copies
         for part in self.state.parts if self.state else []:
             guard_optimizer(part, lambda: not self.slots.is_contiguous)
         self._place_homes()
@@ -145,10 +169,45 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             )  # fmt: skip
             for visits in layers:
                 visits.live = self._live_slots
+        self.history: History | None = None
+        """loads of past steps, with mode="history" """
+        if setting.mode == "history" and self.planner.name != "static":
+            self.history = History(
+                group, num_layers=len(layers), num_experts=model.num_experts, num_steps=setting.history_steps
+            )
+            for visits in layers:
+                visits.live = self._slots_of_past_steps
 
     def _live_slots(self, layer: int, counts_E: Tensor) -> SlotTable:
         assert self.live is not None
         return self._in_slots(self.live.visit(layer, self._home_LE[layer], counts_E))
+
+    def _slots_of_past_steps(self, layer: int, counts_E: Tensor) -> SlotTable:
+        assert self.history is not None
+        if direction_now() is Direction.FORWARD:
+            self.history.note(layer, counts_E)
+        slots = self.layers[layer].fixed or self.layers[layer].without_plan
+        assert slots is not None
+        return slots
+
+    def begin_from_past_steps(self, stage: Stage = Stage.UPDATE) -> Step | None:
+        """Collective, with mode="history", before a step: plan it from the loads of past steps, move homes, and note
+        its loads if it is an update. None before the first step, which runs on homes alone.
+        """
+        if self.history is None:
+            raise InputError("only mode='history' plans from past steps")
+        self.end()
+        load, new = self.history.past_load()
+        if load is not None and self.layers:
+            if new or self._last is None:
+                self._last = Step(plan=self._plan_moves(load, self.placement), load=load)
+                self.group.agree(f"plan {self._last.plan.digest}", what="the plan of the step")
+                self.move_homes(self._last.plan.placement)
+            self.arm(self._last, stage)
+            for layer, visit in self.history.follow(self._last.plan, load).items():
+                self.layers[layer].fixed = self._in_slots(visit, scale=SCALE)
+        self.history.noting = stage is Stage.UPDATE
+        return self._last
 
     def prepare(self, routing: Routing) -> Prepared:
         """Collective: gather the counts of a later step and plan it in the background; pass the result to `begin`."""
@@ -175,6 +234,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             raise BrokenStateError(self.broken)
         if self.live is not None:
             raise InputError("with mode='live' every forward plans itself: remove begin(), or use mode='replay'")
+        if self.history is not None:
+            raise InputError("with mode='history' call begin_from_past_steps(), which needs no routing")
         self.end()
         if self.planner.name == "static":
             self.restore_homes()
@@ -193,16 +254,21 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         if step.plan.placement != self.placement:
             raise InputError("cannot arm this step: homes have moved since it began; begin() it again")
         self.end()
-        if self.ahead is not None:
-            self.ahead.arm(stage)
+        self.ahead.arm(stage)
+        self.copies.arm(GroupPlan(
+            plan=step.plan, load=step.load, micro_batches=list(self._micro_batches(step)),
+            late=late_stages(step.plan, step.load, self._rates),
+        ))  # fmt: skip
         self._arm(step, stage, start=start)
 
     def end(self) -> None:
-        """Disarm: later passes run on homes alone. Waits for copies in transit."""
+        """Disarm: later passes run on homes alone. Waits for copies and gradients in transit."""
         for visits in self.layers:
             visits.arm(None)
-        for left in [left for visits in self.layers for left in visits.left_over()]:
-            left.wait()
+            visits.fixed = None
+        if self.history is not None:
+            self.history.noting = False
+        self.copies.end()
 
     def _step(self, prepared: Prepared) -> Step:
         plan, reused = prepared.plan.result(), prepared.reused
@@ -252,7 +318,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             "a move of homes was cut off: experts and their optimizer state are mixed; load the last checkpoint"
         )
         for visits in self.layers:
-            visits.wait_for_weights()
+            visits.homes.check_version(visits.layer)
             move_layer(visits, self.slots.moves_to(after, visits.layer), self.state)
         self.broken, self.slots = None, after
         self._place_homes()
@@ -262,14 +328,14 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         placement = self.placement
         self._home_LE = placement.home_of_expert
         for visits in self.layers:
-            visits.expert_of_home = self.slots.expert_of_slot[visits.layer, self.group.rank].tolist()
+            visits.homes.expert_of_home = self.slots.expert_of_slot[visits.layer, self.group.rank].tolist()
             visits.moved = moved
             visits.without_plan = self._in_slots(only_homes(placement, VisitKey.once(visits.layer)))
 
 
 def _model_of(config: Any, layers: list[MegatronVisits]) -> MoEModel:  # noqa: ANN401
     """The layers' shapes, for prices; one layer if the stage has none."""
-    dtype = layers[0].dtype if layers else config.params_dtype
+    dtype = layers[0].homes.dtype if layers else config.params_dtype
     return MoEModel(
         name="megatron", num_layers=max(1, len(layers)), hidden=int(config.hidden_size),
         expert_ffn=int(config.moe_ffn_hidden_size or config.ffn_hidden_size), num_experts=int(config.num_moe_experts),

@@ -47,7 +47,7 @@ def logical(
         if inside == name or not (found := _slot(inside)):
             result[name] = value
             continue
-        result[name] = _numbered(value, axis, visits.expert_of_home[found[0]])
+        result[name] = _numbered(value, axis, visits.homes.expert_of_home[found[0]])
     return result
 
 
@@ -112,7 +112,7 @@ def expert_parameters(model: nn.Module) -> Iterator[ExpertParameter]:
     for module in model.modules():
         visits = getattr(module, "visits", None)
         if isinstance(visits, MegatronVisits):
-            for expert, parts in zip(visits.expert_of_home, visits.parts, strict=True):
+            for expert, parts in zip(visits.homes.expert_of_home, visits.homes.parts, strict=True):
                 for part, parameter in parts.items():
                     yield ExpertParameter(visits.layer, expert, part, parameter)
 
@@ -169,10 +169,10 @@ def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfPara
     group = visits.group
     leaving = [move for move in moves if move.source == group.rank]
     arriving = [move for move in moves if move.target == group.rank]
-    for part in visits.parts[0]:
-        names = state.names(visits.parts[0][part], group)
-        packed = [_whole(visits.parts[move.source_slot][part], names, state, group) for move in leaving]
-        like, width = visits.parts[0][part], visits.parts[0][part].numel() * (1 + len(names))
+    for part in visits.homes.parts[0]:
+        names = state.names(visits.homes.parts[0][part], group)
+        packed = [_whole(visits.homes.parts[move.source_slot][part], names, state, group) for move in leaving]
+        like, width = visits.homes.parts[0][part], visits.homes.parts[0][part].numel() * (1 + len(names))
         sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.float32, device=like.device)
         received = torch.empty(len(arriving) * width, dtype=torch.float32, device=like.device)
         sizes = [[width * sum(getattr(m, end) == rank for m in some) for rank in range(group.num_ranks)]
@@ -181,7 +181,7 @@ def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfPara
             Channel.STANDING, sent, sizes[0], received, sizes[1], what=f"moving homes of MoE layer {visits.layer}"
         ).wait()
         for move, whole in zip(arriving, received.view(-1, width), strict=True):
-            _write(visits.parts[move.target_slot][part], whole, names, state)
+            _write(visits.homes.parts[move.target_slot][part], whole, names, state)
 
 
 def _whole(parameter: nn.Parameter, names: list[str], state: StateOfParameters, group: ExpertGroup) -> Tensor:

@@ -13,8 +13,8 @@ from __future__ import annotations
 
 import copy
 import inspect
-from collections.abc import Iterable, Sequence
-from functools import cache, partial
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial, wraps
 from typing import Any
 
 import torch
@@ -24,10 +24,11 @@ from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.megatron.homes import logical
 from equilibra.integrations.megatron.visits import MegatronVisits
+from equilibra.integrations.planned import SlotCounts
 
 __all__ = [
     "balance_layer", "balanced_class", "balanced_layer_spec", "by_micro_batch", "check_config", "check_wrapping",
-    "masked", "set_replay", "wait_for_gathers",
+    "hold_buckets", "masked", "set_replay", "wait_for_gathers",
 ]  # fmt: skip
 
 
@@ -199,20 +200,48 @@ def wait_for_gathers(chunks: Sequence[nn.Module], layers: Sequence[MegatronVisit
         buckets = {}
         for chunk in wrapped:
             skip = chunk.ddp_config.align_param_gather or chunk.overlap_param_gather_with_optimizer_step  # type: ignore[union-attr]
-            for parameter in (parameter for part in visits.parts for parameter in part.values()):
+            for parameter in visits.homes.parameters():
                 if (bucket := chunk.param_to_bucket_group.get(parameter)) is not None:  # type: ignore[operator, union-attr]
                     buckets[bucket] = skip
-        visits.gathers = [partial(bucket.finish_param_sync, skip) for bucket, skip in buckets.items()]
+        visits.homes.gathers = [partial(bucket.finish_param_sync, skip) for bucket, skip in buckets.items()]
 
 
-def balance_layer(layer: Any, number: int, group: ExpertGroup, spare_slots: int) -> MegatronVisits:  # noqa: ANN401
+def hold_buckets(
+    chunks: Sequence[nn.Module], layers: Sequence[MegatronVisits], bring_home: Callable[[Iterable[int]], None]
+) -> None:  # fmt: skip
+    """Have DDP's buckets wait for gradients of copies before they are reduced, so that layers need not.
+
+    Whether buckets are reduced during the last backward or after it, all go through `start_grad_sync`.
+    """
+    layers_of_bucket: dict[Any, set[int]] = {}
+    for visits in layers:
+        trained = [parameter for parameter in visits.homes.parameters() if parameter.requires_grad]
+        found = [
+            bucket for parameter in trained for chunk in chunks
+            if (bucket := (getattr(chunk, "param_to_bucket_group", None) or {}).get(parameter)) is not None
+        ]  # fmt: skip
+        visits.deferred = len(found) == len(trained)
+        for bucket in found if visits.deferred else ():
+            layers_of_bucket.setdefault(bucket, set()).add(visits.layer)
+    for bucket, numbers in layers_of_bucket.items():
+        bucket.start_grad_sync = _after(partial(bring_home, numbers), bucket.start_grad_sync)
+
+
+def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(call)
+    def both(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+        first()
+        return call(*arguments, **options)
+
+    return both
+
+
+def balance_layer(layer: Any, number: int, group: ExpertGroup, counts: SlotCounts) -> MegatronVisits:  # noqa: ANN401
     """Make an existing `MoELayer` execute plans: change its class, dispatch over slots, run copies beside experts."""
     groups = _groups_of(layer)
-    template = _template(layer, spare_slots, groups) if spare_slots else None
-    visits = MegatronVisits(
-        number, group, layer.experts, template, fused=bool(layer.config.gradient_accumulation_fusion)
-    )
-    slots = visits.num_homes + spare_slots
+    template = _template(layer, counts.num, groups) if counts.num else None
+    visits = MegatronVisits(number, group, layer.experts, template, counts)
+    slots = visits.num_homes + counts.num
     config = copy.copy(layer.config)
     config.num_moe_experts = slots * group.num_ranks
     local = [group.rank * slots + slot for slot in range(slots)]
@@ -250,7 +279,7 @@ def _groups_of(layer: Any) -> Any:  # noqa: ANN401
     return groups
 
 
-def _template(layer: Any, spare_slots: int, groups: Any) -> nn.Module:  # noqa: ANN401
+def _template(layer: Any, num_slots: int, groups: Any) -> nn.Module:  # noqa: ANN401
     """Experts for the copy slots, without weights; building them draws no random numbers."""
     from megatron.core.transformer.spec_utils import ModuleSpec, build_module  # noqa: PLC0415
 
@@ -262,9 +291,9 @@ def _template(layer: Any, spare_slots: int, groups: Any) -> nn.Module:  # noqa: 
             setattr(config, name, None)
     build = layer.submodules.experts
     if isinstance(build, (ModuleSpec, type)):
-        template = build_module(build, spare_slots, config, pg_collection=groups)
+        template = build_module(build, num_slots, config, pg_collection=groups)
     else:
-        template = build(spare_slots, config, pg_collection=groups)
+        template = build(num_slots, config, pg_collection=groups)
     for parameter in template.parameters():
         parameter.requires_grad_(requires_grad=False)
         parameter.data = parameter.new_empty(0)

@@ -11,126 +11,96 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
+from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import to_device
 from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.visits import LayerVisits
-from equilibra.integrations.megatron.copies import Fetched, Packing, carry, fetch, parts_of, run_copies
-from equilibra.integrations.planned import SlotTable
+from equilibra.integrations.megatron.copies import CopiesOfVisit, MegatronExperts, SharedCopies, carry, opened
+from equilibra.integrations.planned import SlotCounts, SlotTable
 
-__all__ = ["MOST_LAYERS", "Ahead", "MegatronVisits", "to_slots"]
+__all__ = ["Ahead", "MegatronVisits", "to_slots"]
 
 
 class MegatronVisits(LayerVisits):
-    """The armed visits of one layer and their copies. Any number of micro-batches may be in flight."""
+    """The armed visits of one layer. Any number of micro-batches may be in flight."""
 
     def __init__(
-        self, layer: int, group: ExpertGroup, experts: nn.Module, template: nn.Module | None, *, fused: bool
+        self, layer: int, group: ExpertGroup, experts: nn.Module, template: nn.Module | None, counts: SlotCounts
     ) -> None:
-        self.parts = parts_of(experts)
-        super().__init__(layer, group, num_homes=len(self.parts), in_flight=True)
-        self.template = template
+        self.homes = MegatronExperts(experts, layer)
+        super().__init__(layer, group, num_homes=len(self.homes.parts), in_flight=True)
+        self.template, self.counts = template, counts
         """experts of the copy slots, without weights; None if there are no copy slots"""
-        dtypes = {part.dtype for one in self.parts for part in one.values()}
-        if len(dtypes) != 1:
-            raise InputError(f"expert weights of MoE layer {layer} must have one dtype, not {dtypes}")
-        (self.dtype,) = dtypes
-        self._fused = fused
-        self.ahead: Ahead | None = None
-        """predicts the next layer; None: copies are fetched when used"""
+        self.shared: SharedCopies | None = None
+        """the copies of all layers"""
+        self.deferred = False
+        """whether buckets of DDP wait for gradients of copies, so that the layer need not"""
         self.num_ahead, self.num_late = 0, 0
-        """visits whose copies were requested before their layer began, and visits whose were not"""
-        self.expert_of_home: list[int] = []
-        """[H] logical numbers"""
+        """visits whose flash copies were requested before their layer began, and visits whose were not"""
         self.moved = False
         """whether any expert of any layer is not where plain Megatron puts it"""
-        self.gathers: Sequence[Callable[[], None]] = ()
-        """each waits for the optimizer's shards of some weights, where DDP gathers them during the forward"""
         self.live: Callable[[int, Tensor], SlotTable] | None = None
-        """plans a forward from this rank's counts [E]; None: forwards are planned ahead"""
+        """makes the table of a forward from this rank's counts [E]; None: forwards are planned ahead"""
+        self.fixed: SlotTable | None = None
+        """the table of all forwards of a step, where those are not planned one by one"""
         self.without_plan: SlotTable | None = None
         """homes only, used while no step is armed"""
-        self._arriving: dict[tuple[Direction, int], Fetched] = {}
-        """copies of later visits"""
-        self._arrived: Fetched | None = None
-        """copies of the running forward"""
 
-    def left_over(self) -> list[Fetched]:
-        """Copies in transit that will not be used; the caller waits for them."""
-        left = [*self._arriving.values(), *([self._arrived] if self._arrived else [])]
-        self._arriving, self._arrived = {}, None
-        return left
-
-    # --- copies ahead ---
-
-    @property
-    def num_arriving(self) -> int:
-        """Later visits whose copies were requested."""
-        return len(self._arriving)
-
-    def fetch_next(self, direction: Direction) -> None:
-        """Collective: start to fetch the copies of the next visit, unless they were requested already."""
-        number = self._begun[direction]
-        slots = None if (direction, number) in self._arriving else self._visit(number)
-        if slots is not None and slots.num_copies:
-            self._arriving[direction, number] = self._fetch(slots)
-
-    def _begin_copies(self, slots: SlotTable, direction: Direction) -> None:
-        """Request the copies of this visit, if that is still to do, and those of the next layer."""
-        if self.ahead is None or self._visits is None:
-            return
-        self._arrived = self._arriving.pop((direction, self.number), None)
-        if self._arrived is not None:
-            self.num_ahead += 1
-        elif slots.num_copies:
-            self.num_late += 1
-            self._arrived = self._fetch(slots)
-        self.ahead.began(self.layer, direction)
-
-    def wait_for_weights(self) -> None:
-        """Collective over replicas: return when the weights are those of the last optimizer step."""
-        for gather in self.gathers:
-            gather()
-
-    def _fetch(self, slots: SlotTable) -> Fetched:
-        self.wait_for_weights()
-        parts = list(self.parts[0].values())
-        packing = Packing(
-            group=self.group, part_shapes=[part.shape for part in parts], like=parts[0].detach(), fused=self._fused
-        )
-        return fetch(packing, slots, self.parts)
+    def next_key(self, direction: Direction) -> VisitKey | None:
+        """The visit that comes next in this direction; None if it is not known yet."""
+        slots = self.fixed or self._visit(self._begun[direction])
+        return None if slots is None else slots.key
 
     # --- a forward ---
 
     def to_slots(self, probs_TE: Tensor, map_TE: Tensor) -> tuple[Tensor, Tensor]:
         """Begin a forward: the router's probabilities and map, over slots instead of experts."""
-        if self.live is not None:
-            slots: SlotTable | None = self.live(self.layer, map_TE.sum(dim=0))
-        else:
-            slots = self.take() or self.without_plan
+        slots = self.live(self.layer, map_TE.sum(dim=0)) if self.live is not None else self.take() or self.without_plan
         assert slots is not None
         self.current = slots
-        self._begin_copies(slots, direction_now())
+        self._request(slots)
         return to_slots(probs_TE, map_TE, slots)
+
+    def _request(self, slots: SlotTable) -> None:
+        """Collective: start to fetch the copies of the forward that begins, unless they are on their way."""
+        if slots.key.micro_batch < 0:
+            return
+        assert self.shared is not None
+        copies = self.shared.offered()
+        copies.lists[slots.key] = slots.flash
+        if slots.flash.num_in_node:
+            there = copies.has(slots.key)
+            self.num_ahead, self.num_late = self.num_ahead + there, self.num_late + (not there)
+        copies.start(slots.key)
 
     def run(self, homes: Callable[..., Any], rows_RD: Tensor, count_of_slot: Tensor, probs_R: Tensor) -> Any:  # noqa: ANN401
         """Run homes and copies on rows ordered by slot. homes: the experts' own forward."""
         slots, at = self.current, self.num_homes
         assert slots is not None
-        copies: list[list[Tensor]] = []
-        if slots.num_copies:
-            fetched, self._arrived = self._arrived or self._fetch(slots), None
-            rows_RD, probs_R, copies = carry(fetched, rows_RD, probs_R, self.parts)
-            del fetched  # frees its buffers
-        if not copies:
+        if slots.key.micro_batch < 0:
             return homes(rows_RD, count_of_slot[:at], probs_R)
-        num = int(count_of_slot[:at].sum())
-        out, bias = homes(rows_RD[:num], count_of_slot[:at], probs_R[:num])
-        more = run_copies(self.template, copies, rows_RD[num:], count_of_slot[at:], probs_R[num:])
-        return torch.cat([out, more]), bias
+        assert self.shared is not None
+        visit = CopiesOfVisit(self.shared, slots, self.homes, deferred=self.deferred)
+        visit.take(direction_now())
+        held: list[Any] = []
+        if visit.any_in_reach:
+            rows_RD, probs_R, standing, flash = carry(visit, rows_RD, probs_R)
+            held = [*standing, *[None] * (self.counts.standing - len(standing)), *flash]
+            held += [None] * (self.counts.num - len(held))
+        if not any(held):
+            out, bias = homes(rows_RD, count_of_slot[:at], probs_R)
+        else:
+            num = int(count_of_slot[:at].sum())
+            out, bias = homes(rows_RD[:num], count_of_slot[:at], probs_R[:num])
+            more = visit.run(self.template, held, rows_RD[num:], count_of_slot[at:], probs_R[num:])
+            out = torch.cat([out, more])
+        return opened(visit, out, self._begin_backward), bias
+
+    def _begin_backward(self) -> None:
+        self._begun[Direction.BACKWARD] += 1
 
 
 def to_slots(probs_TE: Tensor, map_TE: Tensor, slots: SlotTable) -> tuple[Tensor, Tensor]:
@@ -139,40 +109,44 @@ def to_slots(probs_TE: Tensor, map_TE: Tensor, slots: SlotTable) -> tuple[Tensor
         to_device(values, map_TE.device) for values in (slots.expert_of_slot, slots.first_of_slot, slots.end_of_slot)
     )
     number_TE = map_TE.cumsum(dim=0) - 1
+    if slots.scale:
+        count_P = map_TE.sum(dim=0).index_select(0, expert)
+        first, end = first * count_P // slots.scale, end * count_P // slots.scale
     number_TP = number_TE.index_select(1, expert)
     map_TP = map_TE.index_select(1, expert) & (number_TP >= first) & (number_TP < end)
     return probs_TE.index_select(1, expert) * map_TP, map_TP
 
 
-MOST_LAYERS = 2
-"""layers whose copies may wait at a time: the next one's, and those of an earlier prediction"""
-
-
 class Ahead:
-    """Predicts the next layer of a pipeline stage, separately for each stage of the step, to prefetch its copies.
+    """Predicts the next visit of a pipeline stage, separately for each stage of the step, to prefetch its copies.
 
-    The order depends on Megatron's schedule (1F1B, interleaved) and on activation recompute, so it is learned: the
-    layer that came next last time is expected again. Ranks of an expert-parallel group run layers in the same order, so
-    they fetch the same copies in the same order. A wrong prediction costs time only: copies wait for their layer,
-    direction and micro-batch, and a layer without prefetched copies fetches its own.
+    The order depends on Megatron's schedule (1F1B, interleaved) and on activation recompute, so it is learned: a pass
+    is expected to run as the last one did, and where it differs, what followed a layer last time follows again. Ranks
+    of an expert-parallel group run layers in the same order, so they fetch the same copies in the same order. A wrong
+    prediction costs time only: a layer without prefetched copies fetches its own.
     """
 
     def __init__(self, layers: Sequence[MegatronVisits]) -> None:
         self._layers = layers
-        self._after_of_stage: dict[Stage, dict[tuple[Direction, int], tuple[Direction, int]]] = {}
-        self.arm(Stage.UPDATE)
+        self._last_pass: dict[Stage, list[tuple[Direction, int]]] = {}
+        self._after: dict[tuple[Stage, Direction, int], tuple[Direction, int]] = {}
+        self._stage, self._pass = Stage.UPDATE, list[tuple[Direction, int]]()
 
     def arm(self, stage: Stage) -> None:
         """Begin a pass. Nothing is fetched for its first layer: weights may still be loaded before it runs."""
-        self._after = self._after_of_stage.setdefault(stage, {})
-        self._last: tuple[Direction, int] | None = None
+        if self._pass:
+            self._last_pass[self._stage] = self._pass
+        self._stage, self._pass = stage, []
 
-    def began(self, layer: int, direction: Direction) -> None:
-        """Note that a layer began, and start to fetch the copies of the layer expected next."""
-        now = direction, layer
-        if self._last is not None:
-            self._after[self._last] = now
-        self._last = now
-        following = self._after.get(now)
-        if following is not None and sum(one.num_arriving for one in self._layers) < MOST_LAYERS:
-            self._layers[following[1]].fetch_next(following[0])
+    def __call__(self, key: VisitKey, direction: Direction) -> list[VisitKey]:
+        """Note that a layer runs; the visit that is expected next, if any."""
+        now, at, expected = (direction, key.layer), len(self._pass), self._last_pass.get(self._stage, [])
+        if self._pass:
+            self._after[self._stage, *self._pass[-1]] = now
+        self._pass.append(now)
+        if at + 1 < len(expected) and expected[at] == now:
+            following: tuple[Direction, int] | None = expected[at + 1]
+        else:
+            following = self._after.get((self._stage, *now))
+        found = None if following is None else self._layers[following[1]].next_key(following[0])
+        return [] if found is None else [found]

@@ -36,7 +36,10 @@ ACTOR = "actor"
 PLACE = "equilibra_rollouts"
 """attribute of the model's first chunk that holds its `Rollouts`; slime keeps the model's role there too"""
 PREFIX = "equilibra_"
-OPTIONS = ("planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "timeout_s", "seed", "spec")
+OPTIONS = (
+    "planner", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node", "hardware", "timeout_s", "seed",
+    "spec",
+)  # fmt: skip
 """options without the prefix; none is about moves, since homes do not move under slime"""
 
 

@@ -18,13 +18,12 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import Schedule, SequenceLoad
-from equilibra.core.placement import Placement
+from equilibra.core.load import Schedule
+from equilibra.integrations.packing import Routes, as_cells, packed, routes_of
 from equilibra.integrations.planned import cluster_of
 from equilibra.integrations.slime.hooks import setting_of
-from equilibra.plan.pack import cell_cost, pack
+from equilibra.plan.pack import cell_cost
 
 __all__ = ["DpSchedule", "Routes", "build_dp_schedule", "repacked"]
 
@@ -40,14 +39,6 @@ class DpSchedule(NamedTuple):
     """micro-batches of every optimizer step, the same on all ranks"""
     global_batch_sizes: list[int]
     """samples of every optimizer step"""
-
-
-class Routes(NamedTuple):
-    """Expert load of the samples of a rollout."""
-
-    tokens_SLE: NDArray[np.int32]
-    home: Placement
-    """of every expert, as Megatron places them"""
 
 
 def build_dp_schedule(
@@ -97,20 +88,9 @@ def _better(
     of_step = lengths[samples]
     if of_step.max() > budget:
         return own
-    nothing = np.zeros((samples.size, 1, 1), np.int32)
-    loads = SequenceLoad(
-        tokens_SLE=nothing if routes is None else routes.tokens_SLE[samples], length_of_sequence=of_step
-    )
-    schedule, least = None, multiple
-    while schedule is None or schedule.num_micro_batches % multiple:
-        schedule = pack(
-            loads, Cluster(num_nodes=1, ranks_per_node=num_ranks), tokens_per_rank=budget,
-            home=None if routes is None else routes.home, least_micro_batches=least,
-        )  # fmt: skip
-        least = -(-schedule.num_micro_batches // multiple) * multiple
-    found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(schedule.num_micro_batches)]
-    for sample, m, rank in zip(samples, schedule.micro_batch_of_sequence, schedule.rank_of_sequence, strict=True):
-        found[m][rank].append(int(sample))
+    known = None if routes is None else Routes(routes.tokens_SLE[samples], routes.home)
+    schedule = packed(of_step, num_ranks=num_ranks, tokens_per_rank=budget, multiple=multiple, routes=known)
+    found = [[samples[cell].tolist() for cell in cells] for cells in as_cells(schedule, num_ranks)]
     if len(found) > len(own) or not all(cell for cells in found for cell in cells):
         return own
     waiting = cell_cost(schedule, of_step, num_ranks).max(axis=1).sum()
@@ -146,10 +126,5 @@ def _routes(args: Any, routed_experts: Sequence[NDArray[Any] | None] | None) -> 
     ]  # fmt: skip
     if min(int(routed.min(initial=0)) for routed in every) < 0 or max(int(r.max(initial=0)) for r in every) >= experts:
         raise InputError(f"routing of samples must name experts 0 to {experts - 1} of --num-experts {experts}")
-    tokens_SLE = np.zeros((len(every), len(columns), experts), np.int32)
-    for tokens_LE, routed in zip(tokens_SLE, every, strict=True):
-        for tokens_E, column in zip(tokens_LE, columns, strict=True):
-            tokens_E[:] = np.bincount(routed[:, column].ravel(), minlength=experts)
-    home_LE = np.tile(np.repeat(np.arange(ranks, dtype=np.int32), experts // ranks), (len(columns), 1))
     cluster = cluster_of(ranks, setting_of(args).ranks_per_node)
-    return Routes(tokens_SLE, Placement(home_of_expert=home_LE, cluster=cluster))
+    return routes_of([routed[:, columns] for routed in every], experts, cluster)

@@ -25,7 +25,7 @@ from equilibra.core.plan import Stage
 from equilibra.events.imbalance import imbalance
 from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
-from equilibra.integrations.planned import MegatronSetting, cluster_of
+from equilibra.integrations.planned import MegatronSetting
 
 __all__ = [
     "BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of", "warm_engine",
@@ -36,7 +36,8 @@ logger = logging.getLogger(__name__)
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
-    "enabled", "mode", "planner", "spare_slots", "prefetch", "ranks_per_node", "hardware", "timeout_s", "seed",
+    "enabled", "mode", "planner", "history_steps", "spare_slots", "standing_slots", "prefetch", "path",
+    "ranks_per_node", "hardware", "timeout_s", "seed",
 )  # fmt: skip
 """names that the block accepts"""
 
@@ -76,8 +77,8 @@ def warm_engine(engine: Any) -> None:  # noqa: ANN401 - verl's MegatronEngine, n
     setting, ranks = setting_of(config), config.expert_model_parallel_size
     if not setting.enabled or setting.planner == "static" or config.forward_only:
         return
-    if ranks > 1 and (setting.mode == "live" or config.router_replay.mode != "disabled"):
-        warm_up(cluster_of(ranks, setting.ranks_per_node).num_nodes)
+    if ranks > 1 and (setting.mode != "replay" or config.router_replay.mode != "disabled"):
+        warm_up(setting.cluster_of(ranks).num_nodes)
 
 
 def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # noqa: ANN401 - verl's MegatronEngine
@@ -104,7 +105,7 @@ def check_engine(engine: Any, setting: VerlSetting) -> None:  # noqa: ANN401
             "cannot plan without replay, since the routing is unknown before the step: set "
             "actor_rollout_ref.actor.megatron.router_replay.mode=R3 with "
             "actor_rollout_ref.rollout.enable_rollout_routing_replay=True, or R2; set "
-            f"{BLOCK}.mode=live to plan each layer from what its router has just chosen; {off}"
+            f"{BLOCK}.mode=live to plan each layer from what its router has just chosen, or history; {off}"
         )
     ranks = getattr(engine.tf_config, "expert_model_parallel_size", 1)
     if ranks < 2:
@@ -153,7 +154,9 @@ class BalancedEngine:
 
     def plan(self, micro_batches: Sequence[Any]) -> None:
         """Collective: plan the pass if it replays routing."""
-        if self.balancer.live is not None or not self.replays:
+        if self.balancer.history is not None:
+            self.balancer.begin_from_past_steps(self._stage)
+        if self.setting.mode != "replay" or not self.replays:
             return
         start = time.perf_counter()
         step = self.balancer.begin(_Replayed(self, micro_batches), self._stage)
@@ -163,8 +166,9 @@ class BalancedEngine:
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns
         """Add the metrics to an update's output, with those of the log-prob stage, where verl logs none."""
-        if self.balancer.live is not None:
-            before, after = self.balancer.live.take_imbalance()
+        observed = self.balancer.live or (self.balancer.history if self._stage is Stage.UPDATE else None)
+        if observed is not None:
+            before, after = observed.take_imbalance()
             part = "log_prob_" if self._stage is Stage.LOGPROB else ""
             self.waiting |= {f"equilibra/{part}imbalance_before": before, f"equilibra/{part}imbalance_after": after}
         if self._stage is Stage.UPDATE:
@@ -231,6 +235,7 @@ def figures(step: Step, stage: Stage) -> dict[str, float]:
         "imbalance_after": float(imbalance(planned_LMR).mean()),
         "predicted_gain": int(static_MLR.max(axis=2).sum()) / slowest if slowest else 1.0,
         "copies": float(step.plan.stages[stage].num_copies),
+        "standing_copies": float(step.plan.standing.num_copies),
         "moves": float(step.plan.migration.num_moves),
         "plan_reused": float(step.reused),
     }

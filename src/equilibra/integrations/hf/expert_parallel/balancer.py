@@ -36,7 +36,7 @@ from equilibra.execute.group import device_name
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, stage_group
 from equilibra.integrations.hf.expert_parallel.visits import TransformersVisits, known_or_live, to_slots
 from equilibra.integrations.hf.families import family_of
-from equilibra.integrations.planned import PlanSetting, cluster_of
+from equilibra.integrations.planned import PlanSetting, SlotCounts, cluster_of
 
 __all__ = [
     "ParallelBalancer", "ParallelSetting", "PlannedExpertsParallel", "plan_expert_parallel", "register_expert_parallel",
@@ -126,7 +126,7 @@ def plan_expert_parallel(model: Any, setting: ParallelSetting | None = None) -> 
         name="transformers", num_layers=len(layers), hidden=spec.hidden, expert_ffn=spec.expert_ffn,
         num_experts=spec.num_experts, top_k=spec.top_k, weight_bytes=weight.dtype.itemsize,
     )  # fmt: skip
-    return ParallelBalancer(group, setting, layers, shapes)
+    return ParallelBalancer(group, setting, layers, shapes, SlotCounts(standing=0, flash=setting.spare_slots))
 
 
 def _check(model: Any, blocks: list[Any]) -> DTensor:  # noqa: ANN401

@@ -5,55 +5,95 @@ Symbols: T tokens of this rank, K experts per token, N rows that this rank compu
 A part is a stacked parameter [H, ...] of a layer's homes. Rows pass through `carry`'s autograd function. So every rank
 joins the exchange of gradients, even with no copy of its own, and does so before it sends gradients of rows. Gradients
 of copies are added to the stacked parameter's gradient, which FSDP reduces.
+
+FSDP owns the parameters and gathers them around each pass, so copies are made and kept inside autograd, not by the
+runtime's engines: a copy travels as one line per part, and gradients are summed in the order of the holding ranks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
-from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.executor.visits import LayerVisits, exchange, sum_copies
+from equilibra.core.visit import CopyList
+from equilibra.execute.group import Channel, ExpertGroup, Pending
+from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.hf.sharded_experts import route_recorded
 from equilibra.integrations.planned import SlotTable
 
-__all__ = ["TransformersVisits", "carry", "known_or_live", "to_slots"]
+__all__ = ["Arriving", "TransformersVisits", "carry", "exchange", "known_or_live", "to_slots"]
 
 Run = Callable[[Tensor, Tensor], Tensor]
 """results of rows, given rows and the slot of each among the module's weights"""
 
 
+class Arriving(NamedTuple):
+    """Lines in transit."""
+
+    parts: list[Tensor]
+    """[lines, ...] each, valid after `wait`"""
+    pending: list[Pending]
+
+    def wait(self) -> list[Tensor]:
+        for one in self.pending:
+            one.wait()
+        return self.parts
+
+
+def exchange(group: ExpertGroup, copies: CopyList, parts: Sequence[Tensor], *, home: bool) -> Arriving:
+    """Collective: start sending all parts [lines, ...], weights to the holders or gradients home."""
+    channel = Channel.GRADIENTS if home else Channel.COPIES
+    sizes, received_sizes = copies.served_sizes, copies.held_sizes
+    if home:
+        sizes, received_sizes = received_sizes, sizes
+    what = f"{'returning gradients of' if home else 'fetching'} copies of MoE layer {copies.layer}"
+    received = [part.new_empty(sum(received_sizes), *part.shape[1:]) for part in parts]
+    return Arriving(received, [
+        group.all_to_all(channel, sent.contiguous(), sizes, into, received_sizes, what=what)
+        for sent, into in zip(parts, received, strict=True)
+    ])  # fmt: skip
+
+
+def sum_copies(lines: Tensor, served: Sequence[int]) -> dict[int, Tensor]:
+    """The sum over the lines of each home slot's copies, by slot. served: the home slot of each line."""
+    wide = torch.promote_types(lines.dtype, torch.float32)
+    totals = {slot: lines.new_zeros(lines.shape[1:], dtype=wide) for slot in sorted(set(served))}
+    for line, slot in zip(lines, served, strict=True):
+        totals[slot] += line
+    return totals
+
+
 def carry(
-    group: ExpertGroup, slots: SlotTable, rows_ND: Tensor, parts: Sequence[Tensor]
+    group: ExpertGroup, copies: CopyList, rows_ND: Tensor, parts: Sequence[Tensor]
 ) -> tuple[Tensor, list[Tensor]]:  # fmt: skip
     """Rows unchanged, and each part of the copies held here, [C, ...] in the order of slots."""
-    rows_ND, *copies = _Carry.apply(group, slots, rows_ND, *parts)  # type: ignore[no-untyped-call]
-    return rows_ND, copies
+    rows_ND, *held = _Carry.apply(group, copies, rows_ND, *parts)  # type: ignore[no-untyped-call]
+    return rows_ND, held
 
 
 class _Carry(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, group: ExpertGroup, slots: SlotTable, rows_ND: Tensor, *parts: Tensor) -> Any:  # noqa: ANN401
-        ctx.group, ctx.slots = group, slots
+    def forward(ctx: Any, group: ExpertGroup, copies: CopyList, rows_ND: Tensor, *parts: Tensor) -> Any:  # noqa: ANN401
+        ctx.group, ctx.copies = group, copies
+        ctx.served = (copies.served_expert - group.rank * len(parts[0])).tolist()  # homes are in order and never move
         ctx.homes = [(part.shape, part.dtype) for part in parts]
-        served = torch.tensor(slots.served, dtype=torch.long, device=rows_ND.device)
+        served = torch.tensor(ctx.served, dtype=torch.long, device=rows_ND.device)
         sent = [part.detach().index_select(0, served) for part in parts]
-        return rows_ND.view_as(rows_ND), *exchange(group, slots.copies, sent, home=False).wait()
+        return rows_ND.view_as(rows_ND), *exchange(group, copies, sent, home=False).wait()
 
     @staticmethod
     def backward(ctx: Any, grad_rows: Tensor, *grads: Tensor) -> Any:  # noqa: ANN401
         if not any(ctx.needs_input_grad[3:]):  # experts are frozen, on every rank alike
             return None, None, grad_rows, *(None for _ in grads)
-        received = exchange(ctx.group, ctx.slots.copies, grads, home=True).wait()
+        received = exchange(ctx.group, ctx.copies, grads, home=True).wait()
         home = [
-            _stacked(lines, shape, dtype, ctx.slots.served)
-            for lines, (shape, dtype) in zip(received, ctx.homes, strict=True)
+            _stacked(lines, shape, dtype, ctx.served) for lines, (shape, dtype) in zip(received, ctx.homes, strict=True)
         ]
         return None, None, grad_rows, *home
 
@@ -98,18 +138,18 @@ class TransformersVisits(LayerVisits):
         """Run homes and copies on rows. The module's parameters must be unsharded, those of its homes."""
         assert self.current is not None
         slots = self.current
-        if not slots.num_copies:
+        if not slots.flash.num_in_node:
             return run(rows_ND, slot_of_row)
         parts = dict(self.experts.named_parameters(recurse=False))
-        rows_ND, copies = carry(self.group, slots, rows_ND, list(parts.values()))
-        if not slots.num_held:
+        rows_ND, copies = carry(self.group, slots.flash, rows_ND, list(parts.values()))
+        if not (num_held := slots.flash.held_expert.size):
             return run(rows_ND, slot_of_row)
         of_copy = slot_of_row >= self.num_homes
         order = of_copy.argsort(stable=True)
         num = len(rows_ND) - int(of_copy.sum())
         rows_ND, slot_of_row = rows_ND.index_select(0, order), slot_of_row.index_select(0, order)
         results = run(rows_ND[:num], slot_of_row[:num])
-        with _weights(self.experts, dict(zip(parts, copies, strict=True)), slots.num_held):
+        with _weights(self.experts, dict(zip(parts, copies, strict=True)), num_held):
             more = run(rows_ND[num:], slot_of_row[num:] - self.num_homes)
         return torch.cat([results, more]).index_select(0, order.argsort())
 
