@@ -1,0 +1,5 @@
+"""A rollout engine that keeps attention and experts in different processes and shuttles micro-batches between them."""
+
+from equilibra.rollout.pool import Pool, PoolModel, PoolSetting, Statistics
+
+__all__ = ["Pool", "PoolModel", "PoolSetting", "Statistics"]
