@@ -223,9 +223,10 @@ def _serve(pipe: Connection, outbox: Outbox, process: _Process) -> None:
         if moved:
             continue
         if not process.flights and scheduler.busy:
+            queued = len(scheduler.waiting) + len(scheduler.aside)
             raise ExecuteError(
-                f"{scheduler.num_running} running and {len(scheduler.waiting) + len(scheduler.aside)} waiting sequences "
-                f"cannot go on, with {process.cache.num_free} of {process.cache.num_pages} pages free: a defect"
+                f"{scheduler.num_running} running and {queued} waiting sequences cannot go on, "
+                f"with {process.cache.num_free} of {process.cache.num_pages} pages free: a defect"
             )
         process.sender.wait(mark, NAP_S)
 
@@ -247,4 +248,5 @@ def _answer(outbox: Outbox, asked: Any, process: _Process, loader: Loader) -> No
     elif what is Ask.COUNTS:
         outbox.send(process.take_counts())
     elif what is Ask.CONNECT:
-        outbox.send(process.ends.connect(value))
+        process.ends.connect(value)
+        outbox.send(None)

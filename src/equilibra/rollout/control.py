@@ -89,13 +89,15 @@ class Loader:
 
     def take(self, where: Where, sent: Iterable[Parcel]) -> Took:
         """Copy what is wanted."""
-        memory, taken = self._opened(where), set()
+        memory, taken = self._opened(where), set[str]()
         for parcel in sent:
             for target in self._targets.get(parcel.name, ()):
                 shape = parcel.shape if target.row is None else parcel.shape[1:]
                 if shape != target.shape:
                     wanted = f"{list(target.shape)}{' per expert' if target.row is not None else ''}"
-                    return Took(taken, f"{parcel.name} came with shape {list(parcel.shape)}, but the engine has {wanted}")
+                    return Took(
+                        taken, f"{parcel.name} came with shape {list(parcel.shape)}, but the engine has {wanted}"
+                    )
                 value = memory.tensor(parcel.at, parcel.shape, parcel.dtype)
                 target.view.copy_((value if target.row is None else value[target.row]).view(target.view.shape))
                 taken.add(parcel.name)

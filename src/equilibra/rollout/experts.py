@@ -28,7 +28,7 @@ from equilibra.rollout.ends import Ends
 from equilibra.rollout.instances import Instances
 from equilibra.rollout.m2n import Message, Receiver
 
-__all__ = ["ExpertShare", "ExpertSetting", "run_experts"]
+__all__ = ["ExpertSetting", "ExpertShare", "run_experts"]
 
 NAP_S = 0.05
 """time after which a process looks around even if nobody woke it"""
@@ -116,7 +116,7 @@ class ExpertShare:
         if order is not None:
             sorted_results, results = results, torch.empty_like(results)
             results[order] = sorted_results
-        return list(results.split([message.pairs.row_P.size for message in messages]))
+        return list(torch.split(results, [message.pairs.row_P.size for message in messages]))
 
 
 def run_experts(pipe: Connection, setting: ExpertSetting, ends: Ends, instances: Instances) -> None:
@@ -156,6 +156,8 @@ def _answer(pipe: Connection, asked: Any, share: ExpertShare, loader: Loader, en
         pipe.send(loader.export(where, [share.rows_SP[share.slot_of[one]] for one in wanted]))
     elif what is Ask.IMPORT:
         where, placed = value
-        pipe.send(loader.copy_in(where, [(at, share.rows_SP[share.slot_of[one]]) for one, at in placed]))
+        loader.copy_in(where, [(at, share.rows_SP[share.slot_of[one]]) for one, at in placed])
+        pipe.send(None)
     elif what is Ask.CONNECT:
-        pipe.send(ends.connect(value))
+        ends.connect(value)
+        pipe.send(None)

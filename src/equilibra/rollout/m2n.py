@@ -255,5 +255,3 @@ class SharedReceiver:
 
     def wait(self, mark: int, timeout_s: float) -> None:
         self._own.wait(mark, timeout_s)
-
-

@@ -97,7 +97,9 @@ class PagedCache:
 class PagedView:
     """The cache of the sequences of one forward pass."""
 
-    def __init__(self, cache: PagedCache, tables: Sequence[Sequence[int]], cached: Sequence[int], valid_BT: Tensor):
+    def __init__(
+        self, cache: PagedCache, tables: Sequence[Sequence[int]], cached: Sequence[int], valid_BT: Tensor
+    ) -> None:
         """tables: pages of each sequence, enough for its new tokens. cached: its tokens before. valid: no padding."""
         self.cache, self.valid_BT = cache, valid_BT
         self.longest = max(had + int(new) for had, new in zip(cached, valid_BT.sum(dim=1).tolist(), strict=True))
@@ -111,7 +113,9 @@ class PagedView:
         page_BT = self._tables_BP.gather(1, self.positions_BT // cache.page)
         self._slots_N = (page_BT * cache.page + self.positions_BT % cache.page)[valid_BT]
 
-    def update(self, key: Tensor, value: Tensor, layer: int, *_more: object, **_others: object) -> tuple[Tensor, Tensor]:
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_more: object, **_others: object
+    ) -> tuple[Tensor, Tensor]:
         """Add [B, H, T, D] keys and values of a layer; returns all [B, H, C, D], padded on the right."""
         found = self.cache.layer(layer, key, value)
         return self._updated(found[0], key), self._updated(found[1], value)

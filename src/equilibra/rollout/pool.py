@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any, Self
@@ -73,9 +73,8 @@ class PoolSetting:
     """of every process"""
 
     def __post_init__(self) -> None:
-        for name in ("attention", "experts", "micro_batches", "places", "kv_tokens", "page", "prefill_tokens", "threads"):
-            check_whole(name, getattr(self, name), low=1, high=2**31 - 1)
-        check_whole("spare_slots", self.spare_slots, low=0, high=2**16)
+        for one in fields(self):
+            check_whole(one.name, getattr(self, one.name), low=0 if one.name == "spare_slots" else 1, high=2**31 - 1)
         if self.kv_tokens < self.page:
             raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
 
@@ -147,7 +146,7 @@ class Pool:
 
     def _jobs(self, ends: Ends) -> list[Job]:
         setting, model = self.setting, self.model
-        shared = {"dtype": model.dtype, "device": model.device, "threads": setting.threads}
+        shared: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "threads": setting.threads}
         jobs = []
         for number in range(setting.attention):
             attention = AttentionSetting(
@@ -155,15 +154,15 @@ class Pool:
                 end=model.end, micro_batches=setting.micro_batches, places=setting.places, page=setting.page,
                 kv_tokens=setting.kv_tokens, prefill_tokens=setting.prefill_tokens, **shared,
             )  # fmt: skip
-            arguments = attention, ends, self.instances
-            jobs.append(Job(name=f"attention process {number}", function=run_attention, arguments=arguments))
+            name, given = f"attention process {number}", (attention, ends, self.instances)
+            jobs.append(Job(name=name, function=run_attention, arguments=given))
         for number in range(setting.experts):
             experts = ExpertSetting(
                 number=number, spec=model.spec, naming=model.naming, num_layers=model.num_layers,
                 spare_slots=setting.spare_slots, **shared,
             )  # fmt: skip
-            arguments = experts, ends, self.instances
-            jobs.append(Job(name=f"expert process {number}", function=run_experts, arguments=arguments))
+            name = f"expert process {number}"
+            jobs.append(Job(name=name, function=run_experts, arguments=(experts, ends, self.instances)))
         return jobs
 
     def __enter__(self) -> Self:
@@ -337,9 +336,9 @@ class Pool:
                 answers[number] = request.unanswered((self.model.num_layers, self.model.spec.top_k))
             elif -(-tokens // self.setting.page) > pages:
                 raise BudgetError(
-                    f"request {number} needs {tokens} tokens of KV cache ({request.tokens.size} of its prompt and up to "
-                    f"{request.max_new} new ones), but an attention process has {pages * self.setting.page}: raise "
-                    "kv_tokens, or ask for less"
+                    f"request {number} needs {tokens} tokens of KV cache ({request.tokens.size} of its prompt and at "
+                    f"most {request.max_new} new ones), but an attention process has {pages * self.setting.page}: "
+                    "raise kv_tokens, or ask for less"
                 )
         return answers
 

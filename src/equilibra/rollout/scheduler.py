@@ -106,9 +106,7 @@ class _Prefilled:
 class Scheduler:
     """The sequences of one attention process."""
 
-    def __init__(
-        self, cache: PagedCache, *, micro_batches: int, places: int, prefill_tokens: int, end: int
-    ) -> None:
+    def __init__(self, cache: PagedCache, *, micro_batches: int, places: int, prefill_tokens: int, end: int) -> None:
         """places: most running sequences. prefill_tokens: most tokens of a prefill pass. end: token."""
         self.cache, self.places, self.prefill_tokens, self.end = cache, places, prefill_tokens, end
         self.temperature = 1.0

@@ -9,7 +9,6 @@ called. Experts are not built: they have width 1 in the configuration and are dr
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -101,7 +100,7 @@ class HFAttention:
         seen = seen[:, None]
         if not self.eager:
             return seen
-        return torch.where(seen, 0.0, torch.finfo(dtype).min).to(dtype)
+        return torch.zeros(seen.shape, dtype=dtype, device=seen.device).masked_fill_(~seen, torch.finfo(dtype).min)
 
 
 def _rebuild_shared(folder: ModelFolder, blocks: dict[int, Any], dtype: torch.dtype) -> None:
