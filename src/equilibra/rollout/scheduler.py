@@ -139,7 +139,8 @@ class Scheduler:
     def next_batch(self, micro_batch: int, in_flight: Collection[int]) -> Batch | None:
         """in_flight: micro-batches whose sequences cannot be touched now; this one is not among them."""
         self._admit(micro_batch)
-        movable = [one for number, some in enumerate(self.running) if number not in in_flight for one in some]
+        if not self.waiting and not self.aside:
+            self._level(micro_batch, in_flight)
         chosen, sizes, budget = [], [], self.prefill_tokens
         own = sorted(self.running[micro_batch], key=lambda one: one.number)
         prefills = any(one.remaining > 1 for one in own)
@@ -147,7 +148,7 @@ class Scheduler:
             size = min(one.remaining, budget) if prefills else 1
             if (prefills and one.remaining == 1) or size == 0 or one not in self.running[micro_batch]:
                 continue
-            if self._grow(one, one.cached + size, [other for other in movable if other not in chosen]):
+            if self._grow(one, one.cached + size, in_flight, chosen):
                 chosen.append(one)
                 sizes.append(size)
                 budget -= size if prefills else 0
@@ -175,6 +176,13 @@ class Scheduler:
                 return
             if not one.through:
                 mine.append(one)
+
+    def _level(self, micro_batch: int, in_flight: Collection[int]) -> None:
+        """Take sequences of fuller micro-batches, so that the last answers are not all in one."""
+        mine = self.running[micro_batch]
+        for number, other in enumerate(self.running):
+            while number not in in_flight and len(other) > len(mine) + 1:
+                mine.append(other.pop())
 
     def _next_aside(self) -> Growing | None:
         if not self.aside:
@@ -213,11 +221,13 @@ class Scheduler:
         self._forget_prompts(0)
         return one
 
-    def _grow(self, one: Growing, tokens: int, movable: list[Growing]) -> bool:
-        """Get pages for so many tokens, if need be those of younger sequences, or of this one."""
+    def _grow(self, one: Growing, tokens: int, in_flight: Collection[int], chosen: Sequence[Growing]) -> bool:
+        """Get pages for so many tokens, if need be those of younger sequences, or set this one aside."""
         missing = self.cache.pages_for(tokens) - len(one.pages)
         self._forget_prompts(missing)
-        younger = sorted((other for other in movable if other.number > one.number), key=lambda other: other.number)
+        movable = [other for number, some in enumerate(self.running) if number not in in_flight for other in some]
+        younger = [other for other in movable if other.number > one.number and other not in chosen]
+        younger.sort(key=lambda other: other.number)
         while missing > self.cache.num_free and younger:
             self._set_aside(younger.pop())
             self._forget_prompts(missing)
