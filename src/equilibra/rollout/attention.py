@@ -204,7 +204,7 @@ def run_attention(pipe: Connection, setting: AttentionSetting, ends: Ends, insta
     outbox = Outbox(pipe)
     try:
         process = _Process(setting, ends, instances, ends.sender(setting.number, setting.device))
-        outbox.send(ends.handles())
+        outbox.send(ends.handle())
         _serve(pipe, outbox, process)
     finally:
         outbox.close()

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from equilibra.rollout.m2n import MeshShape, Receiver, Sender, SharedMesh, SharedReceiver, SharedSender
+from equilibra.rollout.m2n_cuda import DeviceReceiver, DeviceSender
 from equilibra.rollout.memory import Memory, Where
 
 __all__ = ["Ends"]
@@ -18,6 +19,7 @@ class Ends:
     def __init__(self, shape: MeshShape, where: Where) -> None:
         self.shape, self.where = shape, where
         self._mesh: SharedMesh | None = None
+        self._end: Sender | Receiver | None = None
         self._process = 0
 
     @property
@@ -26,20 +28,30 @@ class Ends:
             self._mesh = SharedMesh(Memory.open(self.where), self.shape)
         return self._mesh
 
-    def sender(self, number: int, device: torch.device) -> Sender:  # noqa: ARG002
-        self._process = number
-        return SharedSender(self.mesh, number)
+    def sender(self, number: int, device: torch.device) -> Sender:
+        """The end of an attention process; where there are GPUs, `connect` must follow."""
+        on_device = device.type == "cuda"
+        end = DeviceSender(self.mesh, number, device) if on_device else SharedSender(self.mesh, number)
+        self._end, self._process = end, number
+        return end
 
-    def receiver(self, number: int, device: torch.device) -> Receiver:  # noqa: ARG002
-        self._process = self.shape.senders + number
-        return SharedReceiver(self.mesh, number)
+    def receiver(self, number: int, device: torch.device) -> Receiver:
+        """The end of an expert process; where there are GPUs, `connect` must follow."""
+        on_device = device.type == "cuda"
+        end = DeviceReceiver(self.mesh, number, device) if on_device else SharedReceiver(self.mesh, number)
+        self._end, self._process = end, self.shape.senders + number
+        return end
 
-    def handles(self) -> Any:  # noqa: ANN401
+    def handle(self) -> Any:  # noqa: ANN401
         """What others need to open this worker's memory; None if all is in the segment."""
-        return None
+        return self._end.memory.handle() if isinstance(self._end, DeviceSender | DeviceReceiver) else None
 
-    def connect(self, handles: Any) -> None:  # noqa: ANN401
-        """Open the others' memory."""
+    def connect(self, handles: list[Any]) -> None:
+        """Open the other side's memory. handles: of all workers."""
+        senders = self.shape.senders
+        if isinstance(self._end, DeviceSender | DeviceReceiver):
+            self._end.memory.open(handles[senders:] if isinstance(self._end, DeviceSender) else handles[:senders])
 
     def made_progress(self) -> None:
+        """Count a pass, so that whoever waits sees that this process lives."""
         self.mesh.progress[self._process] += 1

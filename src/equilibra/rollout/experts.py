@@ -125,7 +125,7 @@ def run_experts(pipe: Connection, setting: ExpertSetting, ends: Ends, instances:
     receiver: Receiver = ends.receiver(setting.number, setting.device)
     share = ExpertShare(setting, instances)
     loader = Loader()
-    pipe.send(ends.handles())
+    pipe.send(ends.handle())
     while True:
         mark = receiver.mark()
         messages = receiver.ready()

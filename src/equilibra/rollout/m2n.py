@@ -127,7 +127,9 @@ class SharedMesh:
         """[M, N, S] signals of messages"""
         self.answered = memory.numpy(words + self.sent.nbytes, of, np.int64)
         """[M, N, S] signals of results"""
-        after = words + 2 * self.sent.nbytes
+        self.announced = memory.numpy(words + 2 * self.sent.nbytes, of, np.int64)
+        """[M, N, S] messages that are on their way"""
+        after = words + 3 * self.sent.nbytes
         self.progress = memory.numpy(after, (shape.processes,), np.int64)
         """passes that every process has made: senders, then receivers"""
         self.wake = memory.numpy(after + self.progress.nbytes, (shape.processes,), np.int32)
@@ -143,7 +145,7 @@ class SharedMesh:
         """First bytes of signals, headers, boxes, trays, and the end."""
         of = shape.senders * shape.receivers * shape.slots
         sizes = (
-            2 * 8 * of + 12 * shape.processes,
+            3 * 8 * of + 12 * shape.processes,
             of * 4 * (FIXED + 3 * shape.tokens * shape.top_k),
             of * shape.tokens * shape.row_bytes,
             shape.senders * shape.slots * shape.tokens * shape.top_k * shape.row_bytes,
@@ -158,7 +160,7 @@ class SharedMesh:
         return offsets[2] if on_device else offsets[4]
 
     def word(self, process: int, writer: int) -> Word:
-        return Word(self.wake, process, writer=writer)
+        return Word(self.wake, process, writer=writer, processes=self.shape.processes)
 
 
 class SharedSender:
@@ -177,6 +179,7 @@ class SharedSender:
         header[FIXED : FIXED + 3 * num].reshape(3, num)[:] = pairs.row_P, pairs.expert_P, pairs.place_P
         self._put(self._box(receiver, slot)[: tokens_N.size], hidden_TD, torch.from_numpy(tokens_N))
         self._count[receiver, slot] += 1
+        self.mesh.announced[self.number, receiver, slot] = self._count[receiver, slot]
         self._signal(receiver, slot, int(self._count[receiver, slot]))
         self._words[receiver].wake()
 

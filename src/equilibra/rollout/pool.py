@@ -133,7 +133,8 @@ class Pool:
             tokens=max(setting.prefill_tokens, -(-setting.places // setting.micro_batches)), top_k=spec.top_k,
             width=spec.hidden, dtype=model.dtype,
         )  # fmt: skip
-        self._memory = Memory.create(SharedMesh.num_bytes(shape))
+        on_device = model.device.type == "cuda"
+        self._memory = Memory.create(SharedMesh.num_bytes(shape, on_device=on_device))
         self._mesh = SharedMesh(self._memory, shape)
         self._words = [self._mesh.word(number, shape.processes) for number in range(shape.processes)]
         jobs = self._jobs(Ends(shape, self._memory.where))

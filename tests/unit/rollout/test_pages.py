@@ -28,7 +28,7 @@ def add(paged, sequences, sizes, seed):
     key, value = (torch.rand(len(sizes), HEADS, max(sizes), WIDTH, generator=generator).double() for _ in range(2))
     cached = [plain.keys.shape[1] for _, plain in sequences]
     for (pages, _), had, size in zip(sequences, cached, sizes, strict=True):
-        pages += paged.take(paged.pages_for(had + size) - len(pages))
+        pages.extend(paged.take(paged.pages_for(had + size) - len(pages)))
     view = PagedView(paged, [pages for pages, _ in sequences], cached, valid)
     keys, values = view.update(key, value, 0)
     right = True
