@@ -163,7 +163,7 @@ def measure(case: Case) -> list[Row]:
         theirs.close()
         mine.recv()
         pipes.append(mine)
-    rows = []
+    rows: list[Row] = []
     attention, expert, transfer = 0.0, 0.0, 0.0
     for m in range(1, MOST + 1):
         pipes[0].send(m)

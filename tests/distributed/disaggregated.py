@@ -34,7 +34,7 @@ class Small:
     def weights(self):
         return weights_of_folder(self.folder, self.dtype)
 
-    def pool(self, *, timeout_s: float = 60.0, **setting: int) -> Pool:
+    def pool(self, *, timeout_s: float = 60.0, **setting) -> Pool:
         model = pool_model(self.folder, dtype=self.dtype, device=CPU, end=END)
         pool = Pool(PoolSetting(**setting), model, timeout_s=timeout_s)
         pool.load_weights(self.weights(), version=4)

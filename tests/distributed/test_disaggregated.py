@@ -111,7 +111,9 @@ def test_tokens_sent_to_wrong_processes_are_an_error(model):
             pool.generate(model.requests, temperature=1.0)
 
 
-@pytest.mark.parametrize(("who", "number"), [("expert", signal.SIGKILL), ("attention", signal.SIGSTOP)])
+@pytest.mark.parametrize(("who", "number"), [
+    ("expert", signal.SIGKILL), pytest.param("attention", signal.SIGSTOP, marks=pytest.mark.slow)
+])  # fmt: skip
 def test_a_lost_process_is_an_error_in_time(model, who, number):
     random = np.random.default_rng(0)
     endless = [Request(tokens=random.integers(2, 300, 9), noise=random.random(4000)) for _ in range(8)]
@@ -181,6 +183,12 @@ def test_training_learns_the_same_and_survives_a_killed_process(tmp_path):
     ((rest, _), _) = run_ranks(2, run_with, apart, tmp_path / "killed", None, True, timeout_s=240)
     assert rest.steps[0]["step"] > 0
     assert [[note[name] for name in compared] for note in rest.steps] == of[int(rest.steps[0]["step"]) :]
+
+
+@pytest.mark.slow
+def test_gloo_carries_the_same_rows(model):
+    with model.pool(attention=2, experts=2, spare_slots=1, transport="gloo") as pool:
+        assert same(pool.generate(model.requests, temperature=1.0), model.answers, tolerance=FLOAT64)
 
 
 @pytest.mark.slow

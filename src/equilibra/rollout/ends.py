@@ -8,6 +8,7 @@ import torch
 
 from equilibra.rollout.m2n import MeshShape, Receiver, Sender, SharedMesh, SharedReceiver, SharedSender
 from equilibra.rollout.m2n_cuda import DeviceReceiver, DeviceSender
+from equilibra.rollout.m2n_gloo import GlooReceiver, GlooSender
 from equilibra.rollout.memory import Memory, Where
 
 __all__ = ["Ends"]
@@ -16,8 +17,9 @@ __all__ = ["Ends"]
 class Ends:
     """The buffers of an engine, as a worker finds them."""
 
-    def __init__(self, shape: MeshShape, where: Where) -> None:
-        self.shape, self.where = shape, where
+    def __init__(self, shape: MeshShape, where: Where, address: str = "") -> None:
+        """address: where processes find each other for gloo; empty: they share memory."""
+        self.shape, self.where, self.address = shape, where, address
         self._mesh: SharedMesh | None = None
         self._end: Sender | Receiver | None = None
         self._process = 0
@@ -30,17 +32,25 @@ class Ends:
 
     def sender(self, number: int, device: torch.device) -> Sender:
         """The end of an attention process; where there are GPUs, `connect` must follow."""
-        on_device = device.type == "cuda"
-        end = DeviceSender(self.mesh, number, device) if on_device else SharedSender(self.mesh, number)
-        self._end, self._process = end, number
-        return end
+        self._process = number
+        if self.address:
+            self._end = GlooSender(self.mesh, number, self.address)
+        elif device.type == "cuda":
+            self._end = DeviceSender(self.mesh, number, device)
+        else:
+            self._end = SharedSender(self.mesh, number)
+        return self._end
 
     def receiver(self, number: int, device: torch.device) -> Receiver:
         """The end of an expert process; where there are GPUs, `connect` must follow."""
-        on_device = device.type == "cuda"
-        end = DeviceReceiver(self.mesh, number, device) if on_device else SharedReceiver(self.mesh, number)
-        self._end, self._process = end, self.shape.senders + number
-        return end
+        self._process = self.shape.senders + number
+        if self.address:
+            self._end = GlooReceiver(self.mesh, number, self.address)
+        elif device.type == "cuda":
+            self._end = DeviceReceiver(self.mesh, number, device)
+        else:
+            self._end = SharedReceiver(self.mesh, number)
+        return self._end
 
     def handle(self) -> Any:  # noqa: ANN401
         """What others need to open this worker's memory; None if all is in the segment."""

@@ -11,6 +11,7 @@ experts get copies, and shares of their tokens.
 
 from __future__ import annotations
 
+import socket
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
@@ -23,7 +24,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.checks import check_whole
+from equilibra.core.checks import check_choice, check_whole
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, RankLostError
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.experts.weights import FlatLayout
@@ -45,6 +46,7 @@ __all__ = ["Pool", "PoolModel", "PoolSetting", "Statistics"]
 START_S = 300.0
 """time in which workers must load their libraries"""
 TICK_S = 1.0
+TRANSPORTS = ("shared", "gloo")
 PAD_BYTES = 64
 """between experts on their way from one process to another"""
 
@@ -71,10 +73,13 @@ class PoolSetting:
     """copies of hot experts per layer and expert process"""
     threads: int = 1
     """of every process"""
+    transport: str = "shared"
+    """how rows travel: shared (memory of the machine; on GPUs, theirs) or gloo (connections)"""
 
     def __post_init__(self) -> None:
-        for one in fields(self):
-            check_whole(one.name, getattr(self, one.name), low=0 if one.name == "spare_slots" else 1, high=2**31 - 1)
+        check_choice("transport", self.transport, choices=TRANSPORTS)
+        for name in (one.name for one in fields(self) if one.name != "transport"):
+            check_whole(name, getattr(self, name), low=0 if name == "spare_slots" else 1, high=2**31 - 1)
         if self.kv_tokens < self.page:
             raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
 
@@ -137,7 +142,10 @@ class Pool:
         self._memory = Memory.create(SharedMesh.num_bytes(shape, on_device=on_device))
         self._mesh = SharedMesh(self._memory, shape)
         self._words = [self._mesh.word(number, shape.processes) for number in range(shape.processes)]
-        jobs = self._jobs(Ends(shape, self._memory.where))
+        address = f"tcp://127.0.0.1:{_free_port()}" if setting.transport == "gloo" else ""
+        if address and on_device:
+            raise InputError("transport gloo is for CPUs: use shared on GPUs")
+        jobs = self._jobs(Ends(shape, self._memory.where, address))
         self._workers = Workers(jobs, load=["equilibra.rollout.experts", *model.load], start_s=START_S)
         self._attention = self._workers.every[: setting.attention]
         self._experts = self._workers.every[setting.attention :]
@@ -372,3 +380,9 @@ class Pool:
     def _stuck(self, open_of: dict[Worker, set[int]]) -> str:
         waiting = ", ".join(f"{worker.name} ({len(some)} answers open)" for worker, some in open_of.items() if some)
         return f"no process has made progress for {self.timeout_s:g} s; waiting for {waiting}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

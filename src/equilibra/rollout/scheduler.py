@@ -141,7 +141,7 @@ class Scheduler:
         self._admit(micro_batch)
         if not self.waiting and not self.aside:
             self._level(micro_batch, in_flight)
-        chosen, sizes, budget = [], [], self.prefill_tokens
+        chosen, sizes, budget = list[Growing](), list[int](), self.prefill_tokens
         own = sorted(self.running[micro_batch], key=lambda one: one.number)
         prefills = any(one.remaining > 1 for one in own)
         for one in own:
