@@ -166,7 +166,7 @@ def test_training_learns_the_same_and_survives_a_killed_process(tmp_path):
     config_of_model = small_config("qwen3_moe")
     config_of_model.initializer_range = 0.08
     config_of_model.save_pretrained(tmp_path / "model")
-    config = small(tmp_path / "model", cluster=replace(NODES, ranks_per_node=1), run__steps=3, run__timeout_s=30.0)
+    config = small(tmp_path / "model", cluster=replace(NODES, ranks_per_node=1), run__steps=2, run__timeout_s=30.0)
     options = {"experts": 2, "micro_batches": 2, "places": 8}
     rollout = RolloutConfig(**{**vars(config.rollout), "engine": "disaggregated", "options": options})
     apart = replace(config, rollout=rollout)
@@ -178,7 +178,7 @@ def test_training_learns_the_same_and_survives_a_killed_process(tmp_path):
     of = [[note[name] for name in compared] for note in wanted.steps]
     assert [[note[name] for name in compared] for note in found.steps] == of
     assert found.held_out == wanted.held_out
-    outcomes = run_ranks(2, run_with, apart, tmp_path / "killed", 5, timeout_s=240)
+    outcomes = run_ranks(2, run_with, apart, tmp_path / "killed", 4, timeout_s=240)
     assert all("expert process 0" in said and "SIGKILL" in said for _, said in outcomes), outcomes
     ((rest, _), _) = run_ranks(2, run_with, apart, tmp_path / "killed", None, True, timeout_s=240)
     assert rest.steps[0]["step"] > 0

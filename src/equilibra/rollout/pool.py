@@ -13,25 +13,20 @@ from __future__ import annotations
 
 import socket
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, fields
+from collections.abc import Iterable, Sequence
 from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any, Self
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.checks import check_choice, check_whole
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, RankLostError
-from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.experts.weights import FlatLayout
-from equilibra.execute.state.safetensors_names import Naming
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
-from equilibra.rollout.attention import AttentionModel, AttentionSetting, Counts, run_attention
+from equilibra.rollout.attention import AttentionSetting, Counts, run_attention
 from equilibra.rollout.control import Ask, Took, parcels
 from equilibra.rollout.ends import Ends
 from equilibra.rollout.experts import ExpertSetting, run_experts
@@ -39,85 +34,16 @@ from equilibra.rollout.instances import Instances, homes_only, imbalance_of, pla
 from equilibra.rollout.m2n import MeshShape, SharedMesh
 from equilibra.rollout.memory import Memory
 from equilibra.rollout.processes import Failed, Job, Worker, Workers
+from equilibra.rollout.setting import PoolModel, PoolSetting, Statistics
 from equilibra.rollout.wake import supported
 
-__all__ = ["Pool", "PoolModel", "PoolSetting", "Statistics"]
+__all__ = ["Pool"]
 
 START_S = 300.0
 """time in which workers must load their libraries"""
 TICK_S = 1.0
-TRANSPORTS = ("shared", "gloo")
 PAD_BYTES = 64
 """between experts on their way from one process to another"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolSetting:
-    """Processes and memory of an engine."""
-
-    attention: int = 1
-    """attention processes"""
-    experts: int = 1
-    """expert processes"""
-    micro_batches: int = 2
-    """in flight per attention process"""
-    places: int = 64
-    """most answers that an attention process works on at a time"""
-    kv_tokens: int = 16_384
-    """tokens in the KV cache of an attention process"""
-    page: int = 16
-    """tokens of a page"""
-    prefill_tokens: int = 512
-    """most prompt tokens of a pass"""
-    spare_slots: int = 1
-    """copies of hot experts per layer and expert process"""
-    threads: int = 1
-    """of every process"""
-    transport: str = "shared"
-    """how rows travel: shared (memory of the machine; on GPUs, theirs) or gloo (connections)"""
-
-    def __post_init__(self) -> None:
-        check_choice("transport", self.transport, choices=TRANSPORTS)
-        for name in (one.name for one in fields(self) if one.name != "transport"):
-            check_whole(name, getattr(self, name), low=0 if name == "spare_slots" else 1, high=2**31 - 1)
-        if self.kv_tokens < self.page:
-            raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
-
-
-@dataclass(frozen=True, kw_only=True)
-class PoolModel:
-    """The model that an engine serves."""
-
-    spec: MoESpec
-    naming: Naming
-    num_layers: int
-    """MoE layers"""
-    attention: Callable[[torch.dtype, torch.device], AttentionModel]
-    """builds everything but the experts; picklable"""
-    load: tuple[str, ...] = ()
-    """modules to import before workers are forked"""
-    end: int
-    """token that ends an answer"""
-    dtype: torch.dtype
-    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
-
-
-@dataclass(frozen=True, kw_only=True)
-class Statistics:
-    """What the expert processes did since the instances were last chosen."""
-
-    tokens_LE: NDArray[np.int64]
-    """pairs of every expert"""
-    rows_LN: NDArray[np.int64]
-    """pairs that each expert process got"""
-    imbalance: float
-    """slowest over mean expert process, mean over layers"""
-    imbalance_without_copies: float
-    """the same if every expert had stayed at home"""
-    passes: int
-    """forward passes of micro-batches"""
-    preempted: int
-    """times that a sequence was set aside for another"""
 
 
 class Pool:

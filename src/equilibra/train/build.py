@@ -37,7 +37,8 @@ from equilibra.rl.tasks.jsonl import jsonl_task
 from equilibra.rl.tasks.task import Task, reward_function
 from equilibra.rl.tasks.timed import TimedTask
 from equilibra.rollout.on_ranks import PoolOfRanks
-from equilibra.rollout.pool import Pool, PoolSetting
+from equilibra.rollout.pool import Pool
+from equilibra.rollout.setting import PoolSetting
 from equilibra.train.config import Option, TrainConfig
 
 __all__ = [

@@ -17,7 +17,7 @@ from equilibra.execute.experts.weights import FlatLayout
 from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.integrations.hf.attention import HFAttention, build_attention
 from equilibra.integrations.hf.folder import ModelFolder, open_model_folder
-from equilibra.rollout.pool import PoolModel
+from equilibra.rollout.setting import PoolModel
 
 __all__ = ["embedded_folder", "pool_model", "weights_of_folder"]
 
