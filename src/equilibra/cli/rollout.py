@@ -242,7 +242,8 @@ def run_run(arguments: argparse.Namespace) -> int:
     folder = embedded_folder() if arguments.model == "embedded" else open_model_folder(arguments.model)
     text, prompts = _prompts(arguments, folder)
     dtype = getattr(torch, arguments.dtype)
-    model = pool_model(folder, dtype=dtype, device=torch.device(arguments.device), end=-1 if text is None else text.end)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    model = pool_model(folder, dtype=dtype, device=device, end=-1 if text is None else text.end)
     with Pool(setting, model) as pool:
         pool.load_weights(weights_of_folder(folder, dtype, seed=arguments.seed), version=0)
         said = _rounds(pool, prompts, arguments)
