@@ -8,11 +8,15 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import check_target, positive
+from equilibra.cli.arguments import check_target, named_like, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
+
     from equilibra.cost.lengths import Context
+    from equilibra.integrations.hf import ModelFolder, Text
     from equilibra.plan.deployment.question import Plan
 
 __all__ = ["add_parser"]
@@ -22,11 +26,15 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     """Add the subcommand and its own subcommands."""
     parser = commands.add_parser(
         "rollout",
-        help="plan a rollout with attention and experts on different devices",
+        help="generate, or plan a rollout, with attention and experts on different devices",
         description="Disaggregated rollout: attention on some devices, experts on others, micro-batches between them.",
     )
     kinds = parser.add_subparsers(dest="rollout", metavar="WHAT", required=True)
     _add_plan(kinds)
+    _add_run(kinds)
+
+
+# --- plan ---
 
 
 def _add_plan(kinds: Any) -> None:  # noqa: ANN401
@@ -173,3 +181,134 @@ CONDITIONS = {
     "transfer_hidden": "T_c >= T_f",
     "enough_micro_batches": "m T_f < 2 (T_f + T_c)",
 }
+
+
+# --- run ---
+
+
+def _add_run(kinds: Any) -> None:  # noqa: ANN401
+    parser = kinds.add_parser(
+        "run",
+        help="answer prompts with the disaggregated engine",
+        description="Starts attention and expert processes on this machine, loads a model and answers prompts. "
+        "Same seed, same answers, whatever the processes.",
+    )  # fmt: skip
+    parser.add_argument("--model", default="embedded", metavar="DIR", help="folder with a Hugging Face config.json, "
+                        "weights optional (embedded: the small model of `equilibra train`)")  # fmt: skip
+    engine = parser.add_argument_group("engine")
+    for name, default, text in (
+        ("attention", 1, "attention processes"), ("experts", 1, "expert processes"),
+        ("micro-batches", 2, "in flight per attention process"),
+        ("places", 64, "most answers that an attention process works on at a time"),
+        ("kv-tokens", 16_384, "tokens in the KV cache of an attention process"),
+        ("prefill-tokens", 512, "most prompt tokens of a pass"),
+    ):  # fmt: skip
+        engine.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
+    engine.add_argument("--spare-slots", type=int, default=1, metavar="N", help="copies of hot experts per layer and "
+                        "expert process (1)")  # fmt: skip
+    engine.add_argument("--transport", choices=("shared", "gloo"), default="shared", help="how rows travel (shared)")
+    engine.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float32", help="(float32)")
+    engine.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
+    asked = parser.add_argument_group("what to generate")
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (random tokens)")
+    asked.add_argument("--prompts", type=positive, default=16, metavar="N", help="random prompts without --prompt (16)")
+    asked.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="tokens of a random prompt (32)")
+    asked.add_argument("--answers", type=positive, default=1, metavar="N", help="answers per prompt (1)")
+    asked.add_argument("--tokens", type=positive, default=32, metavar="N", help="longest answer (32)")
+    asked.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: greedy (1.0)")
+    asked.add_argument("--rounds", type=positive, default=2, metavar="N", help="times to answer; experts are balanced "
+                       "between them (2)")  # fmt: skip
+    asked.add_argument("--seed", type=int, default=0, metavar="N", help="(0)")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=run_run)
+
+
+def run_run(arguments: argparse.Namespace) -> int:
+    """Generate, and print the last round's answers and what every round took."""
+    from importlib.util import find_spec
+
+    missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
+    if missing:
+        raise InputError(f"equilibra rollout run needs {', '.join(missing)}: pip install 'equilibra[train]'")
+    import torch
+
+    from equilibra.integrations.hf import open_model_folder
+    from equilibra.integrations.hf.disaggregated import embedded_folder, pool_model, weights_of_folder
+    from equilibra.rollout import Pool, PoolSetting
+
+    if arguments.device == "cuda" and not torch.cuda.is_available():
+        raise InputError("--device is cuda, but torch finds no GPU: use cpu")
+    setting = PoolSetting(**named_like(PoolSetting, arguments))
+    folder = embedded_folder() if arguments.model == "embedded" else open_model_folder(arguments.model)
+    text, prompts = _prompts(arguments, folder)
+    dtype = getattr(torch, arguments.dtype)
+    device = torch.device("cuda", 0) if arguments.device == "cuda" else torch.device("cpu")
+    model = pool_model(folder, dtype=dtype, device=device, end=-1 if text is None else text.end)
+    with Pool(setting, model) as pool:
+        pool.load_weights(weights_of_folder(folder, dtype, seed=arguments.seed), version=0)
+        said = _rounds(pool, prompts, arguments)
+    if arguments.json:
+        print(json.dumps(said))
+        return 0
+    for answer in said["answers"]:
+        print(answer["tokens"] if text is None else text.read(_array(answer["tokens"])))
+    for one in said["rounds"]:
+        print(
+            f"{one['tokens']} tokens in {one['seconds']:.2f} s: {one['tokens_per_s']:,.0f} tokens/s; expert processes "
+            f"{one['imbalance']:.2f} of mean, {one['imbalance_without_copies']:.2f} without copies",
+            file=sys.stderr,
+        )
+    return 0
+
+
+def _prompts(arguments: argparse.Namespace, folder: ModelFolder) -> tuple[Text | None, list[NDArray[np.int64]]]:
+    """The prompts' tokens, and the tokenizer if they are texts."""
+    import numpy as np
+
+    if not arguments.prompt:
+        random = np.random.default_rng(arguments.seed)
+        size = (arguments.prompts, arguments.prompt_tokens)
+        return None, list(random.integers(0, folder.config.vocab_size, size))
+    from equilibra.integrations.hf import text_of
+
+    if not folder.has_tokenizer:
+        raise InputError(f"cannot read --prompt: {folder.path} has no tokenizer; without --prompt, prompts are random")
+    text = text_of(folder, [])
+    return text, [text.prompt(one) for one in arguments.prompt]
+
+
+def _rounds(pool: Any, prompts: list[NDArray[np.int64]], arguments: argparse.Namespace) -> dict[str, Any]:  # noqa: ANN401
+    from time import perf_counter
+
+    import numpy as np
+
+    from equilibra.rl.engine import Request
+
+    random = np.random.default_rng([arguments.seed, 1])
+    requests = [
+        Request(tokens=prompt, noise=random.random(arguments.tokens))
+        for prompt in prompts
+        for _ in range(arguments.answers)
+    ]
+    rounds = []
+    for number in range(arguments.rounds):
+        if number:
+            pool.rebalance()
+        start = perf_counter()
+        answers = pool.generate(requests, temperature=arguments.temperature)
+        seconds, statistics = perf_counter() - start, pool.statistics()
+        tokens = sum(answer.tokens.size for answer in answers)
+        rounds.append({
+            "tokens": tokens, "seconds": seconds, "tokens_per_s": tokens / seconds,
+            "imbalance": statistics.imbalance, "imbalance_without_copies": statistics.imbalance_without_copies,
+            "passes": statistics.passes, "preempted": statistics.preempted,
+        })  # fmt: skip
+    return {
+        "answers": [{"tokens": one.tokens.tolist(), "ended": one.ended} for one in answers], "rounds": rounds
+    }  # fmt: skip
+
+
+def _array(tokens: list[int]) -> NDArray[np.int64]:
+    import numpy as np
+
+    return np.array(tokens, np.int64)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
@@ -19,6 +19,7 @@ from equilibra.execute.group import ExpertGroup, patient_group
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.integrations.hf import ModelFolder, Replica, ShardedModel, Text, build_model, open_model_folder, text_of
+from equilibra.integrations.hf.disaggregated import pool_model
 from equilibra.integrations.reasoning_gym import reasoning_gym_task
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server, check_url
@@ -30,18 +31,22 @@ from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.algorithms.registry import algorithm_named
 from equilibra.rl.engine import Engine
 from equilibra.rl.learner import Learner, Skipped
+from equilibra.rl.mismatch import unit_roundoff
 from equilibra.rl.rollout import Rollout, RolloutSetting
 from equilibra.rl.tasks.jsonl import jsonl_task
 from equilibra.rl.tasks.task import Task, reward_function
 from equilibra.rl.tasks.timed import TimedTask
+from equilibra.rollout.on_ranks import PoolOfRanks
+from equilibra.rollout.pool import Pool
+from equilibra.rollout.setting import PoolSetting
 from equilibra.train.config import Option, TrainConfig
 
 __all__ = [
     "Parts", "algorithm_of", "balancer_setting", "build_engine", "build_learner", "build_model_of", "build_parts",
-    "build_rollout", "check_engine", "cluster_of", "model_folder_of", "task_of",
+    "build_rollout", "check_engine", "cluster_of", "model_folder_of", "pool_setting", "task_of",
 ]  # fmt: skip
 
-# Which engine answers: the embedded one, vLLM on the ranks, or servers of vLLM or SGLang.
+# Which engine answers: embedded, attention and expert processes, vLLM on the ranks, or servers of vLLM or SGLang.
 
 WEIGHTS = "engine-weights"
 """default folder of handed-over weights, in the run folder"""
@@ -216,13 +221,39 @@ def check_engine(config: TrainConfig) -> None:
         _addresses(rollout.server)
     if rollout.engine == "vllm" and not rollout.server:
         import_vllm()
-    if rollout.server and rollout.engine == "embedded":
-        raise InputError("rollout.server is for sglang and vllm, but rollout.engine is embedded: set one of them")
-    if rollout.options and (rollout.engine != "vllm" or rollout.server):
+    if rollout.server and rollout.engine in ("embedded", "disaggregated"):
         raise InputError(
-            f"rollout.options are for vLLM on the ranks, but rollout.engine is {rollout.engine}"
-            f"{' with rollout.server' if rollout.server else ''}: remove them"
+            f"rollout.server is for sglang and vllm, but rollout.engine is {rollout.engine}: set one of them"
         )
+    if rollout.engine == "disaggregated":
+        _check_pool(config)
+    elif rollout.options and (rollout.engine != "vllm" or rollout.server):
+        raise InputError(
+            "rollout.options are for the disaggregated engine and vLLM on the ranks, but rollout.engine is "
+            f"{rollout.engine}{' with rollout.server' if rollout.server else ''}: remove them"
+        )
+
+
+def _check_pool(config: TrainConfig) -> None:
+    setting, rollout = pool_setting(config), config.rollout
+    longest, room = rollout.max_prompt_tokens + rollout.max_answer_tokens, setting.kv_tokens
+    if longest > room:
+        raise InputError(
+            f"rollout.max_prompt_tokens + rollout.max_answer_tokens is {longest}, but an attention process has "
+            f"{room} tokens of KV cache: raise kv_tokens in rollout.options"
+        )
+
+
+def pool_setting(config: TrainConfig) -> PoolSetting:
+    """The processes of a disaggregated engine."""
+    options = dict(config.rollout.options)
+    known = {one.name for one in fields(PoolSetting)}
+    if unknown := options.keys() - known:
+        raise InputError(
+            f"rollout.options has no {', '.join(sorted(unknown))} for the disaggregated engine: use "
+            f"{', '.join(sorted(known))}"
+        )
+    return PoolSetting(**options)  # type: ignore[arg-type]  # it checks them
 
 
 def _addresses(text: str) -> list[str]:
@@ -237,22 +268,26 @@ def build_engine(parts: Parts, run: Path | None) -> Engine:
     rollout, text, group = parts.config.rollout, parts.text, parts.patient
     if rollout.engine == "embedded":
         return Replica(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end, pad=text.pad)
+    if rollout.engine == "disaggregated":
+        model = pool_model(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end)
+        start = partial(Pool, pool_setting(parts.config), model, timeout_s=parts.config.run.timeout_s)
+        return PoolOfRanks(group, start, roundoff=unit_roundoff(parts.dtype, parts.device.type))
     if not rollout.weights_folder and run is None:
         raise InputError(f"the engine {rollout.engine} needs a folder for new weights: set rollout.weights_folder")
     folder = Path(rollout.weights_folder) if rollout.weights_folder else Path(str(run)) / WEIGHTS
-    model = model_from_config(parts.folder.config.to_dict())
+    shapes = model_from_config(parts.folder.config.to_dict())
     dtype = torch.float32 if rollout.engine == "vllm" and parts.dtype == torch.float64 else parts.dtype
     files = {"config.json": parts.folder.config_file(dtype), **text.files()}
     vocabulary = parts.folder.config.vocab_size
     if rollout.engine == "vllm" and not rollout.server:
         return VLLMEngine(
-            group, model, end=text.end, vocabulary=vocabulary, folder=folder, files=files,
+            group, shapes, end=text.end, vocabulary=vocabulary, folder=folder, files=files,
             max_tokens=rollout.max_prompt_tokens + rollout.max_answer_tokens, dtype=str(dtype).removeprefix("torch."),
             options=rollout.options,
         )  # fmt: skip
     servers = [Server(url=url, timeout_s=rollout.server_timeout_s) for url in _addresses(rollout.server)]
     engine = VLLMServerEngine if rollout.engine == "vllm" else SGLangEngine
     return engine(
-        servers=servers, group=group, model=model, vocabulary=vocabulary, end=text.end, folder=folder, files=files,
+        servers=servers, group=group, model=shapes, vocabulary=vocabulary, end=text.end, folder=folder, files=files,
         dtype=dtype,
     )  # fmt: skip

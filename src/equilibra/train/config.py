@@ -20,7 +20,7 @@ __all__ = [
     "Option", "RolloutConfig", "RunConfig", "TaskConfig", "TrainConfig", "WarmUpConfig",
 ]  # fmt: skip
 
-ENGINES = ("embedded", "sglang", "vllm")
+ENGINES = ("embedded", "disaggregated", "sglang", "vllm")
 Option = str | int | float | bool
 """value in `task.options`, `rollout.options` and `algorithm.options`"""
 Count = Annotated[int, partial(check_whole, low=1)]
@@ -56,7 +56,8 @@ class RolloutConfig(Section, section="rollout"):
     """How answers are generated."""
 
     engine: Annotated[str, partial(check_choice, choices=ENGINES)] = "embedded"
-    """embedded (batched sampling on the training ranks), sglang (servers) or vllm (on the ranks, or servers)"""
+    """embedded (a whole model on every training rank), disaggregated (processes for attention and for experts), sglang
+    (servers) or vllm (on the ranks, or servers)"""
     prompts: Count = 32
     """problems per step over all ranks, at least 1"""
     answers: Count = 8
@@ -86,7 +87,8 @@ class RolloutConfig(Section, section="rollout"):
     mismatch_limit: NotNegative = 0.0
     """allowed mean difference of log-probabilities, 0 or more; 0: what rounding explains"""
     options: Mapping[str, Option] = field(default_factory=dict)
-    """vllm on the ranks: further settings of vllm.LLM, such as gpu_memory_utilization = 0.4"""
+    """vllm on the ranks: further settings of vllm.LLM, such as gpu_memory_utilization = 0.4; disaggregated: attention,
+    experts (processes), micro_batches, places, kv_tokens, page, prefill_tokens, spare_slots, threads, transport"""
 
 
 @dataclass(frozen=True, kw_only=True)

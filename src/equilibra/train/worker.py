@@ -39,6 +39,7 @@ from equilibra.rl.rollout import EngineSource, RecordedSource, Recording, share_
 from equilibra.rl.tasks.timed import TimedTask
 from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
+from equilibra.rollout.on_ranks import PoolOfRanks
 from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout, cluster_of
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep
@@ -100,6 +101,8 @@ def run_worker(
         model.save(folder / "model", parts.text.files(), overwrite=True)
         last.write()
         state.close()
+        if isinstance(source, EngineSource) and isinstance(source.rollout.engine, PoolOfRanks):
+            source.rollout.engine.close()
         if isinstance(parts.task, TimedTask):
             parts.task.close()
         for learner in learners:

@@ -6,12 +6,12 @@ import os
 import pytest
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.copies.segment import _create, _open_existing
+from equilibra.execute.copies.segment import _open_of_node, create_segment
 
 
 @pytest.fixture
 def made():
-    descriptor = _create(8192)
+    descriptor = create_segment(8192, user="the host path", instead="use the collective path")
     yield descriptor
     os.close(descriptor)
 
@@ -22,7 +22,7 @@ def test_a_segment_has_no_name_from_the_beginning(made):
 
 
 def test_another_process_of_the_machine_opens_the_same_memory(made):
-    opened = _open_existing(os.getpid(), made, os.fstat(made).st_ino)
+    opened = _open_of_node(os.getpid(), made, os.fstat(made).st_ino)
     with mmap.mmap(made, 8192) as mine, mmap.mmap(opened, 8192) as theirs:
         mine[5000] = 7
         assert theirs[5000] == 7
@@ -31,6 +31,6 @@ def test_another_process_of_the_machine_opens_the_same_memory(made):
 
 def test_what_is_not_the_segment_is_refused(made):
     with pytest.raises(ExecuteError, match=r"cannot open /proc/\d+/fd/\d+.*it is another file.*ranks_per_node"):
-        _open_existing(os.getpid(), made, os.fstat(made).st_ino + 1)
+        _open_of_node(os.getpid(), made, os.fstat(made).st_ino + 1)
     with pytest.raises(ExecuteError, match="No such file or directory"):
-        _open_existing(os.getpid(), 999_999, 0)
+        _open_of_node(os.getpid(), 999_999, 0)

@@ -11,9 +11,9 @@ from equilibra.train.worker import device_of
 
 @pytest.mark.parametrize(("override", "reason"), [
     ("rollout.engine=vllm", "not installed"),
-    ("rollout.engine=vlm", "one of embedded, sglang, vllm.*did you mean 'vllm'"),
+    ("rollout.engine=vlm", "one of embedded, disaggregated, sglang, vllm.*did you mean 'vllm'"),
     ("rollout.engine=sglang", "needs a server: set rollout.server"),
-    ("rollout.options.swap_space=4", "rollout.options are for vLLM"),
+    ("rollout.options.swap_space=4", "rollout.options are for the disaggregated engine and vLLM on the ranks"),
     ("algorithm.mini_batches=33", "needs as many groups of answers, but a step has 32"),
     ("rollout.max_prompt_tokens=3", "tokens, but rollout.max_prompt_tokens is 3"),
     ("rollout.window=2", "needs whole answers"),
@@ -22,6 +22,18 @@ from equilibra.train.worker import device_of
 def test_refused_before_the_warm_up(override, reason):
     with pytest.raises(InputError, match=reason):
         build_parts(with_overrides(TrainConfig(), [override]), None, None)
+
+
+@pytest.mark.parametrize(("overrides", "reason"), [
+    (["rollout.options.exports=2"], "has no exports for the disaggregated engine: use attention, experts"),
+    (["rollout.options.experts=0"], "experts must be"),
+    (["rollout.options.transport=tcp"], "transport must be one of shared, gloo"),
+    (["rollout.options.kv_tokens=64"], "is 72, but an attention process has 64 tokens of KV cache: raise kv_tokens"),
+    (["rollout.server=http://127.0.0.1:1"], "rollout.engine is disaggregated: set one of them"),
+])  # fmt: skip
+def test_pools_that_cannot_work_are_refused(overrides, reason):
+    with pytest.raises(InputError, match=reason):
+        build_parts(with_overrides(TrainConfig(), ["rollout.engine=disaggregated", *overrides]), None, None)
 
 
 @pytest.mark.parametrize("path", ["ipc", "both"])

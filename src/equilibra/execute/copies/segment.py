@@ -10,6 +10,7 @@ A signal is a growing number. One stream writes it after the work queued before,
 from __future__ import annotations
 
 import ctypes
+import errno
 import mmap
 import os
 from functools import cache
@@ -24,7 +25,10 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError, ExecuteError
 from equilibra.execute.group import ExpertGroup
 
-__all__ = ["PAGE", "Signals", "map_of_node", "pages", "register_with_device", "unregister", "view_of"]
+__all__ = [
+    "PAGE", "Signals", "create_segment", "map_of_node", "open_segment", "pages", "register_with_device", "unregister",
+    "view_of",
+]  # fmt: skip
 
 GREATER_OR_EQUAL = 0
 FOREVER = np.iinfo(np.int64).max
@@ -100,10 +104,10 @@ def map_of_node(group: ExpertGroup, num_bytes: int) -> mmap.mmap:
 
     def create() -> None:
         if group.rank == group.first_of_node:
-            made.append(_create(num_bytes))
+            made.append(create_segment(num_bytes, user="the host path", instead="use the collective path"))
 
     def open_it() -> mmap.mmap:
-        descriptor = made[0] if made else _open_existing(*where)
+        descriptor = made[0] if made else _open_of_node(*where)
         try:
             return mmap.mmap(descriptor, num_bytes)
         finally:
@@ -134,8 +138,8 @@ def view_of(memory: mmap.mmap, at: int, shape: tuple[int, ...], dtype: torch.dty
     return torch.frombuffer(memory, dtype=dtype, count=count, offset=at).view(shape)
 
 
-def _create(num_bytes: int) -> int:
-    """Descriptor of an unnamed file in memory, with its size reserved."""
+def create_segment(num_bytes: int, *, user: str, instead: str) -> int:
+    """Descriptor of an unnamed file in memory, with its size reserved. user, instead: for the message if it is full."""
     try:
         descriptor = os.open(SHARED_MEMORY, os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -145,24 +149,27 @@ def _create(num_bytes: int) -> int:
     except OSError as error:
         os.close(descriptor)
         raise BudgetError(
-            f"the host path needs {num_bytes / 2**20:.0f} MiB of shared memory in {SHARED_MEMORY}: {error.strerror}; "
-            "make it larger (docker: --shm-size), or use the collective path"
+            f"{user} needs {num_bytes / 2**20:.0f} MiB of shared memory in {SHARED_MEMORY}: {error.strerror}; make it "
+            f"larger (docker: --shm-size), or {instead}"
         ) from error
     return descriptor
 
 
-def _open_existing(process: int, descriptor: int, inode: int) -> int:
-    """What another process of this machine has open; `inode` tells it from anything else."""
-    path = f"/proc/{process}/fd/{descriptor}"
-    why = "it is another file"
+def open_segment(process: int, descriptor: int, inode: int) -> int:
+    """What another process of this machine has open; `inode` tells it from anything else. OSError if it cannot be."""
+    opened = os.open(f"/proc/{process}/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC)
+    if os.fstat(opened).st_ino == inode:
+        return opened
+    os.close(opened)
+    raise OSError(errno.ESTALE, "it is another file")
+
+
+def _open_of_node(process: int, descriptor: int, inode: int) -> int:
     try:
-        opened = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        if os.fstat(opened).st_ino == inode:
-            return opened
-        os.close(opened)
+        return open_segment(process, descriptor, inode)
     except OSError as error:
-        why = str(error.strerror)
-    raise ExecuteError(
-        f"cannot open {path}, the shared memory that the first rank of this node made: {why}; ranks of a node must run "
-        "on one machine and see each other's processes (see ranks_per_node), otherwise use the collective path"
-    )
+        raise ExecuteError(
+            f"cannot open /proc/{process}/fd/{descriptor}, the shared memory that the first rank of this node made: "
+            f"{error.strerror}; ranks of a node must run on one machine and see each other's processes (see "
+            "ranks_per_node), otherwise use the collective path"
+        ) from error

@@ -27,8 +27,10 @@ from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.state.safetensors_names import Naming
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
+from equilibra.integrations.hf.published import dense_weights
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
+from equilibra.rollout.sampling import draw
 
 __all__ = ["Replica"]
 
@@ -63,29 +65,9 @@ class Replica:
     # --- weights ---
 
     def _published(self) -> dict[str, Tensor]:
-        experts = {f"model.layers.{n}.mlp." for n in self.blocks}
-        found: dict[str, Tensor] = {
-            name: value for name, value in self.model.state_dict().items()
-            if not any(name.startswith(prefix) for prefix in experts)
-        }  # fmt: skip
-        if self.folder.config.tie_word_embeddings:
-            found.pop("lm_head.weight", None)
+        found = dense_weights(self.model, self.folder, self.blocks)
         for number, block in enumerate(self.blocks.values()):
-            found.update(self._dense_of(number, block))
             found.update(self._experts_of(number, block.experts))
-        return found
-
-    def _dense_of(self, layer: int, block: Any) -> dict[str, Tensor]:  # noqa: ANN401
-        router, naming = getattr(block, self.folder.family.router), self.naming
-        found = {naming.name(naming.router, layer, "a router"): router.weight}
-        if getattr(router, "bias", None) is not None:
-            found[naming.name(naming.router_bias, layer, "a bias")] = router.bias
-        if hasattr(router, "e_score_correction_bias"):
-            found[naming.name(naming.selection_bias, layer, "a bias")] = router.e_score_correction_bias
-        if hasattr(block, "shared_experts"):
-            for matrix in ("gate_proj", "up_proj", "down_proj"):
-                name = naming.name(naming.shared, layer, "a shared expert", matrix=matrix)
-                found[name] = getattr(block.shared_experts, matrix).weight
         return found
 
     def _experts_of(self, layer: int, experts: Any) -> dict[str, Tensor]:  # noqa: ANN401
@@ -171,7 +153,7 @@ class Replica:
         cache.batch_select_indices(rows)
         logits, mask, active = logits[rows], mask[rows], list(growing)
         while True:
-            chosen, logprobs = _draw(logits, [one.next_noise() for one in active], temperature)
+            chosen, logprobs = draw(logits, [one.next_noise() for one in active], temperature)
             for one, token, logprob in zip(active, chosen.tolist(), logprobs.tolist(), strict=True):
                 one.add(token, logprob, self.end)
             going = [row for row, one in enumerate(active) if not one.through]
@@ -224,19 +206,6 @@ def _distinct(requests: list[Request]) -> tuple[list[NDArray[np.int64]], NDArray
     prompts: dict[bytes, int] = {}
     found = [prompts.setdefault(request.tokens.tobytes(), len(prompts)) for request in requests]
     return [np.frombuffer(raw, np.int64).copy() for raw in prompts], np.array(found, np.int64)
-
-
-def _draw(logits_BV: Tensor, noise: list[float], temperature: float) -> tuple[Tensor, Tensor]:
-    """Sample a token per row, the first whose cumulative probability exceeds the noise; and its log-prob."""
-    logits = logits_BV.double()
-    if temperature == 0:
-        chosen = logits.argmax(dim=-1)
-    else:
-        logits = logits / temperature
-        sums = logits.softmax(dim=-1).cumsum(dim=-1)
-        level = torch.tensor(noise, dtype=torch.float64, device=logits.device)[:, None] * sums[:, -1:]
-        chosen = torch.searchsorted(sums, level, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
-    return chosen, logits.log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
 
 
 def _experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401

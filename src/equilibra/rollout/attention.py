@@ -1,0 +1,252 @@
+"""An attention process: everything of a model but the experts, for its part of the requests.
+
+Symbols: B sequences of a micro-batch, T tokens it processes, L MoE layers, K experts per token, D width.
+
+A forward pass is a generator that stops at every MoE layer with what it needs of experts (`Routed`). While one
+micro-batch waits for its experts, the process works on the next: with m of them in flight neither side idles, as long
+as m * max(T_a, T_e) covers a round trip.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.errors import ExecuteError
+from equilibra.rollout.control import Ask, Loader, Target, apply_setting
+from equilibra.rollout.ends import Ends
+from equilibra.rollout.instances import Instances
+from equilibra.rollout.m2n import Pairs, Sender
+from equilibra.rollout.pages import PagedCache
+from equilibra.rollout.processes import Outbox
+from equilibra.rollout.scheduler import Batch, Growing, Scheduler
+
+__all__ = ["AttentionModel", "AttentionSetting", "Counts", "Pass", "Routed", "run_attention"]
+
+NAP_S = 0.05
+"""time after which a process looks around even if nobody woke it"""
+
+
+class Routed(NamedTuple):
+    """Where a forward pass stops: the tokens of an MoE layer, without padding."""
+
+    layer: int
+    hidden_TD: Tensor
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+
+Pass = Generator[Routed, Tensor, Tensor]
+"""takes the sum [T, D] of the experts' weighted results; returns logits [B, V] of last tokens"""
+
+
+class AttentionModel(Protocol):
+    """A model without its experts."""
+
+    @property
+    def targets(self) -> Mapping[str, list[Target]]:
+        """Dense tensors by published name."""
+
+    def forward(self, batch: Batch) -> Pass:
+        """Process a batch's tokens."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class AttentionSetting:
+    """What an attention process is."""
+
+    number: int
+    model: Callable[[torch.dtype, torch.device], AttentionModel]
+    """builds it in the process; picklable"""
+    num_layers: int
+    """MoE layers"""
+    num_experts: int
+    end: int
+    """token"""
+    micro_batches: int
+    places: int
+    """most sequences at a time"""
+    page: int
+    """tokens of a page"""
+    kv_tokens: int
+    prefill_tokens: int
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+
+@dataclass(kw_only=True, eq=False)
+class Counts:
+    """What an attention process has seen since it was last asked."""
+
+    tokens_LE: NDArray[np.int64]
+    """pairs of every expert"""
+    rows_LN: NDArray[np.int64]
+    """pairs that each expert process got"""
+    passes: int = 0
+    preempted: int = 0
+
+
+@dataclass(eq=False)
+class _Flight:
+    """A forward pass that waits for experts."""
+
+    batch: Batch
+    steps: Pass
+    routed: Routed
+    experts: list[NDArray[np.int32]] = field(default_factory=list)
+    """[T, K] layer by layer"""
+
+
+class _Process:
+    """State of an attention process."""
+
+    def __init__(self, setting: AttentionSetting, ends: Ends, instances: Instances, sender: Sender) -> None:
+        self.setting, self.ends, self.sender = setting, ends, sender
+        self.model = setting.model(setting.dtype, setting.device)
+        self.cache = PagedCache(
+            setting.kv_tokens // setting.page, setting.page, dtype=setting.dtype, device=setting.device
+        )
+        self.scheduler = Scheduler(
+            self.cache, micro_batches=setting.micro_batches, places=setting.places,
+            prefill_tokens=setting.prefill_tokens, end=setting.end,
+        )  # fmt: skip
+        self.instances, self.version = instances, 0
+        self.flights: dict[int, _Flight] = {}
+        """by micro-batch"""
+        self._pairs_LE = np.zeros((setting.num_layers, setting.num_experts), np.int64)
+        self.counts = self._fresh()
+
+    def _fresh(self) -> Counts:
+        shape = self.setting.num_layers, self.setting.num_experts
+        rows = np.zeros((shape[0], self.instances.num_processes), np.int64)
+        return Counts(tokens_LE=np.zeros(shape, np.int64), rows_LN=rows)
+
+    def use(self, instances: Instances) -> None:
+        self.instances, self.counts = instances, self._fresh()
+
+    def take_counts(self) -> Counts:
+        counts, self.counts = self.counts, self._fresh()
+        counts.preempted, self.scheduler.num_preempted = self.scheduler.num_preempted, 0
+        return counts
+
+    # --- micro-batches ---
+
+    def step(self) -> bool:
+        """Go on with every micro-batch that can; returns whether any could."""
+        moved = False
+        for number in range(self.setting.micro_batches):
+            flight = self.flights.get(number)
+            if flight is None:
+                batch = self.scheduler.next_batch(number, self.flights) if self.scheduler.busy else None
+                if batch is not None:
+                    self._advance(number, batch, self.model.forward(batch), None, [])
+                    moved = True
+            elif self.sender.arrived(number):
+                self._advance(number, flight.batch, flight.steps, self._combined(number, flight.routed), flight.experts)
+                moved = True
+        if moved:
+            self.ends.made_progress()
+        return moved
+
+    def _advance(
+        self, number: int, batch: Batch, steps: Pass, result: Tensor | None, experts: list[NDArray[np.int32]]
+    ) -> None:
+        """Run a pass up to its next MoE layer, or to its end."""
+        try:
+            routed = next(steps) if result is None else steps.send(result)
+        except StopIteration as ended:
+            self.flights.pop(number, None)
+            self._finish(batch, ended.value, experts)
+            return
+        chosen = routed.experts_TK.to(torch.int32).cpu().numpy()
+        self.flights[number] = _Flight(batch, steps, routed, [*experts, chosen])
+        self._send(number, routed, chosen)
+
+    def _send(self, number: int, routed: Routed, experts_TK: NDArray[np.int32]) -> None:
+        """Write every token to the processes that have an instance for it."""
+        layer, top_k, expert_P = routed.layer, experts_TK.shape[1], experts_TK.ravel()
+        process_P = self.instances.choose(layer, expert_P, self._pairs_LE[layer])
+        self.counts.tokens_LE[layer] += np.bincount(expert_P, minlength=self.setting.num_experts)
+        self.counts.rows_LN[layer] += np.bincount(process_P, minlength=self.instances.num_processes)
+        for process in np.unique(process_P).tolist():
+            place_P = np.flatnonzero(process_P == process)
+            place_P = place_P[np.argsort(expert_P[place_P], kind="stable")]
+            tokens_N, row_P = np.unique(place_P // top_k, return_inverse=True)
+            pairs = Pairs(
+                layer=layer, row_P=row_P.astype(np.int32), expert_P=expert_P[place_P], place_P=place_P.astype(np.int32)
+            )
+            self.sender.send(process, number, routed.hidden_TD, tokens_N, pairs)
+
+    def _combined(self, number: int, routed: Routed) -> Tensor:
+        """Weighted sum of every token's experts."""
+        num, top_k = routed.experts_TK.shape
+        results_TKD = self.sender.tray(number)[: num * top_k].view(num, top_k, -1)
+        return (results_TKD * routed.weights_TK.to(results_TKD.dtype)[:, :, None]).sum(dim=1)
+
+    def _finish(self, batch: Batch, logits_BV: Tensor, experts: list[NDArray[np.int32]]) -> None:
+        every = np.stack(experts, axis=1)
+        ends = np.cumsum(batch.sizes)[:-1]
+        self.scheduler.finish(batch, logits_BV, np.split(every, ends))
+        self.counts.passes += 1
+
+
+def run_attention(pipe: Connection, setting: AttentionSetting, ends: Ends, instances: Instances) -> None:
+    """Serve until the pipe closes."""
+    apply_setting(setting.device, setting.threads)
+    outbox = Outbox(pipe)
+    try:
+        process = _Process(setting, ends, instances, ends.sender(setting.number, setting.device))
+        outbox.send(ends.handle())
+        _serve(pipe, outbox, process)
+    finally:
+        outbox.close()
+
+
+def _serve(pipe: Connection, outbox: Outbox, process: _Process) -> None:
+    loader, scheduler = Loader(), process.scheduler
+    while True:
+        mark = process.sender.mark()
+        while pipe.poll():
+            _answer(outbox, pipe.recv(), process, loader)
+        moved = process.step()
+        for one in scheduler.take_done():
+            outbox.send((one.number, one.generation(process.version)))
+            moved = True
+        if moved:
+            continue
+        if not process.flights and scheduler.busy:
+            queued = len(scheduler.waiting) + len(scheduler.aside)
+            raise ExecuteError(
+                f"{scheduler.num_running} running and {queued} waiting sequences cannot go on, "
+                f"with {process.cache.num_free} of {process.cache.num_pages} pages free: a defect"
+            )
+        process.sender.wait(mark, NAP_S)
+
+
+def _answer(outbox: Outbox, asked: Any, process: _Process, loader: Loader) -> None:  # noqa: ANN401
+    what, value = asked
+    if what is Ask.GENERATE:
+        process.scheduler.temperature, requests = value
+        process.scheduler.add([Growing.of(number, request) for number, request in requests])
+    elif what is Ask.INSTANCES:
+        process.use(value)
+    elif what is Ask.LOAD_BEGIN:
+        process.version = value
+        loader.begin(process.model.targets)
+    elif what is Ask.LOAD:
+        outbox.send(loader.take(*value))
+    elif what is Ask.LOAD_END:
+        outbox.send(loader.missing())
+    elif what is Ask.COUNTS:
+        outbox.send(process.take_counts())
+    elif what is Ask.CONNECT:
+        process.ends.connect(value)
+        outbox.send(None)

@@ -1,0 +1,163 @@
+"""An expert process: it has some experts of every MoE layer and computes rows that attention processes write to it.
+
+Symbols: N rows, P pairs of (token, expert), D width.
+
+It takes what is there: all messages of the layer that has waited longest are computed together, so experts get more
+rows at a time when several attention processes keep it busy, and nobody waits for an attention process that is idle.
+Its weights are rows of one buffer: homes, and spare slots for copies of hot experts.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from equilibra.core.errors import InputError
+from equilibra.execute.experts import expert_math
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts.weights import FlatLayout
+from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.state.safetensors_names import Naming
+from equilibra.rollout.control import Ask, Loader, Target, apply_setting
+from equilibra.rollout.ends import Ends
+from equilibra.rollout.instances import Instances
+from equilibra.rollout.m2n import Message, Receiver
+
+__all__ = ["ExpertSetting", "ExpertShare", "run_experts"]
+
+NAP_S = 0.05
+"""time after which a process looks around even if nobody woke it"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ExpertSetting:
+    """What an expert process is."""
+
+    number: int
+    spec: MoESpec
+    naming: Naming
+    num_layers: int
+    spare_slots: int
+    """per layer"""
+    dtype: torch.dtype
+    device: torch.device
+    threads: int
+
+
+class ExpertShare:
+    """The weights of one process."""
+
+    def __init__(self, setting: ExpertSetting, instances: Instances) -> None:
+        self.setting, self.layout = setting, FlatLayout(setting.spec)
+        self.homes = [instances.experts_on(setting.number, layer) for layer in range(setting.num_layers)]
+        num_slots = sum(map(len, self.homes)) + setting.num_layers * setting.spare_slots
+        self.rows_SP = torch.zeros(num_slots, self.layout.size, dtype=setting.dtype, device=setting.device)
+        self._parts = self.layout.experts(self.rows_SP)
+        self.slot_of: dict[tuple[int, int], int] = {}
+        self.assign(instances)
+
+    def assign(self, instances: Instances) -> list[tuple[int, int]]:
+        """Give slots to instances; returns the copies that are new here. Homes keep theirs."""
+        before, self.slot_of, slot = self.slot_of, {}, 0
+        for layer, experts in enumerate(self.homes):
+            for expert in experts:
+                self.slot_of[layer, expert] = slot
+                slot += 1
+        new = []
+        for layer in range(self.setting.num_layers):
+            free = set(range(slot, slot + self.setting.spare_slots))
+            copies = instances.copies_on(self.setting.number, layer)
+            kept = [e for e in copies if before.get((layer, e)) in free]
+            for expert in kept:
+                self.slot_of[layer, expert] = before[layer, expert]
+                free.remove(before[layer, expert])
+            for expert in sorted(set(copies) - set(kept)):
+                self.slot_of[layer, expert] = free.pop()
+                new.append((layer, expert))
+            slot += self.setting.spare_slots
+        return new
+
+    def parts_of(self, layer: int, expert: int) -> ExpertParts:
+        return self._parts[self.slot_of[layer, expert]]
+
+    def targets(self) -> dict[str, list[Target]]:
+        """Where published tensors go, by name."""
+        setting, found = self.setting, dict[str, list[Target]]()
+        for layer, expert in self.slot_of:
+            entries = setting.naming.entries(setting.spec, layer, expert, self.parts_of(layer, expert))
+            for entry in entries:
+                row = expert if setting.naming.stacked else None
+                target = Target(view=entry.value, shape=entry.shape, row=row)
+                found.setdefault(entry.name, []).append(target)
+        return found
+
+    def compute(self, layer: int, messages: list[Message]) -> list[Tensor]:
+        """Results [P, D] of every message's pairs, in their order."""
+        expert_P = np.concatenate([message.pairs.expert_P for message in messages])
+        rows_PD = torch.cat([
+            message.rows_ND[torch.from_numpy(message.pairs.row_P.astype(np.int64)).to(message.rows_ND.device)]
+            for message in messages
+        ])  # fmt: skip
+        order = None
+        if len(messages) > 1:  # a message is sorted by expert already
+            order = torch.from_numpy(np.argsort(expert_P, kind="stable")).to(rows_PD.device)
+            rows_PD, expert_P = rows_PD[order], np.sort(expert_P)
+        experts, sizes = np.unique(expert_P, return_counts=True)
+        try:
+            parts = [self.parts_of(layer, expert) for expert in experts.tolist()]
+        except KeyError as error:
+            raise InputError(f"a token was sent to expert process {self.setting.number} for {error}") from error
+        results, _ = expert_math.forward(self.setting.spec.activation, rows_PD, sizes.tolist(), parts, keep=False)
+        if order is not None:
+            sorted_results, results = results, torch.empty_like(results)
+            results[order] = sorted_results
+        return list(torch.split(results, [message.pairs.row_P.size for message in messages]))
+
+
+def run_experts(pipe: Connection, setting: ExpertSetting, ends: Ends, instances: Instances) -> None:
+    """Serve until the pipe closes."""
+    apply_setting(setting.device, setting.threads)
+    receiver: Receiver = ends.receiver(setting.number, setting.device)
+    share = ExpertShare(setting, instances)
+    loader = Loader()
+    pipe.send(ends.handle())
+    while True:
+        mark = receiver.mark()
+        messages = receiver.ready()
+        if messages:
+            layer = messages[0].pairs.layer
+            chosen = [message for message in messages if message.pairs.layer == layer]
+            for message, results in zip(chosen, share.compute(layer, chosen), strict=True):
+                receiver.reply(message, results)
+            ends.made_progress()
+        elif pipe.poll():
+            _answer(pipe, pipe.recv(), share, loader, ends)
+        else:
+            receiver.wait(mark, NAP_S)
+
+
+def _answer(pipe: Connection, asked: Any, share: ExpertShare, loader: Loader, ends: Ends) -> None:  # noqa: ANN401
+    what, value = asked
+    if what is Ask.INSTANCES:
+        pipe.send(share.assign(value))
+    elif what is Ask.LOAD_BEGIN:
+        loader.begin(share.targets())
+    elif what is Ask.LOAD:
+        pipe.send(loader.take(*value))
+    elif what is Ask.LOAD_END:
+        pipe.send(loader.missing())
+    elif what is Ask.EXPORT:
+        where, wanted = value
+        pipe.send(loader.export(where, [share.rows_SP[share.slot_of[one]] for one in wanted]))
+    elif what is Ask.IMPORT:
+        where, placed = value
+        loader.copy_in(where, [(at, share.rows_SP[share.slot_of[one]]) for one, at in placed])
+        pipe.send(None)
+    elif what is Ask.CONNECT:
+        ends.connect(value)
+        pipe.send(None)

@@ -1,0 +1,260 @@
+"""M2N: rows of tokens from M senders (attention) to N receivers (experts) and back, by one-sided writes.
+
+Symbols: M senders, N receivers, S slots (micro-batches in flight per sender), T tokens of a micro-batch, K experts per
+token, P pairs of (token, expert), D width of a row.
+
+    box [M, N, S]     T rows at the receiver, for each sender and slot
+    tray [M, S]       T x K rows at the sender: every receiver writes its results where the message says
+    header            what a message is about: layer, rows, and for each pair its row in the box, its expert and its
+                      place in the tray; always in host memory
+    signal            number of the message that is complete; a receiver looks only there
+
+Buffers are made and registered once; a message is a copy of rows, a header and a signal, without a call into a
+communication library and without waiting for the other side. A box is free again once its results are back, so nobody
+overwrites what is not yet read. Nothing is sent to a receiver that no token needs.
+
+`SharedMesh` has everything in memory that the processes share; `m2n_cuda` has boxes and trays on GPUs, `m2n_gloo` sends
+them between machines.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.rollout.memory import Memory
+from equilibra.rollout.wake import Word
+
+__all__ = ["MeshShape", "Message", "Pairs", "Receiver", "Sender", "SharedMesh", "SharedReceiver", "SharedSender"]
+
+LAYER, ROWS, PAIRS, FIXED = 0, 1, 2, 4
+ALIGNMENT = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class MeshShape:
+    """Sizes of all buffers."""
+
+    senders: int
+    receivers: int
+    slots: int
+    tokens: int
+    """most tokens of a micro-batch"""
+    top_k: int
+    width: int
+    dtype: torch.dtype
+
+    @property
+    def row_bytes(self) -> int:
+        return self.width * self.dtype.itemsize
+
+    @property
+    def processes(self) -> int:
+        return self.senders + self.receivers
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Pairs:
+    """The (token, expert) pairs of a message, sorted by expert."""
+
+    layer: int
+    row_P: NDArray[np.int32]
+    """row of the token in the message"""
+    expert_P: NDArray[np.int32]
+    place_P: NDArray[np.int32]
+    """row of the result in the sender's tray"""
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Message:
+    """What a receiver gets."""
+
+    sender: int
+    slot: int
+    pairs: Pairs
+    rows_ND: Tensor
+    """view of the box"""
+
+
+class Sender(Protocol):
+    """One attention process's end."""
+
+    def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
+        """Write rows of `hidden` into the receiver's box."""
+
+    def arrived(self, slot: int) -> bool:
+        """Whether all results of what was sent from the slot are in its tray."""
+
+    def tray(self, slot: int) -> Tensor:
+        """[T * K, D]"""
+
+    def mark(self) -> int:
+        """Taken before looking for anything, and given to `wait`."""
+
+    def wait(self, mark: int, timeout_s: float) -> None:
+        """Sleep until something has come since the mark."""
+
+
+class Receiver(Protocol):
+    """One expert process's end."""
+
+    def ready(self) -> list[Message]:
+        """Messages not answered yet, oldest first."""
+
+    def reply(self, message: Message, results_PD: Tensor) -> None:
+        """Write results into the sender's tray; the box is the sender's again."""
+
+    def mark(self) -> int:
+        """Taken before looking for anything, and given to `wait`."""
+
+    def wait(self, mark: int, timeout_s: float) -> None:
+        """Sleep until something has come since the mark."""
+
+
+class SharedMesh:
+    """All buffers in memory that every process maps."""
+
+    def __init__(self, memory: Memory, shape: MeshShape) -> None:
+        self.memory, self.shape = memory, shape
+        of = shape.senders, shape.receivers, shape.slots
+        words, headers, boxes, trays, _ = self._offsets(shape)
+        self.sent = memory.numpy(words, of, np.int64)
+        """[M, N, S] signals of messages"""
+        self.answered = memory.numpy(words + self.sent.nbytes, of, np.int64)
+        """[M, N, S] signals of results"""
+        self.announced = memory.numpy(words + 2 * self.sent.nbytes, of, np.int64)
+        """[M, N, S] messages that are on their way"""
+        after = words + 3 * self.sent.nbytes
+        self.progress = memory.numpy(after, (shape.processes,), np.int64)
+        """passes that every process has made: senders, then receivers"""
+        self.wake = memory.numpy(after + self.progress.nbytes, (shape.processes,), np.int32)
+        """words that senders, then receivers, wait for"""
+        self.headers = memory.numpy(headers, (*of, FIXED + 3 * shape.tokens * shape.top_k), np.int32)
+        if boxes < memory.num_bytes:
+            self.boxes = memory.tensor(boxes, (*of, shape.tokens, shape.width), shape.dtype)
+            trays_of = shape.senders, shape.slots, shape.tokens * shape.top_k, shape.width
+            self.trays = memory.tensor(trays, trays_of, shape.dtype)
+
+    @staticmethod
+    def _offsets(shape: MeshShape) -> tuple[int, ...]:
+        """First bytes of signals, headers, boxes, trays, and the end."""
+        of = shape.senders * shape.receivers * shape.slots
+        sizes = (
+            3 * 8 * of + 12 * shape.processes,
+            of * 4 * (FIXED + 3 * shape.tokens * shape.top_k),
+            of * shape.tokens * shape.row_bytes,
+            shape.senders * shape.slots * shape.tokens * shape.top_k * shape.row_bytes,
+        )
+        ends = np.cumsum([-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]).tolist()
+        return (0, *ends)
+
+    @classmethod
+    def num_bytes(cls, shape: MeshShape, *, on_device: bool = False) -> int:
+        """Shared memory for a shape. on_device: boxes and trays are elsewhere."""
+        offsets = cls._offsets(shape)
+        return offsets[2] if on_device else offsets[4]
+
+    def word(self, process: int, writer: int) -> Word:
+        return Word(self.wake, process, writer=writer, processes=self.shape.processes)
+
+
+class SharedSender:
+    """A sender's end in shared memory."""
+
+    def __init__(self, mesh: SharedMesh, number: int) -> None:
+        self.mesh, self.number = mesh, number
+        shape = mesh.shape
+        self._words = [mesh.word(shape.senders + receiver, number) for receiver in range(shape.receivers)]
+        self._own = mesh.word(number, number)
+        self._count = np.zeros((shape.receivers, shape.slots), np.int64)
+
+    def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
+        header, num = self.mesh.headers[self.number, receiver, slot], pairs.row_P.size
+        header[:FIXED] = pairs.layer, tokens_N.size, num, 0
+        header[FIXED : FIXED + 3 * num].reshape(3, num)[:] = pairs.row_P, pairs.expert_P, pairs.place_P
+        self._put(self._box(receiver, slot)[: tokens_N.size], hidden_TD, torch.from_numpy(tokens_N))
+        self._count[receiver, slot] += 1
+        self.mesh.announced[self.number, receiver, slot] = self._count[receiver, slot]
+        self._signal(receiver, slot, int(self._count[receiver, slot]))
+        self._words[receiver].wake()
+
+    def _box(self, receiver: int, slot: int) -> Tensor:
+        return self.mesh.boxes[self.number, receiver, slot]
+
+    def _put(self, box_ND: Tensor, hidden_TD: Tensor, tokens_N: Tensor) -> None:
+        torch.index_select(hidden_TD, 0, tokens_N, out=box_ND)
+
+    def _signal(self, receiver: int, slot: int, value: int) -> None:
+        self.mesh.sent[self.number, receiver, slot] = value
+
+    def arrived(self, slot: int) -> bool:
+        return bool((self.mesh.answered[self.number, :, slot] == self._count[:, slot]).all())
+
+    def tray(self, slot: int) -> Tensor:
+        return self.mesh.trays[self.number, slot]
+
+    def mark(self) -> int:
+        return self._own.value()
+
+    def wait(self, mark: int, timeout_s: float) -> None:
+        self._own.wait(mark, timeout_s)
+
+
+class SharedReceiver:
+    """A receiver's end in shared memory."""
+
+    def __init__(self, mesh: SharedMesh, number: int) -> None:
+        self.mesh, self.number = mesh, number
+        shape = mesh.shape
+        me = shape.senders + number
+        self._words = [mesh.word(sender, me) for sender in range(shape.senders)]
+        self._own = mesh.word(me, me)
+        self._answered = np.zeros((shape.senders, shape.slots), np.int64)
+        self._order: dict[tuple[int, int], int] = {}
+        self._count = 0
+
+    def ready(self) -> list[Message]:
+        sent = self.mesh.sent[:, self.number]
+        for sender, slot in np.argwhere(sent > self._answered).tolist():
+            if (sender, slot) not in self._order:
+                self._count += 1
+                self._order[sender, slot] = self._count
+        return [self._message(sender, slot) for sender, slot in sorted(self._order, key=self._order.__getitem__)]
+
+    def _message(self, sender: int, slot: int) -> Message:
+        header = self.mesh.headers[sender, self.number, slot]
+        num = int(header[PAIRS])
+        row_P, expert_P, place_P = header[FIXED : FIXED + 3 * num].reshape(3, num)
+        pairs = Pairs(layer=int(header[LAYER]), row_P=row_P, expert_P=expert_P, place_P=place_P)
+        return Message(sender=sender, slot=slot, pairs=pairs, rows_ND=self._box(sender, slot)[: int(header[ROWS])])
+
+    def _box(self, sender: int, slot: int) -> Tensor:
+        return self.mesh.boxes[sender, self.number, slot]
+
+    def reply(self, message: Message, results_PD: Tensor) -> None:
+        sender, slot = message.sender, message.slot
+        self._put(self._tray(sender, slot), torch.from_numpy(message.pairs.place_P.astype(np.int64)), results_PD)
+        del self._order[sender, slot]
+        self._answered[sender, slot] += 1
+        self._signal(sender, slot, int(self._answered[sender, slot]))
+        self._words[sender].wake()
+
+    def _tray(self, sender: int, slot: int) -> Tensor:
+        return self.mesh.trays[sender, slot]
+
+    def _put(self, tray: Tensor, places_P: Tensor, results_PD: Tensor) -> None:
+        tray.index_copy_(0, places_P, results_PD)
+
+    def _signal(self, sender: int, slot: int, value: int) -> None:
+        self.mesh.answered[sender, self.number, slot] = value
+
+    def mark(self) -> int:
+        return self._own.value()
+
+    def wait(self, mark: int, timeout_s: float) -> None:
+        self._own.wait(mark, timeout_s)

@@ -1,0 +1,127 @@
+"""A paged KV cache: which pages a sequence has, and the tensors behind them.
+
+Symbols: B sequences, T tokens a forward pass adds to each (padded), C longest cached sequence, H heads, D width.
+
+A page holds the keys and values of a few consecutive tokens in all layers. Sequences with the same prompt share its
+full pages. `PagedView` is what transformers' attention modules take for a cache: they add the keys and values of new
+tokens and get those of all tokens. Shapes come from the modules, so families with compressed caches work alike.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+__all__ = ["PagedCache", "PagedView", "Saved"]
+
+Saved = dict[int, tuple[Tensor, Tensor]]
+"""keys and values of one sequence by layer, outside the cache"""
+
+
+class PagedCache:
+    """Pages of one attention process."""
+
+    def __init__(self, num_pages: int, page: int, *, dtype: torch.dtype, device: torch.device) -> None:
+        """page: tokens per page."""
+        self.num_pages, self.page, self.dtype, self.device = num_pages, page, dtype, device
+        self._free = list(range(num_pages))[::-1]
+        self._users = [0] * num_pages
+        self._layers: dict[int, tuple[Tensor, Tensor]] = {}
+        """[pages * page, H, D] keys and values, made when a layer first runs"""
+
+    def pages_for(self, tokens: int) -> int:
+        return -(-tokens // self.page)
+
+    @property
+    def num_free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        """Free pages; there must be enough."""
+        assert count <= len(self._free)
+        taken = [self._free.pop() for _ in range(count)]
+        for number in taken:
+            self._users[number] = 1
+        return taken
+
+    def drop(self, pages: Sequence[int]) -> None:
+        """Give pages back; those that others share stay."""
+        for number in pages:
+            self._users[number] -= 1
+            if self._users[number] == 0:
+                self._free.append(number)
+
+    def fork(self, pages: Sequence[int], tokens: int) -> list[int]:
+        """Pages of a second sequence with the same first tokens: full ones are shared, the last one is copied."""
+        full = tokens // self.page
+        for number in pages[:full]:
+            self._users[number] += 1
+        forked = list(pages[:full])
+        if tokens % self.page:
+            forked += self.take(1)
+            source, target = self._slots(pages[full : full + 1]), self._slots(forked[-1:])
+            for layer in self._layers.values():
+                for values in layer:
+                    values[target] = values[source]
+        return forked
+
+    def _slots(self, pages: Sequence[int]) -> Tensor:
+        first = torch.tensor(pages, dtype=torch.long, device=self.device)[:, None] * self.page
+        return (first + torch.arange(self.page, device=self.device)).flatten()
+
+    def save(self, pages: Sequence[int], tokens: int) -> Saved:
+        """What a sequence has in its pages, in host memory."""
+        slots = self._slots(pages)[:tokens]
+        return {layer: (k[slots].cpu(), v[slots].cpu()) for layer, (k, v) in self._layers.items()}
+
+    def restore(self, pages: Sequence[int], saved: Saved) -> None:
+        """Put it into other pages."""
+        for layer, (keys, values) in saved.items():
+            slots = self._slots(pages)[: len(keys)]
+            for target, source in zip(self._layers[layer], (keys, values), strict=True):
+                target[slots] = source.to(self.device)
+
+    def layer(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """A layer's tensors; zeros at first, because masked positions are read too."""
+        if number not in self._layers:
+            rows = self.num_pages * self.page
+            self._layers[number] = tuple(  # type: ignore[assignment]
+                torch.zeros(rows, one.shape[1], one.shape[3], dtype=one.dtype, device=one.device)
+                for one in (key, value)
+            )
+        return self._layers[number]
+
+
+class PagedView:
+    """The cache of the sequences of one forward pass."""
+
+    def __init__(
+        self, cache: PagedCache, tables: Sequence[Sequence[int]], cached: Sequence[int], valid_BT: Tensor
+    ) -> None:
+        """tables: pages of each sequence, enough for its new tokens. cached: its tokens before. valid: no padding."""
+        self.cache, self.valid_BT = cache, valid_BT
+        self.longest = max(had + int(new) for had, new in zip(cached, valid_BT.sum(dim=1).tolist(), strict=True))
+        width = cache.pages_for(self.longest)
+        padded = [[*table[:width], *[0] * (width - len(table))] for table in tables]
+        self._tables_BP = torch.tensor(padded, dtype=torch.long, device=cache.device)
+        first = torch.tensor(cached, device=cache.device)[:, None]
+        self.positions_BT = first + torch.arange(valid_BT.shape[1], device=cache.device)
+        """[B, T] position of each new token; 0 for padding"""
+        self.positions_BT = torch.where(valid_BT, self.positions_BT, 0)
+        page_BT = self._tables_BP.gather(1, self.positions_BT // cache.page)
+        self._slots_N = (page_BT * cache.page + self.positions_BT % cache.page)[valid_BT]
+
+    def update(
+        self, key: Tensor, value: Tensor, layer: int, *_more: object, **_others: object
+    ) -> tuple[Tensor, Tensor]:
+        """Add [B, H, T, D] keys and values of a layer; returns all [B, H, C, D], padded on the right."""
+        found = self.cache.layer(layer, key, value)
+        return self._updated(found[0], key), self._updated(found[1], value)
+
+    def _updated(self, kept: Tensor, new: Tensor) -> Tensor:
+        kept[self._slots_N] = new.transpose(1, 2)[self.valid_BT]
+        by_page = kept.view(self.cache.num_pages, self.cache.page, *kept.shape[1:])
+        every = by_page[self._tables_BP].flatten(1, 2)[:, : self.longest]
+        return every.transpose(1, 2)

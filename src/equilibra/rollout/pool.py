@@ -1,0 +1,314 @@
+"""A disaggregated rollout engine: M attention processes, N expert processes, and what they are told.
+
+    with Pool(setting, model, timeout_s=120.0) as pool:
+        pool.load_weights(weights, version=0)                    # (published name, tensor), in any order
+        answers = pool.generate(requests, temperature=1.0)
+
+Requests are dealt out as places become free, so no attention process waits while another has a queue; those with the
+same prompt stay together. Expert processes are balanced between steps: the routing of the last answers says which
+experts get copies, and shares of their tokens.
+"""
+
+from __future__ import annotations
+
+import socket
+from collections import deque
+from collections.abc import Iterable, Sequence
+from multiprocessing.connection import wait
+from time import monotonic
+from typing import Any, Self
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from equilibra.core.errors import BudgetError, ExecuteError, InputError, RankLostError
+from equilibra.execute.experts.weights import FlatLayout
+from equilibra.rl.engine import Generation, Request
+from equilibra.rl.mismatch import unit_roundoff
+from equilibra.rollout.attention import AttentionSetting, Counts, run_attention
+from equilibra.rollout.control import Ask, Took, parcels
+from equilibra.rollout.ends import Ends
+from equilibra.rollout.experts import ExpertSetting, run_experts
+from equilibra.rollout.instances import Instances, homes_only, imbalance_of, plan_instances
+from equilibra.rollout.m2n import MeshShape, SharedMesh
+from equilibra.rollout.memory import Memory
+from equilibra.rollout.processes import Failed, Job, Worker, Workers
+from equilibra.rollout.setting import PoolModel, PoolSetting, Statistics
+from equilibra.rollout.wake import supported
+
+__all__ = ["Pool"]
+
+START_S = 300.0
+"""time in which workers must load their libraries"""
+TICK_S = 1.0
+PAD_BYTES = 64
+"""between experts on their way from one process to another"""
+
+
+class Pool:
+    """An engine; `close` it, or use it in a `with` block."""
+
+    def __init__(self, setting: PoolSetting, model: PoolModel, *, timeout_s: float = 120.0) -> None:
+        """Start the processes. timeout_s: without progress, after which they count as lost."""
+        if not supported():
+            raise InputError("the disaggregated engine needs Linux on x86-64: use another rollout engine")
+        self.setting, self.model, self.timeout_s = setting, model, timeout_s
+        spec, counts = model.spec, (model.num_layers, model.spec.num_experts)
+        self.instances = homes_only(*counts, setting.experts)
+        self.version: int | None = None
+        self._tokens_LE, self._rows_LN, self._passes, self._preempted = self._nothing()
+        self._broken: str | None = None
+        shape = MeshShape(
+            senders=setting.attention, receivers=setting.experts, slots=setting.micro_batches,
+            tokens=max(setting.prefill_tokens, -(-setting.places // setting.micro_batches)), top_k=spec.top_k,
+            width=spec.hidden, dtype=model.dtype,
+        )  # fmt: skip
+        on_device = model.device.type == "cuda"
+        self._memory = Memory.create(SharedMesh.num_bytes(shape, on_device=on_device))
+        self._mesh = SharedMesh(self._memory, shape)
+        self._words = [self._mesh.word(number, shape.processes) for number in range(shape.processes)]
+        address = f"tcp://127.0.0.1:{_free_port()}" if setting.transport == "gloo" else ""
+        if address and on_device:
+            raise InputError("transport gloo is for CPUs: use shared on GPUs")
+        jobs = self._jobs(Ends(shape, self._memory.where, address))
+        self._workers = Workers(jobs, load=["equilibra.rollout.experts", *model.load], start_s=START_S)
+        self._attention = self._workers.every[: setting.attention]
+        self._experts = self._workers.every[setting.attention :]
+        handles = [self._hear(worker, START_S) for worker in self._workers.every]
+        if any(handle is not None for handle in handles):
+            self._ask(self._workers.every, Ask.CONNECT, handles)
+
+    def _jobs(self, ends: Ends) -> list[Job]:
+        setting, model = self.setting, self.model
+        shared: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "threads": setting.threads}
+        jobs = []
+        for number in range(setting.attention):
+            attention = AttentionSetting(
+                number=number, model=model.attention, num_layers=model.num_layers, num_experts=model.spec.num_experts,
+                end=model.end, micro_batches=setting.micro_batches, places=setting.places, page=setting.page,
+                kv_tokens=setting.kv_tokens, prefill_tokens=setting.prefill_tokens, **shared,
+            )  # fmt: skip
+            name, given = f"attention process {number}", (attention, ends, self.instances)
+            jobs.append(Job(name=name, function=run_attention, arguments=given))
+        for number in range(setting.experts):
+            experts = ExpertSetting(
+                number=number, spec=model.spec, naming=model.naming, num_layers=model.num_layers,
+                spare_slots=setting.spare_slots, **shared,
+            )  # fmt: skip
+            name = f"expert process {number}"
+            jobs.append(Job(name=name, function=run_experts, arguments=(experts, ends, self.instances)))
+        return jobs
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """End all processes; may be called again."""
+        self._broken = self._broken or "it is closed"
+        self._workers.close()
+
+    @property
+    def roundoff(self) -> float:
+        return unit_roundoff(self.model.dtype, self.model.device.type)
+
+    # --- talking to workers ---
+
+    def _tell(self, worker: Worker, what: Ask, value: object) -> None:
+        if self._broken is not None:
+            raise ExecuteError(f"the rollout engine cannot be used any more: {self._broken}; start a new one")
+        try:
+            worker.pipe.send((what, value))
+        except OSError:
+            while True:  # what it said before its end, and how it ended
+                self._pump(self.timeout_s)
+        self._words[self._workers.every.index(worker)].wake()
+
+    def _pump(self, timeout_s: float) -> bool:
+        """Take what workers say into their inboxes; returns whether any said something. Raises if one is gone."""
+        ready = wait([worker.pipe for worker in self._workers.every], timeout_s)
+        for worker in self._workers.every:
+            if worker.pipe in ready:
+                try:
+                    said = worker.pipe.recv()
+                except (EOFError, OSError):
+                    raise self._failed(ExecuteError(f"{worker.name} {self._workers.ending_of(worker)}")) from None
+                if isinstance(said, Failed):
+                    raise self._failed(ExecuteError(f"{worker.name} failed with {said.kind}: {said.text}"))
+                worker.inbox.append(said)
+        return bool(ready)
+
+    def _hear(self, worker: Worker, timeout_s: float) -> Any:  # noqa: ANN401
+        """The worker's next message."""
+        end = monotonic() + timeout_s
+        while not worker.inbox:
+            if not self._pump(max(0.0, end - monotonic())) and monotonic() >= end:
+                raise self._failed(RankLostError(f"{worker.name} has not answered for {timeout_s:g} s"))
+        return worker.inbox.popleft()
+
+    def _ask(self, workers: Sequence[Worker], what: Ask, value: object) -> list[Any]:
+        for worker in workers:
+            self._tell(worker, what, value)
+        return [self._hear(worker, self.timeout_s) for worker in workers]
+
+    def _failed(self, error: ExecuteError) -> ExecuteError:
+        """End the others: an answer that lacks a process never comes."""
+        self._broken = self._broken or str(error)
+        self._workers.close()
+        return type(error)(f"the rollout engine lost its answers: {error}; start it again, or resume the run")
+
+    # --- weights and instances ---
+
+    def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
+        """Load new weights, and choose instances by the routing since the last time."""
+        self._collect()
+        if self._tokens_LE.any():
+            self._assign(self._planned())
+        for worker in self._workers.every:
+            self._tell(worker, Ask.LOAD_BEGIN, version)
+        refused = ""
+        for where, sent in parcels(weights):  # to the end in any case: the stream is collective
+            if refused:
+                continue
+            said: list[Took] = self._ask(self._workers.every, Ask.LOAD, (where, sent))
+            refused = next((took.refused for took in said if took.refused), "")
+            unknown = {one.name for one in sent}.difference(*(took.names for took in said))
+            if unknown and not refused:
+                refused = f"weight {min(unknown)} came, but the engine has no such weight"
+        if refused:
+            raise InputError(refused)
+        missing = {name for names in self._ask(self._workers.every, Ask.LOAD_END, None) for name in names}
+        if missing:
+            raise InputError(f"{len(missing)} weights are missing, among them {min(missing)}: all must come")
+        self.version = version
+
+    def rebalance(self) -> None:
+        """Choose instances by what was routed since the last time, and copy experts between processes."""
+        self._collect()
+        new = self._assign(self._planned())
+        row_bytes = FlatLayout(self.model.spec).size * self.model.dtype.itemsize + PAD_BYTES
+        for home, process in enumerate(self._experts):
+            taken = [[one for one in copies if self.instances.home_LE[one] == home] for copies in new]
+            wanted = sorted({one for copies in taken for one in copies})
+            if wanted:
+                memory = Memory.create(len(wanted) * row_bytes)
+                (offsets,) = self._ask([process], Ask.EXPORT, (memory.where, wanted))
+                at = dict(zip(wanted, offsets, strict=True))
+                for target, copies in zip(self._experts, taken, strict=True):
+                    self._ask([target], Ask.IMPORT, (memory.where, [(one, at[one]) for one in copies]))
+
+    def _planned(self) -> Instances:
+        return plan_instances(self._tokens_LE, self.setting.experts, spare_slots=self.setting.spare_slots)
+
+    def _assign(self, instances: Instances) -> list[list[tuple[int, int]]]:
+        """Tell everybody; returns the copies that are new to each expert process."""
+        self.instances = instances
+        self._tokens_LE, self._rows_LN, self._passes, self._preempted = self._nothing()
+        for worker in self._attention:
+            self._tell(worker, Ask.INSTANCES, instances)
+        return self._ask(self._experts, Ask.INSTANCES, instances)
+
+    def _nothing(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
+        num_layers = self.model.num_layers
+        tokens = np.zeros((num_layers, self.model.spec.num_experts), np.int64)
+        return tokens, np.zeros((num_layers, self.setting.experts), np.int64), 0, 0
+
+    def _collect(self) -> None:
+        counts: list[Counts] = self._ask(self._attention, Ask.COUNTS, None)
+        for one in counts:
+            self._tokens_LE += one.tokens_LE
+            self._rows_LN += one.rows_LN
+            self._passes += one.passes
+            self._preempted += one.preempted
+
+    def statistics(self) -> Statistics:
+        """Since the instances were last chosen."""
+        self._collect()
+        homes = np.zeros_like(self._rows_LN)
+        for layer, home_E in enumerate(self.instances.home_LE):
+            np.add.at(homes[layer], home_E, self._tokens_LE[layer])
+        return Statistics(
+            tokens_LE=self._tokens_LE.copy(), rows_LN=self._rows_LN.copy(), imbalance=imbalance_of(self._rows_LN),
+            imbalance_without_copies=imbalance_of(homes), passes=self._passes, preempted=self._preempted,
+        )  # fmt: skip
+
+    # --- answers ---
+
+    def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
+        """Answer all requests."""
+        if self.version is None:
+            raise InputError("the rollout engine has no weights yet: call load_weights first")
+        answers = self._without_work(requests)
+        queue = deque(self._bundles([n for n in range(len(requests)) if n not in answers], requests))
+        open_of = {worker: set[int]() for worker in self._attention}
+        last, seen = monotonic(), self._mesh.progress.copy()
+        while queue or any(open_of.values()):
+            self._deal(queue, open_of, requests, temperature)
+            said = self._pump(TICK_S)
+            for worker in self._attention:
+                while worker.inbox:
+                    number, answer = worker.inbox.popleft()
+                    answers[number] = answer
+                    open_of[worker].remove(number)
+            if said or not np.array_equal(seen, self._mesh.progress):
+                last, seen = monotonic(), self._mesh.progress.copy()
+            elif monotonic() - last > self.timeout_s:
+                raise self._failed(RankLostError(self._stuck(open_of)))
+        return [answers[number] for number in range(len(requests))]
+
+    def _without_work(self, requests: Sequence[Request]) -> dict[int, Generation]:
+        """Answers that need no process; BudgetError or InputError for requests that can never be answered."""
+        pages = self.setting.kv_tokens // self.setting.page
+        answers = {}
+        for number, request in enumerate(requests):
+            tokens = request.tokens.size + max(request.max_new - 1, 0)
+            if request.tokens.size == 0:
+                raise InputError(f"request {number} has no tokens: give it at least one")
+            if request.max_new == 0:
+                answers[number] = request.unanswered((self.model.num_layers, self.model.spec.top_k))
+            elif -(-tokens // self.setting.page) > pages:
+                raise BudgetError(
+                    f"request {number} needs {tokens} tokens of KV cache ({request.tokens.size} of its prompt and at "
+                    f"most {request.max_new} new ones), but an attention process has {pages * self.setting.page}: "
+                    "raise kv_tokens, or ask for less"
+                )
+        return answers
+
+    def _bundles(self, numbers: Sequence[int], requests: Sequence[Request]) -> list[list[int]]:
+        """Requests with the same prompt together, at most as many as fit an attention process's share."""
+        most = max(1, min(self.setting.places, -(-len(numbers) // self.setting.attention)))
+        found: dict[bytes, list[list[int]]] = {}
+        bundles = []
+        for number in numbers:
+            of_prompt = found.setdefault(requests[number].tokens.tobytes(), [])
+            if not of_prompt or len(of_prompt[-1]) >= most:
+                of_prompt.append([])
+                bundles.append(of_prompt[-1])
+            of_prompt[-1].append(number)
+        return bundles
+
+    def _deal(
+        self, queue: deque[list[int]], open_of: dict[Worker, set[int]], requests: Sequence[Request], temperature: float
+    ) -> None:
+        """Give bundles to the process with the fewest answers open, until all have some in reserve."""
+        reserve = self.setting.places + self.setting.micro_batches
+        while queue:
+            worker = min(self._attention, key=lambda one: len(open_of[one]))
+            if len(open_of[worker]) >= reserve:
+                return
+            bundle = queue.popleft()
+            open_of[worker].update(bundle)
+            self._tell(worker, Ask.GENERATE, (temperature, [(number, requests[number]) for number in bundle]))
+
+    def _stuck(self, open_of: dict[Worker, set[int]]) -> str:
+        waiting = ", ".join(f"{worker.name} ({len(some)} answers open)" for worker, some in open_of.items() if some)
+        return f"no process has made progress for {self.timeout_s:g} s; waiting for {waiting}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,89 @@
+"""What an engine is made of, and what it says of itself."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from equilibra.core.checks import check_choice, check_whole
+from equilibra.core.errors import InputError
+from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.state.safetensors_names import Naming
+from equilibra.rollout.attention import AttentionModel
+
+__all__ = ["PoolModel", "PoolSetting", "Statistics"]
+
+TRANSPORTS = ("shared", "gloo")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolSetting:
+    """Processes and memory of an engine."""
+
+    attention: int = 1
+    """attention processes"""
+    experts: int = 1
+    """expert processes"""
+    micro_batches: int = 2
+    """in flight per attention process"""
+    places: int = 64
+    """most answers that an attention process works on at a time"""
+    kv_tokens: int = 16_384
+    """tokens in the KV cache of an attention process"""
+    page: int = 16
+    """tokens of a page"""
+    prefill_tokens: int = 512
+    """most prompt tokens of a pass"""
+    spare_slots: int = 1
+    """copies of hot experts per layer and expert process"""
+    threads: int = 1
+    """of every process"""
+    transport: str = "shared"
+    """how rows travel: shared (memory of the machine; on GPUs, theirs) or gloo (connections)"""
+
+    def __post_init__(self) -> None:
+        check_choice("transport", self.transport, choices=TRANSPORTS)
+        for name in (one.name for one in fields(self) if one.name != "transport"):
+            check_whole(name, getattr(self, name), low=0 if name == "spare_slots" else 1, high=2**31 - 1)
+        if self.kv_tokens < self.page:
+            raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
+
+
+@dataclass(frozen=True, kw_only=True)
+class PoolModel:
+    """The model that an engine serves."""
+
+    spec: MoESpec
+    naming: Naming
+    num_layers: int
+    """MoE layers"""
+    attention: Callable[[torch.dtype, torch.device], AttentionModel]
+    """builds everything but the experts; picklable"""
+    load: tuple[str, ...] = ()
+    """modules to import before workers are forked"""
+    end: int
+    """token that ends an answer"""
+    dtype: torch.dtype
+    device: torch.device = field(default_factory=lambda: torch.device("cpu"))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Statistics:
+    """What the expert processes did since the instances were last chosen."""
+
+    tokens_LE: NDArray[np.int64]
+    """pairs of every expert"""
+    rows_LN: NDArray[np.int64]
+    """pairs that each expert process got"""
+    imbalance: float
+    """slowest over mean expert process, mean over layers"""
+    imbalance_without_copies: float
+    """the same if every expert had stayed at home"""
+    passes: int
+    """forward passes of micro-batches"""
+    preempted: int
+    """times that a sequence was set aside for another"""
