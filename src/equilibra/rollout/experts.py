@@ -53,11 +53,11 @@ class ExpertShare:
     """The weights of one process."""
 
     def __init__(self, setting: ExpertSetting, instances: Instances) -> None:
-        self.setting, self.layout = setting, FlatLayout(setting.spec)
+        self.setting, self.layout = setting, FlatLayout(setting.spec.part_shapes())
         self.homes = [instances.experts_on(setting.number, layer) for layer in range(setting.num_layers)]
         num_slots = sum(map(len, self.homes)) + setting.num_layers * setting.spare_slots
         self.rows_SP = torch.zeros(num_slots, self.layout.size, dtype=setting.dtype, device=setting.device)
-        self._parts = self.layout.experts(self.rows_SP)
+        self._parts: list[ExpertParts] = self.layout.experts(self.rows_SP)
         self.slot_of: dict[tuple[int, int], int] = {}
         self.assign(instances)
 

@@ -189,7 +189,7 @@ class Pool:
         """Choose instances by what was routed since the last time, and copy experts between processes."""
         self._collect()
         new = self._assign(self._planned())
-        row_bytes = FlatLayout(self.model.spec).size * self.model.dtype.itemsize + PAD_BYTES
+        row_bytes = FlatLayout(self.model.spec.part_shapes()).size * self.model.dtype.itemsize + PAD_BYTES
         for home, process in enumerate(self._experts):
             taken = [[one for one in copies if self.instances.home_LE[one] == home] for copies in new]
             wanted = sorted({one for copies in taken for one in copies})

@@ -69,7 +69,7 @@ def _random_weights(folder: ModelFolder, dtype: torch.dtype, seed: int) -> Itera
     for name, (target,) in HFAttention(folder, dtype, torch.device("cpu")).targets.items():
         yield name, target.view
     spec, naming = folder.spec, folder.family.naming_for(_moe_layers(folder))
-    layout, std = FlatLayout(spec), float(getattr(folder.config, "initializer_range", 0.02))
+    layout, std = FlatLayout(spec.part_shapes()), float(getattr(folder.config, "initializer_range", 0.02))
     for layer in range(len(_moe_layers(folder))):
         rows = np.random.default_rng([seed, layer]).normal(scale=std, size=(spec.num_experts, layout.size))
         experts: list[ExpertParts] = layout.experts(torch.from_numpy(rows).to(dtype))
