@@ -48,6 +48,8 @@ def test_the_comparison_notices(runs):
 def test_it_is_installed_once_and_where_nemo_rl_is(monkeypatch):
     with pytest.raises(InputError, match="call install\\(\\) in a policy worker with the Megatron backend"):
         nemo.install()
+    with pytest.raises(InputError, match="mode='live' needs no routing of a pass"):
+        nemo.install(MegatronSetting(mode="live"))
     for name, module in nemo_runs.modules().items():
         monkeypatch.setitem(nemo_runs.sys.modules, name, module)
     nemo.install()

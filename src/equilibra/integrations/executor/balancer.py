@@ -8,10 +8,10 @@ Ranks exchange counts; the ids stay on their rank.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, overload
 
 import numpy as np
 import torch
@@ -33,9 +33,28 @@ from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotCounts, SlotTable, contiguous_slots, slot_table
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "stage_group"]
+__all__ = ["LazyRouting", "Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "stage_group"]
 
 Routing = Sequence[Sequence[Tensor]]
+
+
+class LazyRouting(Sequence[Sequence[Tensor]]):
+    """Routing made on access from a framework's micro-batches: int64 ids of all of them would take gigabytes."""
+
+    def __init__(self, micro_batches: Sequence[Any], routing_of: Callable[[Any], Sequence[Tensor]]) -> None:
+        self.micro_batches, self.routing_of = micro_batches, routing_of
+
+    def __len__(self) -> int:
+        return len(self.micro_batches)
+
+    @overload
+    def __getitem__(self, number: int) -> Sequence[Tensor]: ...
+    @overload
+    def __getitem__(self, number: slice) -> Sequence[Sequence[Tensor]]: ...
+    def __getitem__(self, number: int | slice) -> Any:
+        if isinstance(number, slice):
+            return LazyRouting(self.micro_batches[number], self.routing_of)
+        return self.routing_of(self.micro_batches[number])
 
 
 def counts_of_world(count: int) -> list[int]:

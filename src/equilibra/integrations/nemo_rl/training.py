@@ -18,14 +18,15 @@ import logging
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from importlib import import_module
-from typing import Any, overload
+from typing import Any
 
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
+from equilibra.integrations.executor.balancer import LazyRouting
 from equilibra.integrations.megatron import Balancer, balance
 from equilibra.integrations.planned import MegatronSetting
 
@@ -42,13 +43,19 @@ NEEDED = ("model", "data_iterator", "num_microbatches", "forward_only", "use_rou
 
 def install(setting: MegatronSetting | None = None) -> PlannedPasses:
     """Plan the passes of this process's policy worker. The same setting on every worker."""
+    setting = setting or MegatronSetting()
+    if setting.mode != "replay":
+        raise InputError(
+            f"mode={setting.mode!r} needs no routing of a pass, so nothing to install: call "
+            "equilibra.integrations.megatron.balance on the worker's model"
+        )
     try:
         train, replay, worker = (import_module(name) for name in (TRAIN, REPLAY, WORKER))
     except ImportError as error:
         raise InputError(
             f"cannot plan NeMo-RL's passes here ({error}): call install() in a policy worker with the Megatron backend"
         ) from error
-    passes = PlannedPasses(getattr(replay, ROUTES), setting or MegatronSetting())
+    passes = PlannedPasses(getattr(replay, ROUTES), setting)
     planned = passes.around(getattr(worker, PASS))
     for module in (train, worker):  # the worker has imported it by name
         setattr(module, PASS, planned)
@@ -96,10 +103,8 @@ class PlannedPasses:
     def _begin(self, model: nn.Module | Sequence[nn.Module], batches: list[Any], *, forward_only: bool) -> Balancer:
         if self.balancer is None:
             self.balancer = balance(model, self.setting)
-        start = time.perf_counter()
-        step = self.balancer.begin(
-            _Routes(self.routes, model, batches), Stage.LOGPROB if forward_only else Stage.UPDATE
-        )
+        start, stage = time.perf_counter(), Stage.LOGPROB if forward_only else Stage.UPDATE
+        step = self.balancer.begin(LazyRouting(batches, partial(self._routing_of, model)), stage)
         self.metrics = {
             "imbalance_before": step.static_imbalance, "imbalance_after": step.planned_imbalance,
             "planning_s": time.perf_counter() - start,
@@ -111,24 +116,9 @@ class PlannedPasses:
             )  # fmt: skip
         return self.balancer
 
-
-class _Routes(Sequence[Sequence[Tensor]]):
-    """[M][L] ids [T, K], made on access: int64 ids of all micro-batches would take gigabytes."""
-
-    def __init__(self, routes: Callable[..., Any], model: Any, batches: list[Any]) -> None:  # noqa: ANN401
-        self.routes, self.model, self.batches = routes, model, batches
-
-    def __len__(self) -> int:
-        return len(self.batches)
-
-    @overload
-    def __getitem__(self, number: int) -> Sequence[Tensor]: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Sequence[Tensor]]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return _Routes(self.routes, self.model, self.batches[number])
-        routed = self.batches[number].routed_experts_cp_sharded
+    def _routing_of(self, model: Any, batch: Any) -> list[Tensor]:  # noqa: ANN401
+        """[L] ids [T, K] of a micro-batch."""
+        routed = batch.routed_experts_cp_sharded
         if routed is None:
-            raise InputError(f"micro-batch {number} has no routed_experts: the rollout did not return its routing")
-        return [ids for _, ids in self.routes(self.model, routed)]
+            raise InputError("a micro-batch has no routed_experts: the rollout did not return its routing")
+        return [ids for _, ids in self.routes(model, routed)]

@@ -15,7 +15,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, overload
+from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
@@ -23,6 +23,7 @@ from equilibra.core.checks import check_flag
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.events.imbalance import imbalance
+from equilibra.integrations.executor.balancer import LazyRouting
 from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
 from equilibra.integrations.planned import MegatronSetting
@@ -159,7 +160,7 @@ class BalancedEngine:
         if self.setting.mode != "replay" or not self.replays:
             return
         start = time.perf_counter()
-        step = self.balancer.begin(_Replayed(self, micro_batches), self._stage)
+        step = self.balancer.begin(LazyRouting(micro_batches, self.routing_of), self._stage)
         found = figures(step, self._stage) | {"planning_s": time.perf_counter() - start}
         part = "log_prob_" if self._stage is Stage.LOGPROB else ""
         self.waiting |= {f"equilibra/{part}{name}": value for name, value in found.items()}
@@ -203,25 +204,6 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
     """The balanced layers in their order."""
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if getattr(layer, "visits", None)]
     return sorted(found, key=lambda layer: int(layer.visits.layer))
-
-
-class _Replayed(Sequence[Sequence[Tensor]]):
-    """[M][L] ids [T, K], made on access: int64 ids of all micro-batches would take gigabytes."""
-
-    def __init__(self, engine: BalancedEngine, micro_batches: Sequence[Any]) -> None:
-        self.engine, self.micro_batches = engine, micro_batches
-
-    def __len__(self) -> int:
-        return len(self.micro_batches)
-
-    @overload
-    def __getitem__(self, number: int) -> Sequence[Tensor]: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Sequence[Tensor]]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return _Replayed(self.engine, self.micro_batches[number])
-        return self.engine.routing_of(self.micro_batches[number])
 
 
 def figures(step: Step, stage: Stage) -> dict[str, float]:
