@@ -77,7 +77,7 @@ def as_cells(schedule: Schedule, num_ranks: int) -> list[list[list[int]]]:
 def pack_sequences(
     lengths: Sequence[int], *, num_ranks: int, tokens_per_rank: int, multiple: int = 1, routes: Routes | None = None
 ) -> list[list[list[int]]]:
-    """[M][R] numbers of the sequences of an optimizer step, the same on every rank that passes the same.
+    """Numbers of an optimizer step's sequences by micro-batch and rank, the same on every rank that passes the same.
 
     lengths: tokens of every sequence of all data-parallel ranks. tokens_per_rank: budget of a rank in a micro-batch.
     multiple: that the number of micro-batches must be of (interleaved pipelines). routes: see `routes_of`.
