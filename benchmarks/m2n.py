@@ -262,7 +262,7 @@ def main() -> None:
     ]  # fmt: skip
     suite = suite_of(cases)
     rows = plain(suite.sections[asked.device](Setting(traces=None)))
-    about = environment() | {"repeats": asked.repeats}
+    about = environment() | {"repeats": asked.repeats, "load": os.getloadavg()[0]}
     if asked.device == "cuda":
         about["gpu"] = torch.cuda.get_device_name(0)
     command = f"python -m benchmarks.m2n --device {asked.device} --shapes {asked.shapes}"

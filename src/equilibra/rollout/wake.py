@@ -62,6 +62,7 @@ class Word:
         """Return once the word differs from `seen`, or after the timeout."""
         end = monotonic() + min(self._spin_s, timeout_s)
         while self.value() == seen:
+            os.sched_yield()  # the other process may need this core
             if monotonic() > end:
                 limit = _Timespec(int(timeout_s), int(timeout_s % 1 * 1e9))
                 self._call(
