@@ -98,7 +98,7 @@ class Watched:
         self._journal.calls.append(Call(what, where, number))
 
     def _where(self, copies: Any) -> Where:
-        return named(next(where for where, known in self._copies._lists.items() if known is copies))
+        return named(next(where for where, known in self._copies.lists.items() if known is copies))
 
     def publish(self, version: int, copied: Any) -> None:
         self._note("publish", number=version)
