@@ -81,19 +81,75 @@ def test_wrong_weights_are_refused_and_right_ones_still_load(model, pool):
         pool.load_weights([*every, ("strange", torch.zeros(2))])
     with pytest.raises(InputError, match=r"came with shape \[1, 32\], but the engine has \[300, 32\]"):
         pool.load_weights([(name, value[:1] if "embed" in name else value) for name, value in every])
+    with pytest.raises(InputError, match="no whole set of weights"):
+        pool.generate(model.requests, temperature=1.0)
     pool.load_weights(every, version=4)
     assert same(pool.generate(model.requests, temperature=1.0), model.answers, tolerance=FLOAT64)
+
+
+def test_weights_that_stop_coming_leave_no_mixture(model, pool):
+    def broken():
+        yield from list(model.weights())[:20]
+        raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        pool.load_weights(broken(), version=5)
+    with pytest.raises(InputError, match="no whole set of weights"):
+        pool.generate(model.requests, temperature=1.0)
+    pool.load_weights(model.weights(), version=4)
+    assert same(pool.generate(model.requests, temperature=1.0), model.answers, tolerance=FLOAT64)
+
+
+def test_weights_in_transit_are_let_go(model, pool):
+    pool.load_weights(model.weights(), version=4)
+    pool.generate(model.requests, temperature=1.0)
+    pool.rebalance()
+    for worker in pool._workers.every:
+        mapped = {
+            line.split()[4] for line in Path(f"/proc/{worker.pid}/maps").read_text().splitlines() if "/dev/shm" in line
+        }
+        assert len(mapped) == 1, "more than the buffers of M2N"
+
+
+def test_an_interrupted_call_leaves_no_answers_for_the_next(model, monkeypatch):
+    with model.pool(experts=2) as pool:
+        pump, calls = pool._pump, []
+
+        def interrupted(timeout_s):
+            calls.append(0)
+            if len(calls) == 3:
+                raise KeyboardInterrupt
+            return pump(timeout_s)
+
+        monkeypatch.setattr(pool, "_pump", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            pool.generate(model.requests, temperature=1.0)
+        with pytest.raises(ExecuteError, match="a call of generate ended with KeyboardInterrupt; start a new one"):
+            pool.generate(model.requests[:2], temperature=1.0)
+
+
+def test_a_process_that_does_not_read_hangs_nobody(model):
+    with model.pool(experts=2, timeout_s=2.0) as pool:
+        os.kill(pool._attention[0].pid, signal.SIGSTOP)
+        random = np.random.default_rng(0)
+        many = [Request(tokens=random.integers(2, 300, 9000), noise=random.random(4000)) for _ in range(12)]
+        with pytest.raises(ExecuteError, match="no process has made progress for 2 s"):
+            pool.generate(many, temperature=1.0)
 
 
 def test_requests_at_the_edges(model, pool):
     assert pool.generate([], temperature=1.0) == []
     prompt = model.requests[0].tokens
     (empty,) = pool.generate([Request(tokens=prompt, noise=np.zeros(0))], temperature=1.0)
-    assert (empty.tokens.size, empty.experts.shape) == (0, (prompt.size - 1, 2, 3))
+    assert (empty.tokens.size, empty.experts.shape, empty.version) == (0, (prompt.size - 1, 2, 3), 4)
     with pytest.raises(BudgetError, match=r"request 1 needs 16399 tokens .* has 16384: raise kv_tokens"):
         pool.generate([model.requests[0], Request(tokens=prompt[:2], noise=np.zeros(16_398))], temperature=1.0)
     with pytest.raises(InputError, match="request 0 has no tokens"):
         pool.generate([Request(tokens=prompt[:0], noise=np.zeros(3))], temperature=1.0)
+    with pytest.raises(InputError, match="request 0 has tokens -1 to 300, but the model knows 0 to 299"):
+        pool.generate([Request(tokens=np.array([-1, 300]), noise=np.zeros(3))], temperature=1.0)
+    with pytest.raises(InputError, match="temperature = -1: it must be at least 0"):
+        pool.generate(model.requests[:1], temperature=-1.0)
     one = pool.generate(model.requests[:1], temperature=1.0)
     assert same(one, model.answers[:1], tolerance=FLOAT64)
 

@@ -244,7 +244,7 @@ def _answer(outbox: Outbox, asked: Any, process: _Process, loader: Loader) -> No
     elif what is Ask.LOAD:
         outbox.send(loader.take(*value))
     elif what is Ask.LOAD_END:
-        outbox.send(loader.missing())
+        outbox.send(loader.end())
     elif what is Ask.COUNTS:
         outbox.send(process.take_counts())
     elif what is Ask.CONNECT:

@@ -104,8 +104,13 @@ class Loader:
                 self._missing.discard(parcel.name)
         return Took(taken, "")
 
-    def missing(self) -> list[str]:
+    def end(self) -> list[str]:
+        """Let go of the memory in transit; returns the names that have not come."""
+        self.release()
         return sorted(self._missing)
+
+    def release(self) -> None:
+        self._memory = self._where = None
 
     def export(self, where: Where, rows: Iterable[Tensor]) -> list[int]:
         memory, at, offsets = self._opened(where), 0, []

@@ -150,13 +150,16 @@ def _answer(pipe: Connection, asked: Any, share: ExpertShare, loader: Loader, en
     elif what is Ask.LOAD:
         pipe.send(loader.take(*value))
     elif what is Ask.LOAD_END:
-        pipe.send(loader.missing())
+        pipe.send(loader.end())
     elif what is Ask.EXPORT:
         where, wanted = value
-        pipe.send(loader.export(where, [share.rows_SP[share.slot_of[one]] for one in wanted]))
+        offsets = loader.export(where, [share.rows_SP[share.slot_of[one]] for one in wanted])
+        loader.release()
+        pipe.send(offsets)
     elif what is Ask.IMPORT:
         where, placed = value
         loader.copy_in(where, [(at, share.rows_SP[share.slot_of[one]]) for one, at in placed])
+        loader.release()
         pipe.send(None)
     elif what is Ask.CONNECT:
         ends.connect(value)

@@ -11,9 +11,11 @@ experts get copies, and shares of their tokens.
 
 from __future__ import annotations
 
+import math
 import socket
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from multiprocessing.connection import wait
 from time import monotonic
 from typing import Any, Self
@@ -120,11 +122,7 @@ class Pool:
     def _tell(self, worker: Worker, what: Ask, value: object) -> None:
         if self._broken is not None:
             raise ExecuteError(f"the rollout engine cannot be used any more: {self._broken}; start a new one")
-        try:
-            worker.pipe.send((what, value))
-        except OSError:
-            while True:  # what it said before its end, and how it ended
-                self._pump(self.timeout_s)
+        worker.outbox.send((what, value))
         self._words[self._workers.every.index(worker)].wake()
 
     def _pump(self, timeout_s: float) -> bool:
@@ -165,6 +163,7 @@ class Pool:
     def load_weights(self, weights: Iterable[tuple[str, Tensor]], *, version: int = 0) -> None:
         """Load new weights, and choose instances by the routing since the last time."""
         self._collect()
+        self.version = None  # until all have come, and if they never do
         if self._tokens_LE.any():
             self._assign(self._planned())
         for worker in self._workers.every:
@@ -188,6 +187,7 @@ class Pool:
     def rebalance(self) -> None:
         """Choose instances by what was routed since the last time, and copy experts between processes."""
         self._collect()
+        version, self.version = self.version, None
         new = self._assign(self._planned())
         row_bytes = FlatLayout(self.model.spec.part_shapes()).size * self.model.dtype.itemsize + PAD_BYTES
         for home, process in enumerate(self._experts):
@@ -199,6 +199,7 @@ class Pool:
                 at = dict(zip(wanted, offsets, strict=True))
                 for target, copies in zip(self._experts, taken, strict=True):
                     self._ask([target], Ask.IMPORT, (memory.where, [(one, at[one]) for one in copies]))
+        self.version = version
 
     def _planned(self) -> Instances:
         return plan_instances(self._tokens_LE, self.setting.experts, spare_slots=self.setting.spare_slots)
@@ -238,10 +239,22 @@ class Pool:
     # --- answers ---
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests."""
+        """Answer all requests; temperature 0 is greedy. If it is interrupted, the engine has ended."""
+        if not 0 <= temperature < math.inf:
+            raise InputError(f"temperature = {temperature:g}: it must be at least 0")
         if self.version is None:
-            raise InputError("the rollout engine has no weights yet: call load_weights first")
+            raise InputError("the rollout engine has no whole set of weights: call load_weights first")
         answers = self._without_work(requests)
+        try:
+            self._answer(requests, temperature, answers)
+        except BaseException as error:  # answers still to come would be taken for those of the next call
+            self._broken = self._broken or f"a call of generate ended with {type(error).__name__}"
+            self._workers.close()
+            raise
+        return [answers[number] for number in range(len(requests))]
+
+    def _answer(self, requests: Sequence[Request], temperature: float, answers: dict[int, Generation]) -> None:
+        """Fill in the answers that are missing."""
         queue = deque(self._bundles([n for n in range(len(requests)) if n not in answers], requests))
         open_of = {worker: set[int]() for worker in self._attention}
         last, seen = monotonic(), self._mesh.progress.copy()
@@ -257,7 +270,6 @@ class Pool:
                 last, seen = monotonic(), self._mesh.progress.copy()
             elif monotonic() - last > self.timeout_s:
                 raise self._failed(RankLostError(self._stuck(open_of)))
-        return [answers[number] for number in range(len(requests))]
 
     def _without_work(self, requests: Sequence[Request]) -> dict[int, Generation]:
         """Answers that need no process; BudgetError or InputError for requests that can never be answered."""
@@ -267,8 +279,14 @@ class Pool:
             tokens = request.tokens.size + max(request.max_new - 1, 0)
             if request.tokens.size == 0:
                 raise InputError(f"request {number} has no tokens: give it at least one")
+            if request.tokens.min() < 0 or request.tokens.max() >= self.model.vocabulary:
+                raise InputError(
+                    f"request {number} has tokens {request.tokens.min()} to {request.tokens.max()}, but the model "
+                    f"knows 0 to {self.model.vocabulary - 1}"
+                )
             if request.max_new == 0:
-                answers[number] = request.unanswered((self.model.num_layers, self.model.spec.top_k))
+                empty = request.unanswered((self.model.num_layers, self.model.spec.top_k))
+                answers[number] = replace(empty, version=self.version)
             elif -(-tokens // self.setting.page) > pages:
                 raise BudgetError(
                     f"request {number} needs {tokens} tokens of KV cache ({request.tokens.size} of its prompt and at "

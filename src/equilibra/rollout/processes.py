@@ -68,19 +68,8 @@ class Failed:
     text: str
 
 
-@dataclass(eq=False)
-class Worker:
-    """A running worker, as the process that started it sees it."""
-
-    name: str
-    pipe: Connection
-    pid: int = 0
-    inbox: deque[Any] = field(default_factory=deque)
-    """what it said and nobody has asked for yet"""
-
-
 class Outbox:
-    """A worker's end of its pipe whose messages are sent by a thread, so that the worker always hears."""
+    """An end of a pipe whose messages are sent by a thread: nobody waits for a process that does not read."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._queue = pipe, SimpleQueue[Any]()
@@ -91,14 +80,28 @@ class Outbox:
         self._queue.put((what,))
 
     def _run(self) -> None:
-        with suppress(OSError):
+        with suppress(OSError, TypeError):  # TypeError: the pipe was closed here meanwhile
             while (item := self._queue.get()) is not None:
                 self._pipe.send(*item)
 
-    def close(self) -> None:
+    def close(self, wait_s: float = FLUSH_S) -> None:
         """Send the rest; afterwards the pipe may be used directly."""
         self._queue.put(None)
-        self._thread.join(FLUSH_S)
+        self._thread.join(wait_s)
+
+
+@dataclass(eq=False)
+class Worker:
+    """A running worker, as the process that started it sees it."""
+
+    name: str
+    pipe: Connection
+    pid: int = 0
+    inbox: deque[Any] = field(default_factory=deque)
+    """what it said and nobody has asked for yet"""
+
+    def __post_init__(self) -> None:
+        self.outbox = Outbox(self.pipe)
 
 
 class Workers:
@@ -148,11 +151,13 @@ class Workers:
 
     def close(self) -> None:
         """End all workers; may be called again."""
-        for one in (self._control, *(worker.pipe for worker in self.every)):
-            one.close()
         if self._server is not None:
             self._server.kill()  # and the kernel its children
             self._server.wait()
+        for worker in self.every:
+            worker.outbox.close(0.0)
+        for one in (self._control, *(worker.pipe for worker in self.every)):
+            one.close()
 
     def __del__(self) -> None:
         if hasattr(self, "_control"):

@@ -212,6 +212,8 @@ class Scheduler:
             return None
         self.waiting.remove(one)
         self._waiting_of_prompt[one.prompt] -= 1
+        if not self._waiting_of_prompt[one.prompt]:
+            del self._waiting_of_prompt[one.prompt]
         if known is None:
             one.pages = self.cache.take(needed)
             return one

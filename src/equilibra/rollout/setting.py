@@ -61,6 +61,8 @@ class PoolModel:
     naming: Naming
     num_layers: int
     """MoE layers"""
+    vocabulary: int
+    """tokens it knows"""
     attention: Callable[[torch.dtype, torch.device], AttentionModel]
     """builds everything but the experts; picklable"""
     load: tuple[str, ...] = ()

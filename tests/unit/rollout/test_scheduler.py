@@ -79,6 +79,7 @@ def run(asked, *, pages=100, page=4, micro_batches=2, places=6, prefill=5, sabot
         assert flights or scheduler.busy
     scheduler._forget_prompts(0)
     assert cache.num_free == pages, "pages are lost"
+    assert not scheduler._waiting_of_prompt, "prompts that nobody waits for are kept"
     return done, scheduler
 
 

@@ -35,8 +35,8 @@ def pool_model(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device,
     family = folder.family.model_type
     return PoolModel(
         spec=folder.spec, naming=folder.family.naming_for(layers), num_layers=len(layers),
-        attention=partial(build_attention, folder), end=end, dtype=dtype, device=device,
-        load=(f"transformers.models.{family}.modeling_{family}", __name__),
+        vocabulary=folder.config.vocab_size, attention=partial(build_attention, folder), end=end, dtype=dtype,
+        device=device, load=(f"transformers.models.{family}.modeling_{family}", __name__),
     )  # fmt: skip
 
 
