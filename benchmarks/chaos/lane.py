@@ -62,7 +62,7 @@ class Series:
             (model / "config.json").write_text(json.dumps(MODEL))
             lines = [json.dumps({"question": f"{a} + {b}?", "answer": str(a + b)}) for a in range(8) for b in range(8)]
             problems.write_text("\n".join(lines))
-        reward = f"{Path(__file__).with_name('worker.py')}:spread"
+        reward = f"{Path(__file__).with_name('reward.py')}:spread"
         return ["--plain", "--output", str(self.lane.run), *overrides(shape, str(model), str(problems), reward)]
 
     def undisturbed(self, shape: Shape) -> tuple[Numbers, float]:

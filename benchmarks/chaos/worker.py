@@ -24,15 +24,10 @@ from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import run_worker
 
-__all__ = ["fill_disk", "limit_files", "run", "spread"]
+__all__ = ["fill_disk", "limit_files", "run"]
 
 FILLER = "filler"
 LIMIT_BYTES = 1
-
-
-def spread(prompt: str, answer: str, expected: str) -> float:  # noqa: ARG001
-    """A reward that differs between answers, so that there is something to learn."""
-    return sum(answer.encode()) % 7 / 6
 
 
 def fill_disk(disk: Path) -> None:
