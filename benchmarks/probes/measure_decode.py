@@ -34,10 +34,10 @@ from torch import Tensor
 from torch.nn import functional as F  # noqa: N812
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from benchmarks.probes.decode_fit import fit_decode
 from benchmarks.suite import environment
 from equilibra.core.model import MoEModel, model_named
 from equilibra.cost.decode import decode_law
-from equilibra.cost.decode_fit import fit_decode
 from equilibra.cost.presets import prices_named
 
 Case = dict[str, Any]

@@ -13,9 +13,9 @@ slower of the two links. Tensor parallelism divides weights, products and key-va
 Where both parts of a maximum are close, reads and products hinder each other: larger(a, b) is (a^p + b^p)^(1/p), whose
 bend p is fitted too. Factors are those of measured shapes, around 1.
 
-The constants are an H200's (`measured/decode-h200.json`, fitted by `decode_fit`); another device's follow from the
-ratios of its compute and memory rates. Functions take numbers or arrays that broadcast. Each time divided by the batch
-falls as the batch grows, on which the search of `plan.deployment` relies.
+The constants are an H200's (`measured/decode-h200.json`, fitted by `benchmarks.probes.decode_fit`); another device's
+follow from the ratios of its compute and memory rates. Functions take numbers or arrays that broadcast. Each time
+divided by the batch falls as the batch grows, on which the search of `plan.deployment` relies.
 """
 
 from __future__ import annotations
