@@ -8,7 +8,7 @@ from random import Random
 __all__ = ["INJECTIONS", "STAGES", "TIMEOUT_S", "Case", "Shape", "draw", "overrides"]
 
 TIMEOUT_S = 6.0
-"""run.timeout_s of the runs"""
+"""run.timeout_s, run.checkpoint_timeout_s and rollout.timeout_s of the runs"""
 STEPS = 3
 
 INJECTIONS = {
@@ -124,7 +124,7 @@ def overrides(shape: Shape, model: str, problems: str, reward: str) -> list[str]
         "cluster.nodes": shape.nodes, "cluster.ranks_per_node": shape.ranks_per_node, "cluster.groups": shape.groups,
         "model.source": model, "task.kind": "jsonl", "task.path": problems, "task.reward": reward,
         "warm_up.steps": 1, "warm_up.batch": 4, "rollout.prompts": 4, "rollout.answers": 2,
-        "rollout.max_answer_tokens": 4, "rollout.reward_cut_off": "true",
+        "rollout.max_answer_tokens": 4, "rollout.reward_cut_off": "true", "rollout.timeout_s": TIMEOUT_S,
         "rollout.window": 2 if shape.algorithm == "tppo" else 0,
         "algorithm.name": shape.algorithm, "algorithm.mini_batches": 1,
         "optimizer.lr": 3e-3, "optimizer.value_lr": 3e-3,

@@ -85,9 +85,10 @@ class Order:
 
     def __init__(self, order: dict[str, Any], note: Notes, disk: Path) -> None:
         self.order, self.note, self.disk, self.done = order, note, disk, False
-        for name, module, function in (("migrate", balancer, "migrate"), ("segment", segment, "_create")):
-            if order["stage"] == name:
-                setattr(module, function, self._around(getattr(module, function)))
+        if order["stage"] == "migrate":
+            balancer.migrate = self._around(balancer.migrate)  # type: ignore[attr-defined]
+        elif order["stage"] == "segment":
+            segment.create_segment = self._around(segment.create_segment)
 
     def _around(self, function: Callable[..., Any]) -> Callable[..., Any]:
         calls = iter(range(1 << 30))

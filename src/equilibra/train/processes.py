@@ -19,6 +19,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
+from pathlib import Path
 from time import monotonic
 
 from equilibra.core.environment import environment_with
@@ -168,11 +169,11 @@ def _holding_interrupts() -> Iterator[None]:
 
 
 def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
-    """Listen until all ranks ended, or GRACE_S after a failure; returns the ranks still running."""
+    """Listen until all ranks ended, or GRACE_S after a failure; returns those that hung: the stopped ones, if any."""
     told, deadline = False, float("inf")
     while running := [rank for rank in ranks if not rank.ended]:
         if monotonic() > deadline:
-            return running
+            return [rank for rank in running if _is_stopped(rank.process)] or running
         wait([rank.process.sentinel for rank in running] + [rank.pipe for rank in running if rank.speaks], TICK_S)
         for rank in running:
             rank.listen(screen)
@@ -188,6 +189,14 @@ def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, ti
         elif any(rank.ended for rank in ranks):  # one is done, another is not
             deadline = min(deadline, monotonic() + timeout_s + GRACE_S)
     return []
+
+
+def _is_stopped(process: BaseProcess) -> bool:
+    """Whether SIGSTOP or a debugger holds it, where Linux tells."""
+    try:
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    except OSError:
+        return False
 
 
 def _end(ranks: Sequence[_Rank]) -> None:

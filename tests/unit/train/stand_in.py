@@ -82,6 +82,17 @@ def one_hangs(config, folder, **_):
     raise RankLostError("another rank is gone")
 
 
+def one_is_stopped(config, folder, **_):
+    """Rank 2 is stopped, rank 1 has not noticed yet, and rank 0 has."""
+    _present(folder)
+    _all_present(folder)
+    if rank() == 2:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if rank() == 1:
+        time.sleep(600)
+    raise RankLostError("another rank is gone")
+
+
 def all_hang(config, folder, **_):
     _present(folder)
     time.sleep(600)

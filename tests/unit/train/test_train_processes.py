@@ -145,6 +145,11 @@ def test_a_rank_that_hangs_is_named_and_ended(tmp_path):
         start(tmp_path, "one_hangs", replace(CONFIG, cluster=ClusterConfig(nodes=1, ranks_per_node=3)))
 
 
+def test_a_stopped_rank_is_named_and_not_those_that_wait_for_it(tmp_path):
+    with pytest.raises(ExecuteError, match=r"^rank 2 of 3 did not answer and was ended \(rank 0: RankLostError: "):
+        start(tmp_path, "one_is_stopped", replace(CONFIG, cluster=ClusterConfig(nodes=1, ranks_per_node=3)))
+
+
 def test_a_rank_that_never_ends_is_ended(tmp_path):
     with pytest.raises(ExecuteError, match=r"^rank 1 of 2 did not answer and was ended;"):
         start(tmp_path, "one_never_ends")
