@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,7 @@ ANSWER_S = 2.0
 STORE_S = 5.0
 """timeout after which the store counts as gone"""
 CAUSE = "cause"
+_T = TypeVar("_T")
 ADVICE = "look for the first error of the other ranks, then restart from the last checkpoint"
 
 
@@ -154,15 +155,30 @@ class Watch:
 
     def _told(self, cause: str | None) -> str | None:
         """The first cause in the store; `cause` becomes it if there is none."""
+        if cause is None:
+            return self._asked(lambda store: store.get(CAUSE).decode() if store.check([CAUSE]) else None)
+        return self._asked(lambda store: store.compare_set(CAUSE, "", cause).decode()) or cause
+
+    def _asked(self, call: Callable[[Store], _T]) -> _T | None:
+        """What the store says; None, now and later, if it does not answer: its process is gone or stopped.
+
+        Calls of a TCPStore wait for a stopped process whatever the store's timeout, so they have a thread of their own.
+        """
         if self._store is None:
-            return cause
-        try:
-            if cause is None:
-                return self._store.get(CAUSE).decode() if self._store.check([CAUSE]) else None
-            return self._store.compare_set(CAUSE, "", cause).decode() or cause
-        except (RuntimeError, dist.DistError):
-            self._store = None  # its process is gone; operations in flight still time out
-            return cause
+            return None
+        answers: list[_T] = []
+
+        def ask(store: Store) -> None:
+            with suppress(RuntimeError, dist.DistError):
+                answers.append(call(store))
+
+        thread = Thread(target=ask, args=(self._store,), name="equilibra-watch-store", daemon=True)
+        thread.start()
+        thread.join(STORE_S)
+        if not answers:
+            self._store = None
+            return None
+        return answers[0]
 
     def _let_go(self) -> None:
         """Release everything on this rank's device that waits for other ranks."""
@@ -180,25 +196,27 @@ class Watch:
             thread.join(max(0.0, end - monotonic()))
 
     def _answer(self) -> None:
-        with suppress(RuntimeError, dist.DistError):
-            if self._store is not None:
-                self._store.set(f"here {self.rank}", "")
+        self._asked(lambda store: store.set(f"here {self.rank}", ""))
 
     def _roll_call(self) -> str:
         """Which ranks do not answer, if the cause does not say it."""
         if self._who is None:
-            self._who = ""
-            with suppress(RuntimeError, dist.DistError):
-                self._who = self._absent()
+            self._who = self._absent()
         return self._who
 
     def _absent(self) -> str:
-        if self._store is None or not self._threads or " failed with " in (self.cause or ""):
+        if not self._threads or " failed with " in (self.cause or ""):
             return ""
-        end, absent = monotonic() + ANSWER_S, list(range(self.world))
+
+        def silent(store: Store) -> list[int]:
+            return [rank for rank in range(self.world) if not store.check([f"here {rank}"])]
+
+        end, absent = monotonic() + ANSWER_S, self._asked(silent)
         while absent and monotonic() < end:
-            absent = [rank for rank in absent if not self._store.check([f"here {rank}"])]
             sleep(0.02)
+            absent = self._asked(silent)
+        if absent is None:
+            return ""
         if not absent:
             return "; the processes of all ranks are alive, so one is stuck or slower than the timeout"
         return f"; rank {', '.join(map(str, absent))} does not answer: its process is gone or stopped"

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import queue
+import signal
+import subprocess
+import sys
 import threading
+from datetime import timedelta
 from time import monotonic, sleep
 
 import pytest
@@ -10,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from equilibra.core.errors import RankLostError
+from equilibra.execute import watch as watch_module
 from equilibra.execute.group import lost_rank_is_an_error
 from equilibra.execute.watch import Watch
 
@@ -61,6 +67,35 @@ def test_ranks_that_do_not_answer_are_named(ranks):
     ranks[0].expect("dispatch", "dispatching tokens", lambda: False)
     ranks[2].expect("dispatch", "dispatching tokens", lambda: False)
     assert "rank 1 does not answer" in error_of(ranks[0])
+
+
+STORE = """
+import sys, torch.distributed as dist
+store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+print(store.port, flush=True)
+sys.stdin.read()
+"""
+
+
+@pytest.mark.parametrize("planned", [True, False])
+def test_a_store_whose_process_is_stopped_holds_up_nobody(planned, monkeypatch):
+    """A TCPStore's own timeout does not end a call to a stopped process."""
+    monkeypatch.setattr(watch_module, "STORE_S", 0.5)
+    command = [sys.executable, "-c", STORE]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+        store = dist.TCPStore("127.0.0.1", int(process.stdout.readline()))
+        store.set_timeout(timedelta(seconds=0.5))
+        watch = Watch(rank=1, world=2, timeout_s=TIMEOUT_S, store=store, tick_s=0.01)
+        process.send_signal(signal.SIGSTOP)
+        if planned:  # the thread that looks for causes must not wait for the store either
+            watch.expect("dispatch", "dispatching tokens", lambda: False)
+        said = queue.Queue()
+        threading.Thread(target=lambda: said.put(watch.lost("dispatch")), daemon=True).start()
+        try:
+            assert "dispatch did not finish: rank 1 cannot finish dispatch" in str(said.get(timeout=20))
+        finally:
+            watch.close()
+            process.kill()
 
 
 def test_time_is_counted_from_when_the_last_one_was_done(ranks):
