@@ -198,6 +198,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_passed_over(model, tmp_path
     assert [note["step"] for note in rest.steps] == [2]
     assert rest.said == []
     assert {path.name for path in value.iterdir()} == {f"step-{step:08d}" for step in (1, 2, 3)}
+    shutil.rmtree(value.with_name("policy"))  # as if killed in the very first checkpoint
+    again = trained(config, tmp_path / "run", resume=False, stop_after=1)
+    assert [note["step"] for note in again.steps] == [0]
+    assert {path.name for path in value.iterdir()} == {"step-00000001"}
 
 
 def test_training_from_a_recording(model, tmp_path):

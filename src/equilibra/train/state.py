@@ -107,15 +107,15 @@ class State:
                     "sets it aside as step-*.aside"
                 )
             else:
-                self._forget_halves(steps[-1])
+                self.forget_halves(after=steps[-1])
                 return step, carried
         raise AssertionError
 
-    def _forget_halves(self, last: int) -> None:
+    def forget_halves(self, after: int = -1) -> None:
         """Remove value models whose policy was never written because the run was killed in between."""
         folder = self.folder / "value"
         for step in checkpoint_steps(folder) if self.group.world_rank == 0 else ():
-            if step > last:
+            if step > after:
                 remove_checkpoint(folder, step)
 
     def _load(self, step: int, *, windowed: bool) -> list[Sample]:

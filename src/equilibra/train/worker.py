@@ -79,6 +79,8 @@ def run_worker(
             first, carried = state.load(windowed=windowed, say=say)
             if isinstance(source, EngineSource) and windowed:
                 source.resume(carried)
+        else:
+            state.forget_halves()  # of an attempt that ended before its first checkpoint was complete
         for learner in learners:
             check_replicated(learner.model, learner.model.runtime)  # type: ignore[arg-type]
         cut(first)
