@@ -124,15 +124,32 @@ def exported() -> dict[str, Any]:
     gaps = []
     for layer, expert, part, parameter in expert_parameters(training.model):
         gaps.append(float((parameter - wanted[f"decoder.layers.{layer}.mlp.experts.{expert}.{part}"]).abs().max()))
-    with training.balancer.homes_restored():  # as slime and others number: by rank
-        for name, parameter in training.model.module.named_parameters():
-            head, at, tail = name.partition("local_experts.")
-            if at:
-                slot, _, part = tail.partition(".")
-                number = models.expert_of_slot(training.model.module, head, int(slot))
-                gaps.append(float((parameter - wanted[f"{head}{number}.{part}"]).abs().max()))
-    after = [layer.visits.homes.expert_of_home for layer in training.layers]
-    return {"gap": max(gaps), "count": len(gaps), "same homes": before == after, "homes": before}
+    by_rank = [_gap_by_rank(training, wanted)]
+    for numbered in (training.balancer.homes_restored, training.balancer.logical_weights):
+        with numbered():
+            gaps.append(_gap_by_rank(training, wanted))
+        by_rank.append(_gap_by_rank(training, wanted))
+    said: list[str] = []
+    with heard(said), training.balancer.logical_weights():
+        training.step(1)
+    weights, after = training.weights(), [layer.visits.homes.expert_of_home for layer in training.layers]
+    gaps += [float((value - weights[name]).abs().max()) for name, value in wanted.items()]
+    return {
+        "gap": max(gaps), "count": len(gaps), "same homes": before == after, "homes": before, "by rank": by_rank,
+        "said": said,
+    }  # fmt: skip
+
+
+def _gap_by_rank(training: Training, wanted: dict[str, Any]) -> float:
+    """The gap to weights by logical number, for an exporter that numbers experts by rank, as slime's and others do."""
+    gaps = []
+    for name, parameter in training.model.module.named_parameters():
+        head, at, tail = name.partition("local_experts.")
+        if at:
+            slot, _, part = tail.partition(".")
+            number = int(slot) + dist.get_rank() * models.NUM_EXPERTS // dist.get_world_size()
+            gaps.append(float((parameter - wanted[f"{head}{number}.{part}"]).abs().max()))
+    return max(gaps)
 
 
 def export_fails() -> dict[str, Any]:
@@ -145,7 +162,7 @@ def export_fails() -> dict[str, Any]:
     wanted, before = training.weights(), [layer.visits.homes.expert_of_home for layer in training.layers]
     said: list[str] = []
     moved = not training.balancer.slots.is_contiguous
-    with _heard(said), training.balancer.homes_restored():
+    with heard(said), training.balancer.homes_restored():
         if dist.get_rank() == 0:
             raise OSError("the disk is full")
     after, weights = [layer.visits.homes.expert_of_home for layer in training.layers], training.weights()
@@ -154,17 +171,17 @@ def export_fails() -> dict[str, Any]:
     def cut_off(*_arguments: Any) -> int:
         raise RankLostError("cut off")
 
-    with _heard(said), training.balancer.homes_restored():
+    with heard(said), training.balancer.homes_restored():
         module.move_layer = cut_off
         training.shuffle(7)
     for attempt in (training.balancer.restore_homes, lambda: training.balancer.begin(training.routing(1))):
-        with _heard(said):
+        with heard(said):
             attempt()
     return {"same homes": before == after, "moved": moved, "gap": gap, "said": said}
 
 
 @contextmanager
-def _heard(said: list[str]) -> Iterator[None]:
+def heard(said: list[str]) -> Iterator[None]:
     try:
         yield
     except (OSError, EquilibraError) as error:

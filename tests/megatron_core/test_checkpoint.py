@@ -36,8 +36,12 @@ def test_slots_for_numbers_are_noticed(tmp_path: Path) -> None:
 def test_exporters_get_logical_numbers() -> None:
     for found in run_ranks(2, checkpoint_runs.exported):
         assert found["gap"] == 0
-        assert found["count"] == 32
+        assert found["count"] > 18
         assert found["same homes"]
+        assert min(found["by rank"]) > 1e-2, "the control: numbers by rank are of other experts"
+        assert found["said"] == [
+            "InputError: experts have lent weights for an export: finish or close it before the next pass"
+        ]
         assert any(homes != sorted(homes) for homes in found["homes"])
 
 

@@ -11,6 +11,7 @@ Symbols: S sequences of a rank, L layers, K experts per token.
 from __future__ import annotations
 
 import warnings
+from collections.abc import Iterator
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
@@ -76,6 +77,27 @@ def gpt(settings: Any, *, pre: bool, post: bool) -> Any:
     return model
 
 
+class ByRank:
+    """Exports like mbridge and Megatron-Bridge: what is in a slot of all ranks is gathered, and numbered by rank."""
+
+    def export_weights(self, chunks: list[Any]) -> Iterator[tuple[str, Tensor]]:
+        from megatron.core import parallel_state as groups
+
+        group = groups.get_expert_model_parallel_group()
+        for number, chunk in enumerate(chunks):
+            for name, parameter in chunk.named_parameters():
+                head, at, tail = name.partition("local_experts.")
+                if not at:
+                    yield f"{number}.{name}", parameter.detach().clone()
+                    continue
+                slot, _, part = tail.partition(".")
+                every = [torch.empty_like(parameter) for _ in range(group.size())]
+                torch.distributed.all_gather(every, parameter.detach(), group=group)
+                for rank, weights in enumerate(every):
+                    expert = int(slot) + rank * models.NUM_EXPERTS // group.size()
+                    yield f"{number}.{head}{expert}.{part}", weights
+
+
 class Norm(torch.nn.RMSNorm):
     """Without parameters: Megatron's own, where Transformer Engine is missing, refuses sequence parallelism."""
 
@@ -137,6 +159,7 @@ def make(verl: Any, *, expert_parallel: int = 2, **options: Any) -> Any:
         model, config, optimizer, CheckpointConfig(save_contents=CONTENTS, load_contents=CONTENTS)
     )
     engine.initialize()
+    engine.bridge, engine.vanilla_bridge = ByRank(), True
     return engine
 
 
@@ -201,6 +224,17 @@ def update(engine: Any, number: int, **options: Any) -> dict[str, Any]:
     """One optimizer step as verl's worker makes it: loaded, trained, offloaded."""
     with engine.train_mode():
         return engine.train_batch(batch(number, **options), loss_function=loss())
+
+
+def export(engine: Any, *, by_rank: bool = False) -> dict[str, Tensor]:
+    """Weights as verl's worker sends them to rollouts. by_rank: as if homes were where plain Megatron puts them."""
+    if engine.module[0].ddp_config.overlap_param_gather:  # the next forward would gather them
+        engine.module[0].start_param_sync(force_sync=True)
+    tensors, _ = type(engine).get_per_tensor_param(engine) if by_rank else engine.get_per_tensor_param()
+    found = {name: tensor.clone() for name, tensor in tensors}
+    if engine.is_param_offload_enabled:
+        engine.to("cpu", model=True, optimizer=False, grad=False)
+    return found
 
 
 def log_prob(engine: Any, number: int, **options: Any) -> dict[str, Any]:

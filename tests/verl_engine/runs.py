@@ -5,6 +5,7 @@ verl is imported as a user has it: with the plugin in VERL_USE_EXTERNAL_MODULES.
 
 from __future__ import annotations
 
+import importlib
 import shutil
 import tempfile
 from dataclasses import replace
@@ -14,11 +15,12 @@ from typing import Any
 import numpy as np
 import torch
 from tests.megatron_core import layer_runs, models
-from tests.megatron_core.checkpoint_runs import own_processes
+from tests.megatron_core.checkpoint_runs import heard, own_processes
 from tests.verl_engine import absent, engines
 
 from equilibra.cost.presets import default_prices
 from equilibra.integrations.executor.balancer import count_routing
+from equilibra.integrations.verl import homes
 
 PLUGIN = "equilibra.integrations.verl.plugin"
 OFF = {"equilibra": {"enabled": False}}
@@ -26,6 +28,9 @@ FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompu
 STEPS = 3
 FAST = replace(default_prices(), nic_gb_per_s=1e9)
 """a network on which standing copies pay even for a few tokens"""
+
+NODES = {"ranks_per_node": 1, "hardware": FAST}
+"""every rank a node of its own"""
 
 
 def options(**block: Any) -> dict[str, Any]:
@@ -50,8 +55,9 @@ def on_two_ranks() -> dict[str, Any]:
     found["live"] = train(verl, **options(mode="live"), mode="disabled", replay=False)
     found["history"] = train(verl, **options(mode="history", hardware=FAST), mode="disabled", replay=False)
     found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
-    two_nodes = options(standing_slots=2, ranks_per_node=1, hardware=FAST)
-    found["standing"] = train(verl, **two_nodes, param_offload=True)
+    found["standing"] = train(verl, **options(**NODES, standing_slots=2), param_offload=True)
+    moving = options(**NODES, standing_slots=1, max_moves_per_layer=-1)  # two level all there is to level
+    found["homes"] = train(verl, **moving, param_offload=True, optimizer_offload=True)
     found["recorded"] = [
         recorded(verl, override_mcore_model_config=OFF),
         recorded(verl, **options(spare_slots=2)),
@@ -63,7 +69,7 @@ def on_two_ranks() -> dict[str, Any]:
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
-    for name in ("balanced", "standing", "logprob", "static", "gathered", "sabotaged"):
+    for name in ("balanced", "standing", "homes", "logprob", "static", "gathered", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
     plain_live = found["plain live"].pop("weights")
     for name in ("live", "history"):
@@ -85,26 +91,29 @@ def train(verl: Any, *, replay: bool = True, **of_engine: Any) -> dict[str, Any]
     outputs.append(engines.log_prob(engine, 0, replay=False))
     last = "metrics" in outputs[0]
     log_probs = np.stack([engines.of_responses(0, output) for output in outputs]) if last else None
-    outputs = [engines.update(engine, number, **given) for number in range(STEPS)]
-    outputs.append(engines.update(engine, STEPS, use_dynamic_bsz=False, micro_batch_size_per_gpu=2, **given))
-    if engine.module[0].ddp_config.overlap_param_gather:  # the next forward would gather them
-        engine.module[0].start_param_sync(force_sync=True)
-    with engine.eval_mode():  # offloaded weights have no storage
-        weights = {name: value.detach().clone() for name, value in engine.module[0].named_parameters()}
+    fixed = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
+    outputs, weights = [], {}
+    for number in range(STEPS + 1):
+        outputs.append(engines.update(engine, number, **given, **(fixed if number == STEPS else {})))
+        weights |= {f"{number}.{name}": value for name, value in engines.export(engine).items()}
+    by_rank = {f"{STEPS}.{name}": value for name, value in engines.export(engine, by_rank=True).items()}
     return {
         "balanced": ours is not None,
         "last": last,
         "log_probs": log_probs,
         "planned": planned,
         "losses": [sum(output["loss"]) for output in outputs] if last else [],
-        "metrics": [
-            {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
-            for output in outputs
-            if last
-        ],
+        "norms": [output["metrics"].get("grad_norm", 0.0) for output in outputs] if last else [],
+        "metrics": [ours_of(output) for output in outputs if last],
         "logged": logged(engine, outputs[0]) if last else {},
         "weights": weights,
+        "by rank": max(float((value - weights[name]).abs().max()) for name, value in by_rank.items()),
     }
+
+
+def ours_of(output: dict[str, Any]) -> dict[str, Any]:
+    """Equilibra's metrics of an update."""
+    return {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
 
 
 def logged(engine: Any, output: dict[str, Any]) -> dict[str, float]:
@@ -113,8 +122,7 @@ def logged(engine: Any, output: dict[str, Any]) -> dict[str, float]:
     from verl.utils.py_functional import append_to_dict
     from verl.utils.torch_functional import allgather_dict_into_dict
 
-    ours = {name: value for name, value in output["metrics"].items() if name.startswith("equilibra/")}
-    of_ranks = allgather_dict_into_dict(ours, group=engine.get_data_parallel_group())
+    of_ranks = allgather_dict_into_dict(ours_of(output), group=engine.get_data_parallel_group())
     metrics: dict[str, Any] = {}
     append_to_dict(metrics, {name: list(chain.from_iterable(value)) for name, value in of_ranks.items()})
     return {name: float(value) for name, value in reduce_metrics(metrics).items()}
@@ -170,7 +178,7 @@ def recorded(verl: Any, **of_engine: Any) -> dict[str, Any]:
         "recording": waiting,
         "routed": routed.values().numpy(),
         "loss": sum(trained["loss"]),
-        "metrics": {name: v for name, v in trained["metrics"].items() if name.startswith("equilibra/")},
+        "metrics": ours_of(trained),
     }
 
 
@@ -198,22 +206,45 @@ def as_planned(verl: Any) -> dict[str, Any]:
 
 
 def through_a_checkpoint(verl: Any) -> dict[str, Any]:
-    """Weights and optimizer of a balanced engine, saved by verl, loaded into a plain one; both go on."""
+    """Weights and optimizer of an engine with moved homes, saved by verl.
+
+    It goes on, loads them when its homes have moved again, and goes on as before; so does a plain engine.
+    """
     folder: list[Any] = [tempfile.mkdtemp(prefix="equilibra-test-")]
     torch.distributed.broadcast_object_list(folder)
-    saved = engines.make(verl, **options(spare_slots=2), param_offload=True)
-    engines.update(saved, 0)
+    moving = options(**NODES, standing_slots=0, max_moves_per_layer=-1)
+    saved = engines.make(verl, **moving, param_offload=True, optimizer_offload=True)
+    engines.log_prob(saved, 0)
+    planned, said = dict(saved.equilibra.waiting), list[str]()
+    first = engines.update(saved, 0)
+    moved = [not saved.equilibra.balancer.slots.is_contiguous]
+    for attempt in (
+        lambda: type(saved.checkpoint_mananager).save_checkpoint(saved.checkpoint_mananager, folder[0]),
+        lambda: importlib.import_module(homes.COPIES).copy_megatron_model_to_cpu(saved.module),
+    ):
+        with saved.eval_mode(), heard(said):
+            attempt()
     with own_processes():
         saved.save_checkpoint(folder[0])
     wanted = [sum(engines.update(saved, number)["loss"]) for number in (1, 2)]
-    loaded = engines.make(verl, override_mcore_model_config=OFF)
-    engines.update(loaded, 3)  # Adam's fallback has no state to load into before its first step
-    with torch.no_grad():  # in float32 the optimizer's masters are the weights
-        loaded.load_checkpoint(folder[0], del_local_after_load=False)
-    found = [sum(engines.update(loaded, number)["loss"]) for number in (1, 2)]
+    moved.append(not saved.equilibra.balancer.slots.is_contiguous)
+    found = [loaded(saved, folder[0])]
+    plain = engines.make(verl, override_mcore_model_config=OFF)
+    engines.update(plain, 3)  # Adam's fallback has no state to load into before its first step
+    found.append(loaded(plain, folder[0]))
     torch.distributed.barrier()
     shutil.rmtree(folder[0], ignore_errors=True)
-    return {"saved": wanted, "loaded": found}
+    return {
+        "planned": planned, "first": ours_of(first), "saved": [sum(first["loss"]), *wanted], "loaded": found,
+        "moved": moved, "said": said,
+    }  # fmt: skip
+
+
+def loaded(engine: Any, folder: str) -> list[float]:
+    """Losses after a checkpoint was loaded."""
+    with torch.no_grad():  # in float32 the optimizer's masters are the weights
+        engine.load_checkpoint(folder, del_local_after_load=False)
+    return [sum(engines.update(engine, number)["loss"]) for number in (1, 2)]
 
 
 def refused(verl: Any) -> dict[str, str]:

@@ -40,7 +40,7 @@ def test_options_come_from_the_block() -> None:
         ({"spare_slots": True}, "spare_slots must be a whole number from 0 to 65535, not True"),
         ({"ranks_per_node": 2.0}, "equilibra.ranks_per_node must be a whole number from 1 to 65535, not 2.0"),
         ({"enabled": "no"}, "equilibra.enabled must be true or false, not 'no'"),
-        ({"max_moves_per_layer": 1}, "has no option max_moves_per_layer"),
+        ({"max_moves_per_layer": -2}, "equilibra.max_moves_per_layer must be a whole number from -1"),
         ([1], "must be a table of options"),
     ],
 )

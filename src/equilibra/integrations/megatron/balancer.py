@@ -39,7 +39,7 @@ from equilibra.integrations.executor.balancer import Routing, Step, VisitBalance
 from equilibra.integrations.executor.history import History
 from equilibra.integrations.executor.live import LivePlanner
 from equilibra.integrations.megatron.copies import SharedCopies
-from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer
+from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer, weights_in
 from equilibra.integrations.megatron.layer import (
     balance_layer,
     balanced_class,
@@ -138,11 +138,13 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         counts: SlotCounts, optimizer: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
         super().__init__(group, setting, layers, model, counts)
-        self.state = None if optimizer is None else StateOfParameters(optimizer)
+        self.state = StateOfParameters(optimizer) if optimizer is not None and setting.max_moves_per_layer else None
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._last: Step | None = None
         self.broken: str | None = None
         """the error to raise once a move was interrupted"""
+        self._lent = False
+        """whether slots hold weights that are lent to them"""
         self.recorder = Recorder(group.rank, on=False, finish=group.watch.finish)
         """measured events of copies, once it is switched on"""
         depth = int(setting.prefetch and setting.mode != "live")
@@ -215,7 +217,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         previous, last = self.placement, self._last
         if (  # all ranks see the same loads, so all decide alike
             last is not None
-            and last.plan.previous == last.plan.placement == previous
+            and last.plan.placement == previous
             and np.array_equal(last.load.tokens_MLER, load.tokens_MLER)
         ):
             plan: Future[StepPlan] = Future()
@@ -263,6 +265,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
 
     def end(self) -> None:
         """Disarm: later passes run on homes alone. Waits for copies and gradients in transit."""
+        if self._lent:
+            raise InputError("experts have lent weights for an export: finish or close it before the next pass")
         for visits in self.layers:
             visits.arm(None)
             visits.fixed = None
@@ -304,6 +308,30 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             if not self.broken:
                 self._move_to(before)
 
+    @contextmanager
+    def logical_weights(self) -> Iterator[None]:
+        """Collective: for an exporter of weights that numbers experts by rank, lend every slot its plain expert's.
+
+        Only weights travel, once; a rank keeps its own beside those that it is lent, and takes them back alone. No pass
+        may run meanwhile.
+        """
+        if self.broken:
+            raise BrokenStateError(self.broken)
+        self.end()
+        after, lent = self._contiguous_slots(), list[tuple[nn.Parameter, Tensor]]()
+        for visits in self.layers:
+            visits.homes.check_version(visits.layer)
+            lent += weights_in(visits, self.slots.moves_to(after, visits.layer))
+        own, self._lent = [(parameter, parameter.data) for parameter, _ in lent], True
+        try:
+            for parameter, weights in lent:
+                parameter.data = weights
+            yield
+        finally:
+            self._lent = False
+            for parameter, weights in own:
+                parameter.data = weights
+
     def _move_to(self, after: HomeSlots) -> None:
         if self.broken:
             raise BrokenStateError(self.broken)
@@ -311,7 +339,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
             return
         if self.state is None:
             raise InputError(
-                "homes cannot move without the optimizer, whose state would stay behind: pass it to balance()"
+                "homes cannot move without the optimizer, whose state would stay behind: pass it to balance(), with "
+                "max_moves_per_layer other than 0"
             )
         self.end()
         self.broken = (

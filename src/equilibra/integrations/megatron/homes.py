@@ -26,10 +26,18 @@ from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned import HomeMove
 
-__all__ = ["ExpertParameter", "StateOfParameters", "expert_parameters", "guard_optimizer", "logical", "move_layer"]
+__all__ = [
+    "ExpertParameter", "StateOfParameters", "expert_parameters", "guard_optimizer", "logical", "move_layer",
+    "weights_in",
+]  # fmt: skip
 
 LOGICAL_FORMATS = ("fully_reshardable", "fully_sharded_model_space")
 FORMAT_KEY = "distrib_optim_sharding_type"
+KEPT_ELSEWHERE = {
+    "use_precision_aware_optimizer": "which scales its state",
+    "optimizer_cpu_offload": "which steps on copies of its own",
+}
+"""options of Megatron's optimizer under which its state is not where it is looked for"""
 
 
 def logical(
@@ -127,13 +135,14 @@ class StateOfParameters:
             if not hasattr(part, "gbuf_ranges"):
                 raise InputError(
                     f"cannot move homes under {type(part).__name__}: use Megatron's DistributedOptimizer "
-                    "(use_distributed_optimizer=True), or give balance() no optimizer, so that homes do not move"
+                    "(use_distributed_optimizer=True), or set max_moves_per_layer=0, so that homes stay"
                 )
-            if part.config.use_precision_aware_optimizer:
-                raise InputError(
-                    "cannot move homes with use_precision_aware_optimizer=True, which scales its state: set it to "
-                    "False, or give balance() no optimizer, so that homes do not move"
-                )
+            for name, why in KEPT_ELSEWHERE.items():
+                if getattr(part.config, name, False):
+                    raise InputError(
+                        f"cannot move homes with {name}=True, {why}: set it to False, or set max_moves_per_layer=0, so "
+                        "that homes stay"
+                    )
 
     def pieces(self, parameter: nn.Parameter) -> tuple[slice, dict[str, Tensor]] | None:
         """Range and flat tensors, by name, of this rank's shard of a parameter's state; None if it has none."""
@@ -164,24 +173,41 @@ class StateOfParameters:
 @torch.no_grad()
 def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfParameters) -> None:
     """Collective: move experts of a layer, with their optimizer state, into their new slots."""
-    if not moves:
-        return
     group = visits.group
+    for part, like in visits.homes.parts[0].items() if moves else ():
+        names = state.names(like, group)
+        pack = partial(_whole, names=names, state=state, group=group)
+        width = torch.empty(0, (1 + len(names)) * like.numel(), dtype=torch.float32, device=like.device)
+        for parameter, whole in _exchange(visits, moves, part, pack, width):
+            _write(parameter, whole, names, state)
+
+
+@torch.no_grad()
+def weights_in(visits: MegatronVisits, moves: list[HomeMove]) -> list[tuple[nn.Parameter, Tensor]]:
+    """Collective: the parameters of the slots that experts would move into, each with the weights that arrive there."""
+    arrived = [
+        _exchange(visits, moves, part, lambda parameter: parameter.detach().view(-1), like.new_empty(0, like.numel()))
+        for part, like in (visits.homes.parts[0].items() if moves else ())
+    ]
+    return [(parameter, whole.view_as(parameter)) for of_part in arrived for parameter, whole in of_part]
+
+
+def _exchange(
+    visits: MegatronVisits, moves: list[HomeMove], part: str, pack: Callable[[nn.Parameter], Tensor], like: Tensor
+) -> list[tuple[nn.Parameter, Tensor]]:  # fmt: skip
+    """Collective: send what `pack` makes of one part of leaving experts. like: [0, width] of what it makes."""
+    group, parts = visits.group, visits.homes.parts
     leaving = [move for move in moves if move.source == group.rank]
     arriving = [move for move in moves if move.target == group.rank]
-    for part in visits.homes.parts[0]:
-        names = state.names(visits.homes.parts[0][part], group)
-        packed = [_whole(visits.homes.parts[move.source_slot][part], names, state, group) for move in leaving]
-        like, width = visits.homes.parts[0][part], visits.homes.parts[0][part].numel() * (1 + len(names))
-        sent = torch.cat(packed) if packed else torch.empty(0, dtype=torch.float32, device=like.device)
-        received = torch.empty(len(arriving) * width, dtype=torch.float32, device=like.device)
-        sizes = [[width * sum(getattr(m, end) == rank for m in some) for rank in range(group.num_ranks)]
-                 for end, some in (("target", leaving), ("source", arriving))]  # fmt: skip
-        group.all_to_all(
-            Channel.STANDING, sent, sizes[0], received, sizes[1], what=f"moving homes of MoE layer {visits.layer}"
-        ).wait()
-        for move, whole in zip(arriving, received.view(-1, width), strict=True):
-            _write(visits.homes.parts[move.target_slot][part], whole, names, state)
+    sent = torch.cat([like.view(-1), *(pack(parts[move.source_slot][part]) for move in leaving)])
+    received = like.new_empty(len(arriving), like.shape[1])
+    sizes = [[like.shape[1] * sum(getattr(m, end) == rank for m in some) for rank in range(group.num_ranks)]
+             for end, some in (("target", leaving), ("source", arriving))]  # fmt: skip
+    group.all_to_all(
+        Channel.STANDING, sent, sizes[0], received.view(-1), sizes[1],
+        what=f"moving homes of MoE layer {visits.layer}",
+    ).wait()  # fmt: skip
+    return [(parts[move.target_slot][part], row) for move, row in zip(arriving, received, strict=True)]
 
 
 def _whole(parameter: nn.Parameter, names: list[str], state: StateOfParameters, group: ExpertGroup) -> Tensor:

@@ -52,6 +52,11 @@ NEEDED = (
     ),
     Needed(ENGINE, "RouterReplay.set_target_indices", ("self", "topk_indices", "replay_mask")),
     Needed(ENGINE, "RouterReplay.clear_indices", ("self",)),
+    Needed(ENGINE, "MegatronEngine.get_per_tensor_param", ("self",)),
+    Needed(ENGINE, "MegatronEngine.get_per_tensor_param_shard", ("self",)),
+    Needed(ENGINE, "MegatronEngine.save_checkpoint", ("self",), looks_up=("checkpoint_mananager", "save_checkpoint")),
+    Needed(ENGINE, "MegatronEngine.load_checkpoint", ("self",), looks_up=("checkpoint_mananager", "load_checkpoint")),
+    Needed("verl.utils.megatron_utils", "copy_megatron_model_to_cpu", ("models",)),
     Needed(ENGINE, "unwrap_model", ("model",)),
     Needed(ENGINE, "tu.get_non_tensor_data", ("data", "key", "default")),
 )  # fmt: skip

@@ -27,6 +27,7 @@ from equilibra.integrations.executor.balancer import LazyRouting
 from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
 from equilibra.integrations.planned import MegatronSetting
+from equilibra.integrations.verl.homes import number_logically
 
 __all__ = [
     "BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of", "warm_engine",
@@ -37,8 +38,8 @@ logger = logging.getLogger(__name__)
 BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
-    "enabled", "mode", "planner", "history_steps", "spare_slots", "standing_slots", "prefetch", "path",
-    "ranks_per_node", "hardware", "timeout_s", "seed",
+    "enabled", "mode", "planner", "history_steps", "spare_slots", "standing_slots", "max_moves_per_layer", "prefetch",
+    "path", "ranks_per_node", "hardware", "timeout_s", "seed",
 )  # fmt: skip
 """names that the block accepts"""
 
@@ -48,10 +49,9 @@ class VerlSetting(MegatronSetting):
     """The options of the block; the same on every rank."""
 
     section: ClassVar[str] = f"{BLOCK}."
-    homes_move: ClassVar[bool] = False
 
     max_moves_per_layer: int = 0
-    """homes stay where they are: verl's exporters number experts by rank"""
+    """homes that may move per layer and pass; -1: as many as pay"""
     enabled: bool = True
     """False: the engine stays as verl made it"""
 
@@ -91,7 +91,9 @@ def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # n
     if not setting.enabled or engine.engine_config.forward_only or engine.is_value_model:
         return None
     check_engine(engine, setting)
-    balancer = balance(engine.module, setting)
+    balancer = balance(engine.module, setting, optimizer=engine.optimizer)
+    if balancer.state is not None:
+        number_logically(engine, balancer, f"{BLOCK}.max_moves_per_layer")
     logger.info("Equilibra plans %d MoE layers on %s", len(balancer.layers), balancer.group.cluster)
     return BalancedEngine(engine, verl, setting, balancer)
 
@@ -218,6 +220,6 @@ def figures(step: Step, stage: Stage) -> dict[str, float]:
         "predicted_gain": int(static_MLR.max(axis=2).sum()) / slowest if slowest else 1.0,
         "copies": float(step.plan.stages[stage].num_copies),
         "standing_copies": float(step.plan.standing.num_copies),
-        "moves": float(step.plan.migration.num_moves),
+        "moves": float(0 if step.reused else step.plan.migration.num_moves),
         "plan_reused": float(step.reused),
     }
