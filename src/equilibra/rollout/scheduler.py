@@ -206,7 +206,7 @@ class Scheduler:
         if one is None:
             return None
         known = self._prefilled.get(one.prompt)
-        needed = 1 if known is not None else self.cache.pages_for(one.remaining)
+        needed = self.cache.pages_for(one.remaining) if known is None else one.remaining % self.cache.page > 0
         self._forget_prompts(needed, keep=one.prompt)
         if needed > self.cache.num_free:
             return None
