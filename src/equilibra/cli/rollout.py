@@ -57,9 +57,9 @@ def _add_plan(kinds: Any) -> None:  # noqa: ANN401
     )
     lengths.add_argument("--lengths", metavar="FILE", help="lengths of answers: .json (a list, or percentiles), or the "
                          "sequences of a routing recording")  # fmt: skip
-    lengths.add_argument("--answer-sigma", type=float, default=0.8, metavar="S", help="with --answer-median (0.8)")
+    lengths.add_argument("--answer-sigma", type=float, metavar="S", help="with --answer-median (0.8)")
     lengths.add_argument("--answer-limit", type=float, metavar="N", help="with --answer-median: answers end here")
-    lengths.add_argument("--prompt", type=float, default=0.0, metavar="N", help="prompt of every answer (0)")
+    lengths.add_argument("--prompt", type=float, metavar="N", help="prompt of every answer, not with --context (0)")
     search = parser.add_argument_group("search")
     search.add_argument("--gpus", type=positive, default=64, metavar="N", help="of a deployment, both sides (64)")
     search.add_argument("--micro-batches", type=positive, default=4, metavar="M", help="most in flight (4)")
@@ -123,19 +123,31 @@ def _context(arguments: argparse.Namespace) -> Context:
     given = [name for name in ("context", "answer_median", "lengths") if getattr(arguments, name) is not None]
     if len(given) != 1:
         raise InputError("give the lengths of sequences by one of --context, --answer-median and --lengths")
+    unused = [name for name in NOT_WITH[given[0]] if getattr(arguments, name) is not None]
+    if unused:
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in (unused[0], given[0]))
+        raise InputError(f"{said} do not go together: remove one")
+    prompt, sigma = arguments.prompt, arguments.answer_sigma
     if arguments.context is not None:
         return Context(mean=arguments.context)
     if arguments.answer_median is not None:
         return lognormal_context(
-            prompt=arguments.prompt, median=arguments.answer_median, sigma=arguments.answer_sigma,
-            limit=arguments.answer_limit if arguments.answer_limit is not None else float("inf"),
+            prompt=prompt or 0.0, median=arguments.answer_median, sigma=0.8 if sigma is None else sigma,
+            limit=arguments.answer_limit,
         )  # fmt: skip
     if arguments.lengths.endswith(".json"):
-        return context_of_file(Path(arguments.lengths))
+        return context_of_file(Path(arguments.lengths), prompt)
     from equilibra.trace.open import load_trace
 
     offsets = load_trace(arguments.lengths).offsets
-    return context_of_lengths(offsets[1:] - offsets[:-1], arguments.prompt)
+    return context_of_lengths(offsets[1:] - offsets[:-1], prompt or 0.0)
+
+
+NOT_WITH = {
+    "context": ("prompt", "answer_sigma", "answer_limit"), "answer_median": (),
+    "lengths": ("answer_sigma", "answer_limit"),
+}  # fmt: skip
+"""options about lengths that say nothing beside another"""
 
 
 def _print(said: dict[str, Any], ours: Plan, others: tuple[Plan, ...]) -> None:
