@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equilibra.cli.arguments import check_target, named_like, positive
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -203,7 +204,7 @@ def _add_run(kinds: Any) -> None:  # noqa: ANN401
         "run",
         help="answer prompts with the disaggregated engine",
         description="Starts attention and expert processes on this machine, loads a model and answers prompts. "
-        "Same seed, same answers, whatever the processes.",
+        "Same seed, same answers up to rounding, whatever the processes.",
     )  # fmt: skip
     parser.add_argument("--model", default="embedded", metavar="DIR", help="folder with a Hugging Face config.json, "
                         "weights optional (embedded: the small model of `equilibra train`)")  # fmt: skip
@@ -213,7 +214,8 @@ def _add_run(kinds: Any) -> None:  # noqa: ANN401
         ("micro-batches", 2, "in flight per attention process"),
         ("places", 64, "most answers that an attention process works on at a time"),
         ("kv-tokens", 16_384, "tokens in the KV cache of an attention process"),
-        ("prefill-tokens", 512, "most prompt tokens of a pass"),
+        ("page", 16, "tokens of a page of it"), ("prefill-tokens", 512, "most prompt tokens of a pass"),
+        ("threads", 1, "of every process"),
     ):  # fmt: skip
         engine.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
     engine.add_argument("--spare-slots", type=int, default=1, metavar="N", help="copies of hot experts per layer and "
@@ -248,6 +250,7 @@ def run_run(arguments: argparse.Namespace) -> int:
     from equilibra.integrations.hf.disaggregated import embedded_folder, pool_model, weights_of_folder
     from equilibra.rollout import Pool, PoolSetting
 
+    check_whole("seed", arguments.seed, low=0)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no GPU: use cpu")
     setting = PoolSetting(**named_like(PoolSetting, arguments))

@@ -111,7 +111,7 @@ class ExpertShare:
         try:
             parts = [self.parts_of(layer, expert) for expert in experts.tolist()]
         except KeyError as error:
-            raise InputError(f"a token was sent to expert process {self.setting.number} for {error}") from error
+            raise InputError(f"a token came for (layer, expert) {error}, which is not on this process") from error
         results, _ = expert_math.forward(self.setting.spec.activation, rows_PD, sizes.tolist(), parts, keep=False)
         if order is not None:
             sorted_results, results = results, torch.empty_like(results)

@@ -36,7 +36,7 @@ class Memory:
     @classmethod
     def create(cls, num_bytes: int) -> Self:
         size = pages(num_bytes)
-        made = create_segment(size, user="the rollout engine", instead="use smaller micro-batches")
+        made = create_segment(size, user="the rollout engine", instead="lower prefill_tokens or places")
         return cls(made, size)
 
     @classmethod

@@ -322,8 +322,10 @@ class Pool:
             self._tell(worker, Ask.GENERATE, (temperature, [(number, requests[number]) for number in bundle]))
 
     def _stuck(self, open_of: dict[Worker, set[int]]) -> str:
-        waiting = ", ".join(f"{worker.name} ({len(some)} answers open)" for worker, some in open_of.items() if some)
-        return f"no process has made progress for {self.timeout_s:g} s; waiting for {waiting}"
+        waiting = [f"{worker.name} ({len(some)} answers open)" for worker, some in open_of.items() if some]
+        owing_N = (self._mesh.announced != self._mesh.answered).any(axis=(0, 2))
+        waiting += [f"{worker.name} (rows not answered)" for worker, owes in zip(self._experts, owing_N) if owes]
+        return f"no process has made progress for {self.timeout_s:g} s; waiting for {', '.join(waiting)}"
 
 
 def _free_port() -> int:
