@@ -30,7 +30,17 @@ from torch import Tensor
 from equilibra.rollout.memory import Memory
 from equilibra.rollout.wake import Word
 
-__all__ = ["MeshShape", "Message", "Pairs", "Receiver", "Sender", "SharedMesh", "SharedReceiver", "SharedSender"]
+__all__ = [
+    "MeshShape",
+    "Message",
+    "Pairs",
+    "Receiver",
+    "Sender",
+    "SharedMesh",
+    "SharedReceiver",
+    "SharedSender",
+    "Sleeper",
+]
 
 LAYER, ROWS, PAIRS, FIXED = 0, 1, 2, 4
 ALIGNMENT = 64
@@ -81,7 +91,17 @@ class Message:
     """view of the box"""
 
 
-class Sender(Protocol):
+class End(Protocol):
+    """A process's end."""
+
+    def mark(self) -> int:
+        """Taken before looking for anything, and given to `wait`."""
+
+    def wait(self, mark: int, timeout_s: float) -> None:
+        """Sleep until something has come since the mark."""
+
+
+class Sender(End, Protocol):
     """One attention process's end."""
 
     def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
@@ -93,14 +113,8 @@ class Sender(Protocol):
     def tray(self, slot: int) -> Tensor:
         """[T * K, D]"""
 
-    def mark(self) -> int:
-        """Taken before looking for anything, and given to `wait`."""
 
-    def wait(self, mark: int, timeout_s: float) -> None:
-        """Sleep until something has come since the mark."""
-
-
-class Receiver(Protocol):
+class Receiver(End, Protocol):
     """One expert process's end."""
 
     def ready(self) -> list[Message]:
@@ -108,12 +122,6 @@ class Receiver(Protocol):
 
     def reply(self, message: Message, results_PD: Tensor) -> None:
         """Write results into the sender's tray; the box is the sender's again."""
-
-    def mark(self) -> int:
-        """Taken before looking for anything, and given to `wait`."""
-
-    def wait(self, mark: int, timeout_s: float) -> None:
-        """Sleep until something has come since the mark."""
 
 
 class SharedMesh:
@@ -163,14 +171,26 @@ class SharedMesh:
         return Word(self.wake, process, writer=writer, processes=self.shape.processes)
 
 
-class SharedSender:
+class Sleeper:
+    """An end that waits for its word."""
+
+    def __init__(self, mesh: SharedMesh, process: int) -> None:
+        self._own = mesh.word(process, process)
+
+    def mark(self) -> int:
+        return self._own.value()
+
+    def wait(self, mark: int, timeout_s: float) -> None:
+        self._own.wait(mark, timeout_s)
+
+
+class SharedSender(Sleeper):
     """A sender's end in shared memory."""
 
     def __init__(self, mesh: SharedMesh, number: int) -> None:
-        self.mesh, self.number = mesh, number
-        shape = mesh.shape
+        super().__init__(mesh, number)
+        self.mesh, self.number, shape = mesh, number, mesh.shape
         self._words = [mesh.word(shape.senders + receiver, number) for receiver in range(shape.receivers)]
-        self._own = mesh.word(number, number)
         self._count = np.zeros((shape.receivers, shape.slots), np.int64)
 
     def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
@@ -198,22 +218,15 @@ class SharedSender:
     def tray(self, slot: int) -> Tensor:
         return self.mesh.trays[self.number, slot]
 
-    def mark(self) -> int:
-        return self._own.value()
 
-    def wait(self, mark: int, timeout_s: float) -> None:
-        self._own.wait(mark, timeout_s)
-
-
-class SharedReceiver:
+class SharedReceiver(Sleeper):
     """A receiver's end in shared memory."""
 
     def __init__(self, mesh: SharedMesh, number: int) -> None:
-        self.mesh, self.number = mesh, number
-        shape = mesh.shape
-        me = shape.senders + number
+        me = mesh.shape.senders + number
+        super().__init__(mesh, me)
+        self.mesh, self.number, shape = mesh, number, mesh.shape
         self._words = [mesh.word(sender, me) for sender in range(shape.senders)]
-        self._own = mesh.word(me, me)
         self._answered = np.zeros((shape.senders, shape.slots), np.int64)
         self._order: dict[tuple[int, int], int] = {}
         self._count = 0
@@ -252,9 +265,3 @@ class SharedReceiver:
 
     def _signal(self, sender: int, slot: int, value: int) -> None:
         self.mesh.answered[sender, self.number, slot] = value
-
-    def mark(self) -> int:
-        return self._own.value()
-
-    def wait(self, mark: int, timeout_s: float) -> None:
-        self._own.wait(mark, timeout_s)
