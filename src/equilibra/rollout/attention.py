@@ -133,10 +133,12 @@ class _Process:
         process_P = self.instances.choose(layer, expert_P, self._pairs_LE[layer])
         statistics, num_experts = self.statistics, self._pairs_LE.shape[1]
         statistics.tokens_LE[layer] += np.bincount(expert_P, minlength=num_experts)
-        statistics.rows_LN[layer] += np.bincount(process_P, minlength=self.instances.num_processes)
-        for process in np.unique(process_P).tolist():
-            place_P = np.flatnonzero(process_P == process)
-            place_P = place_P[np.argsort(expert_P[place_P], kind="stable")]
+        rows_N = np.bincount(process_P, minlength=self.instances.num_processes)
+        statistics.rows_LN[layer] += rows_N
+        by_process = np.split(np.lexsort((expert_P, process_P)), np.cumsum(rows_N)[:-1])
+        for process, place_P in enumerate(by_process):
+            if not place_P.size:
+                continue
             tokens_N, row_P = np.unique(place_P // top_k, return_inverse=True)
             pairs = Pairs(
                 layer=layer, row_P=row_P.astype(np.int32), expert_P=expert_P[place_P], place_P=place_P.astype(np.int32)

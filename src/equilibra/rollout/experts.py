@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError
@@ -81,24 +82,26 @@ class ExpertShare:
     def compute(self, layer: int, messages: list[Message]) -> list[Tensor]:
         """Results [P, D] of every message's pairs, in their order."""
         expert_P = np.concatenate([message.pairs.expert_P for message in messages])
-        rows_PD = torch.cat([
-            message.rows_ND[torch.from_numpy(message.pairs.row_P.astype(np.int64)).to(message.rows_ND.device)]
-            for message in messages
-        ])  # fmt: skip
-        order = None
+        rows_PD = _chosen(messages[0].rows_ND, messages[0].pairs.row_P)
+        order_P: NDArray[np.int64] | None = None
         if len(messages) > 1:  # a message is sorted by expert already
-            order = torch.from_numpy(np.argsort(expert_P, kind="stable")).to(rows_PD.device)
-            rows_PD, expert_P = rows_PD[order], np.sort(expert_P)
+            rows_PD = torch.cat([rows_PD, *(_chosen(one.rows_ND, one.pairs.row_P) for one in messages[1:])])
+            order_P = np.argsort(expert_P, kind="stable")
+            rows_PD, expert_P = _chosen(rows_PD, order_P), expert_P[order_P]
         experts, sizes = np.unique(expert_P, return_counts=True)
         try:
             parts = [self.parts_of(layer, expert) for expert in experts.tolist()]
         except KeyError as error:
             raise InputError(f"a token came for (layer, expert) {error}, which is not on this process") from error
         results, _ = expert_math.forward(self.model.spec.activation, rows_PD, sizes.tolist(), parts, keep=False)
-        if order is not None:
-            sorted_results, results = results, torch.empty_like(results)
-            results[order] = sorted_results
+        if order_P is not None:
+            results = _chosen(results, np.argsort(order_P))
         return list(torch.split(results, [message.pairs.row_P.size for message in messages]))
+
+
+def _chosen(rows_ND: Tensor, number_P: NDArray[np.integer]) -> Tensor:
+    """Rows by number; torch's index_select is several times as fast as indexing on CPUs."""
+    return rows_ND.index_select(0, torch.from_numpy(number_P.astype(np.int64)).to(rows_ND.device))
 
 
 def run_experts(

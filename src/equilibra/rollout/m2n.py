@@ -147,6 +147,8 @@ class SharedMesh:
             self.boxes = memory.tensor(boxes, (*of, shape.tokens, shape.width), shape.dtype)
             trays_of = shape.senders, shape.slots, shape.tokens * shape.top_k, shape.width
             self.trays = memory.tensor(trays, trays_of, shape.dtype)
+            self.rows_of_trays = memory.numpy(trays, trays_of[:3], f"V{shape.row_bytes}")
+            """[M, S, T * K] rows as numpy copies them: several times as fast as torch's index_copy_"""
 
     @staticmethod
     def _offsets(shape: MeshShape) -> tuple[int, ...]:
@@ -197,16 +199,14 @@ class SharedSender(Sleeper):
         header, num = self.mesh.headers[self.number, receiver, slot], pairs.row_P.size
         header[:FIXED] = pairs.layer, tokens_N.size, num, 0
         header[FIXED : FIXED + 3 * num].reshape(3, num)[:] = pairs.row_P, pairs.expert_P, pairs.place_P
-        self._put(self._box(receiver, slot)[: tokens_N.size], hidden_TD, torch.from_numpy(tokens_N))
+        self._put(receiver, slot, hidden_TD, torch.from_numpy(tokens_N))
         self._count[receiver, slot] += 1
         self.mesh.announced[self.number, receiver, slot] = self._count[receiver, slot]
         self._signal(receiver, slot, int(self._count[receiver, slot]))
         self._words[receiver].wake()
 
-    def _box(self, receiver: int, slot: int) -> Tensor:
-        return self.mesh.boxes[self.number, receiver, slot]
-
-    def _put(self, box_ND: Tensor, hidden_TD: Tensor, tokens_N: Tensor) -> None:
+    def _put(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: Tensor) -> None:
+        box_ND = self.mesh.boxes[self.number, receiver, slot, : len(tokens_N)]
         torch.index_select(hidden_TD, 0, tokens_N, out=box_ND)
 
     def _signal(self, receiver: int, slot: int, value: int) -> None:
@@ -227,41 +227,38 @@ class SharedReceiver(Sleeper):
         super().__init__(mesh, me)
         self.mesh, self.number, shape = mesh, number, mesh.shape
         self._words = [mesh.word(sender, me) for sender in range(shape.senders)]
-        self._answered = np.zeros((shape.senders, shape.slots), np.int64)
-        self._order: dict[tuple[int, int], int] = {}
-        self._count = 0
+        self._seen = np.zeros((shape.senders, shape.slots), np.int64)
+        """messages that have come"""
+        self._messages: dict[tuple[int, int], Message] = {}
+        """not answered, in the order they came"""
 
     def ready(self) -> list[Message]:
-        sent = self.mesh.sent[:, self.number]
-        for sender, slot in np.argwhere(sent > self._answered).tolist():
-            if (sender, slot) not in self._order:
-                self._count += 1
-                self._order[sender, slot] = self._count
-        return [self._message(sender, slot) for sender, slot in sorted(self._order, key=self._order.__getitem__)]
+        for sender, slot in np.argwhere(self.mesh.sent[:, self.number] > self._seen).tolist():
+            self._seen[sender, slot] += 1
+            self._messages[sender, slot] = self._message(sender, slot)
+        return list(self._messages.values())
 
     def _message(self, sender: int, slot: int) -> Message:
         header = self.mesh.headers[sender, self.number, slot]
         num = int(header[PAIRS])
         row_P, expert_P, place_P = header[FIXED : FIXED + 3 * num].reshape(3, num)
         pairs = Pairs(layer=int(header[LAYER]), row_P=row_P, expert_P=expert_P, place_P=place_P)
-        return Message(sender=sender, slot=slot, pairs=pairs, rows_ND=self._box(sender, slot)[: int(header[ROWS])])
+        rows_ND = self._box(sender, slot, int(header[ROWS]))
+        return Message(sender=sender, slot=slot, pairs=pairs, rows_ND=rows_ND)
 
-    def _box(self, sender: int, slot: int) -> Tensor:
-        return self.mesh.boxes[sender, self.number, slot]
+    def _box(self, sender: int, slot: int, rows: int) -> Tensor:
+        return self.mesh.boxes[sender, self.number, slot, :rows]
 
     def reply(self, message: Message, results_PD: Tensor) -> None:
         sender, slot = message.sender, message.slot
-        self._put(self._tray(sender, slot), torch.from_numpy(message.pairs.place_P.astype(np.int64)), results_PD)
-        del self._order[sender, slot]
-        self._answered[sender, slot] += 1
-        self._signal(sender, slot, int(self._answered[sender, slot]))
+        self._put(sender, slot, message.pairs.place_P, results_PD)
+        del self._messages[sender, slot]
+        self._signal(sender, slot, int(self._seen[sender, slot]))
         self._words[sender].wake()
 
-    def _tray(self, sender: int, slot: int) -> Tensor:
-        return self.mesh.trays[sender, slot]
-
-    def _put(self, tray: Tensor, places_P: Tensor, results_PD: Tensor) -> None:
-        tray.index_copy_(0, places_P, results_PD)
+    def _put(self, sender: int, slot: int, place_P: NDArray[np.int32], results_PD: Tensor) -> None:
+        rows_P = results_PD.contiguous().view(torch.uint8).numpy().view(self.mesh.rows_of_trays.dtype)[:, 0]
+        self.mesh.rows_of_trays[sender, slot][place_P] = rows_P
 
     def _signal(self, sender: int, slot: int, value: int) -> None:
         self.mesh.answered[sender, self.number, slot] = value
