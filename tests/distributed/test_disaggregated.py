@@ -16,6 +16,8 @@ from tests.distributed.rl_runs import NODES, run, small
 from tests.references.hf_models import CONFIGS, small_config
 
 from equilibra.core.errors import BudgetError, ExecuteError, InputError
+from equilibra.integrations.hf import open_model_folder
+from equilibra.integrations.hf.disaggregated import pool_model
 from equilibra.rl.engine import Request
 from equilibra.rollout import on_ranks
 from equilibra.rollout.control import Ask
@@ -154,6 +156,14 @@ def test_requests_at_the_edges(model, pool):
     assert same(one, model.answers[:1], tolerance=FLOAT64)
 
 
+def test_rotary_embeddings_that_depend_on_the_batch_are_refused(tmp_path):
+    config = small_config("qwen3_moe")
+    config.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    config.save_pretrained(tmp_path)
+    with pytest.raises(InputError, match="answers would depend on the longest one beside them"):
+        pool_model(open_model_folder(tmp_path), dtype=torch.float64, device=torch.device("cpu"), end=1)
+
+
 def test_tokens_sent_to_wrong_processes_are_an_error(model):
     """Control: instances that are not where the table says."""
     with model.pool(experts=2) as pool:
@@ -167,22 +177,26 @@ def test_tokens_sent_to_wrong_processes_are_an_error(model):
             pool.generate(model.requests, temperature=1.0)
 
 
+LOST = {
+    ("expert", signal.SIGKILL): "expert process 1 was killed by SIGKILL",
+    ("expert", signal.SIGSTOP): r"no process has made progress for 4 s; .* expert process 1 \(rows not answered\)",
+    ("attention", signal.SIGSTOP): r"no process .* for 4 s; waiting for attention process 0 \(\d answers open\);",
+}
+
+
 @pytest.mark.parametrize(("who", "number"), [
-    ("expert", signal.SIGKILL), pytest.param("attention", signal.SIGSTOP, marks=pytest.mark.slow)
+    ("expert", signal.SIGKILL), ("expert", signal.SIGSTOP),
+    pytest.param("attention", signal.SIGSTOP, marks=pytest.mark.slow),
 ])  # fmt: skip
 def test_a_lost_process_is_an_error_in_time(model, who, number):
     random = np.random.default_rng(0)
     endless = [Request(tokens=random.integers(2, 300, 9), noise=random.random(4000)) for _ in range(8)]
     with model.pool(experts=2, timeout_s=4.0) as pool:
-        pool.model = replace(pool.model, end=-1)
         pids = [worker.pid for worker in pool._workers.every]
         victim = pool._experts[1].pid if who == "expert" else pool._attention[0].pid
         threading.Timer(0.5, os.kill, (victim, number)).start()
         start = time.monotonic()
-        wanted = (
-            r"expert process 1 was killed by SIGKILL" if who == "expert" else "no process has made progress for 4 s"
-        )
-        with pytest.raises(ExecuteError, match=wanted):
+        with pytest.raises(ExecuteError, match=LOST[who, number]):
             pool.generate(endless, temperature=1.0)
         assert time.monotonic() - start < 20
     end = time.monotonic() + 10

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from equilibra.cli.arguments import check_target, named_like, positive
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -57,9 +58,9 @@ def _add_plan(kinds: Any) -> None:  # noqa: ANN401
     )
     lengths.add_argument("--lengths", metavar="FILE", help="lengths of answers: .json (a list, or percentiles), or the "
                          "sequences of a routing recording")  # fmt: skip
-    lengths.add_argument("--answer-sigma", type=float, default=0.8, metavar="S", help="with --answer-median (0.8)")
+    lengths.add_argument("--answer-sigma", type=float, metavar="S", help="with --answer-median (0.8)")
     lengths.add_argument("--answer-limit", type=float, metavar="N", help="with --answer-median: answers end here")
-    lengths.add_argument("--prompt", type=float, default=0.0, metavar="N", help="prompt of every answer (0)")
+    lengths.add_argument("--prompt", type=float, metavar="N", help="prompt of every answer, not with --context (0)")
     search = parser.add_argument_group("search")
     search.add_argument("--gpus", type=positive, default=64, metavar="N", help="of a deployment, both sides (64)")
     search.add_argument("--micro-batches", type=positive, default=4, metavar="M", help="most in flight (4)")
@@ -123,19 +124,31 @@ def _context(arguments: argparse.Namespace) -> Context:
     given = [name for name in ("context", "answer_median", "lengths") if getattr(arguments, name) is not None]
     if len(given) != 1:
         raise InputError("give the lengths of sequences by one of --context, --answer-median and --lengths")
+    unused = [name for name in NOT_WITH[given[0]] if getattr(arguments, name) is not None]
+    if unused:
+        said = " and ".join(f"--{name.replace('_', '-')}" for name in (unused[0], given[0]))
+        raise InputError(f"{said} do not go together: remove one")
+    prompt, sigma = arguments.prompt, arguments.answer_sigma
     if arguments.context is not None:
         return Context(mean=arguments.context)
     if arguments.answer_median is not None:
         return lognormal_context(
-            prompt=arguments.prompt, median=arguments.answer_median, sigma=arguments.answer_sigma,
-            limit=arguments.answer_limit if arguments.answer_limit is not None else float("inf"),
+            prompt=prompt or 0.0, median=arguments.answer_median, sigma=0.8 if sigma is None else sigma,
+            limit=arguments.answer_limit,
         )  # fmt: skip
     if arguments.lengths.endswith(".json"):
-        return context_of_file(Path(arguments.lengths))
+        return context_of_file(Path(arguments.lengths), prompt)
     from equilibra.trace.open import load_trace
 
     offsets = load_trace(arguments.lengths).offsets
-    return context_of_lengths(offsets[1:] - offsets[:-1], arguments.prompt)
+    return context_of_lengths(offsets[1:] - offsets[:-1], prompt or 0.0)
+
+
+NOT_WITH = {
+    "context": ("prompt", "answer_sigma", "answer_limit"), "answer_median": (),
+    "lengths": ("answer_sigma", "answer_limit"),
+}  # fmt: skip
+"""options about lengths that say nothing beside another"""
 
 
 def _print(said: dict[str, Any], ours: Plan, others: tuple[Plan, ...]) -> None:
@@ -191,7 +204,7 @@ def _add_run(kinds: Any) -> None:  # noqa: ANN401
         "run",
         help="answer prompts with the disaggregated engine",
         description="Starts attention and expert processes on this machine, loads a model and answers prompts. "
-        "Same seed, same answers, whatever the processes.",
+        "Same seed, same answers up to rounding, whatever the processes.",
     )  # fmt: skip
     parser.add_argument("--model", default="embedded", metavar="DIR", help="folder with a Hugging Face config.json, "
                         "weights optional (embedded: the small model of `equilibra train`)")  # fmt: skip
@@ -201,7 +214,8 @@ def _add_run(kinds: Any) -> None:  # noqa: ANN401
         ("micro-batches", 2, "in flight per attention process"),
         ("places", 64, "most answers that an attention process works on at a time"),
         ("kv-tokens", 16_384, "tokens in the KV cache of an attention process"),
-        ("prefill-tokens", 512, "most prompt tokens of a pass"),
+        ("page", 16, "tokens of a page of it"), ("prefill-tokens", 512, "most prompt tokens of a pass"),
+        ("threads", 1, "of every process"),
     ):  # fmt: skip
         engine.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
     engine.add_argument("--spare-slots", type=int, default=1, metavar="N", help="copies of hot experts per layer and "
@@ -236,6 +250,7 @@ def run_run(arguments: argparse.Namespace) -> int:
     from equilibra.integrations.hf.disaggregated import embedded_folder, pool_model, weights_of_folder
     from equilibra.rollout import Pool, PoolSetting
 
+    check_whole("seed", arguments.seed, low=0)
     if arguments.device == "cuda" and not torch.cuda.is_available():
         raise InputError("--device is cuda, but torch finds no GPU: use cpu")
     setting = PoolSetting(**named_like(PoolSetting, arguments))

@@ -17,7 +17,7 @@ from math import inf
 from pathlib import Path
 
 import numpy as np
-from numpy.typing import ArrayLike
+from numpy.typing import ArrayLike, NDArray
 
 from equilibra.core.atomic import cannot
 from equilibra.core.checks import check_number
@@ -65,22 +65,24 @@ def context_of_lengths(answers: ArrayLike, prompts: ArrayLike = 0.0) -> Context:
     )  # fmt: skip
 
 
-def lognormal_context(*, prompt: float, median: float, sigma: float, limit: float = inf) -> Context:
+def lognormal_context(*, prompt: float, median: float, sigma: float, limit: float | None = None) -> Context:
     """Answers with a lognormal length, cut at a limit: a recipe's long tail."""
     from statistics import NormalDist  # noqa: PLC0415 - only here
 
     check_number("median answer", median, low=1, high=1e8)
     check_number("sigma", sigma, high=4)
     check_number("prompt", prompt, high=1e8)
+    if limit is not None:
+        check_number("answer limit", limit, low=1)
     normal = NormalDist()
     steps = [normal.inv_cdf((i + 0.5) / SAMPLES) for i in range(SAMPLES)]
-    answers = np.minimum(median * np.exp(sigma * np.array(steps)), limit)
+    answers = np.minimum(median * np.exp(sigma * np.array(steps)), inf if limit is None else limit)
     return context_of_lengths(np.maximum(answers, 1.0), prompt)
 
 
-def context_of_file(path: Path) -> Context:
+def context_of_file(path: Path, prompt: float | None = None) -> Context:
     """Lengths from JSON: a list of answers, {"answers": [...], "prompts": [...] or n}, or
-    {"percentiles": {"50": n, ...}, "prompts": n} of answers, straight between the given ones.
+    {"percentiles": {"50": n, ...}, "prompts": n} of answers, straight between the given ones. prompt: of files without.
     """
     try:
         said = json.loads(path.read_text())
@@ -89,16 +91,25 @@ def context_of_file(path: Path) -> Context:
     except ValueError as error:
         raise InputError(f"cannot read {path}: not valid JSON ({error})") from error
     said = {"answers": said} if isinstance(said, list) else said
-    if not isinstance(said, dict) or ("answers" in said) == ("percentiles" in said):
+    if not isinstance(said, dict) or said.keys() - {"prompts"} not in ({"answers"}, {"percentiles"}):
         raise InputError(
             f"{path}: give a list of answer lengths, or an object with answers or percentiles, and prompts"
         )
+    if prompt is not None and "prompts" in said:
+        raise InputError(f"{path} has prompts: give no other")
     try:
-        if "answers" in said:
-            return context_of_lengths(said["answers"], said.get("prompts", 0.0))
-        points = sorted((float(share), float(length)) for share, length in said["percentiles"].items())
-        shares, lengths = zip(*points, strict=True)
-        answers = np.interp((np.arange(SAMPLES) + 0.5) * 100 / SAMPLES, shares, lengths)
-        return context_of_lengths(answers, said.get("prompts", 0.0))
+        answers = said["answers"] if "answers" in said else _between(said["percentiles"])
+        return context_of_lengths(answers, said.get("prompts", prompt or 0.0))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
     except (TypeError, ValueError, AttributeError) as error:
         raise InputError(f"{path}: lengths must be numbers ({error})") from error
+
+
+def _between(length_of_share: dict[str, float]) -> NDArray[np.float64]:
+    """Answers with these percentiles."""
+    shares, lengths = np.array(sorted((float(k), float(v)) for k, v in length_of_share.items())).reshape(-1, 2).T
+    if not (shares.size and 0 <= shares[0] and shares[-1] <= 100 and (np.diff(lengths) >= 0).all()):
+        raise InputError("percentiles must be lengths that do not fall from 0 to 100")
+    answers: NDArray[np.float64] = np.interp((np.arange(SAMPLES) + 0.5) * 100 / SAMPLES, shares, lengths)
+    return answers

@@ -9,7 +9,7 @@ as m * max(T_a, T_e) covers a round trip.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
 from typing import Any, NamedTuple, Protocol
@@ -23,12 +23,13 @@ from equilibra.core.errors import ExecuteError
 from equilibra.rollout.control import Ask, Loader, Target, apply_setting
 from equilibra.rollout.ends import Ends
 from equilibra.rollout.instances import Instances
-from equilibra.rollout.m2n import Pairs, Sender
+from equilibra.rollout.m2n import Pairs
 from equilibra.rollout.pages import PagedCache
 from equilibra.rollout.processes import Outbox
 from equilibra.rollout.scheduler import Batch, Growing, Scheduler
+from equilibra.rollout.setting import PoolModel, PoolSetting, Statistics
 
-__all__ = ["AttentionModel", "AttentionSetting", "Counts", "Pass", "Routed", "run_attention"]
+__all__ = ["AttentionModel", "Pass", "Routed", "run_attention"]
 
 NAP_S = 0.05
 """time after which a process looks around even if nobody woke it"""
@@ -58,42 +59,6 @@ class AttentionModel(Protocol):
         """Process a batch's tokens."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class AttentionSetting:
-    """What an attention process is."""
-
-    number: int
-    model: Callable[[torch.dtype, torch.device], AttentionModel]
-    """builds it in the process; picklable"""
-    num_layers: int
-    """MoE layers"""
-    num_experts: int
-    end: int
-    """token"""
-    micro_batches: int
-    places: int
-    """most sequences at a time"""
-    page: int
-    """tokens of a page"""
-    kv_tokens: int
-    prefill_tokens: int
-    dtype: torch.dtype
-    device: torch.device
-    threads: int
-
-
-@dataclass(kw_only=True, eq=False)
-class Counts:
-    """What an attention process has seen since it was last asked."""
-
-    tokens_LE: NDArray[np.int64]
-    """pairs of every expert"""
-    rows_LN: NDArray[np.int64]
-    """pairs that each expert process got"""
-    passes: int = 0
-    preempted: int = 0
-
-
 @dataclass(eq=False)
 class _Flight:
     """A forward pass that waits for experts."""
@@ -108,41 +73,33 @@ class _Flight:
 class _Process:
     """State of an attention process."""
 
-    def __init__(self, setting: AttentionSetting, ends: Ends, instances: Instances, sender: Sender) -> None:
-        self.setting, self.ends, self.sender = setting, ends, sender
-        self.model = setting.model(setting.dtype, setting.device)
-        self.cache = PagedCache(
-            setting.kv_tokens // setting.page, setting.page, dtype=setting.dtype, device=setting.device
-        )
+    def __init__(self, number: int, setting: PoolSetting, model: PoolModel, ends: Ends, instances: Instances) -> None:
+        self.ends, self.sender, self.instances = ends, ends.sender(number, model.device), instances
+        self.model, self.version = model.attention(model.dtype, model.device), 0
+        self.cache = PagedCache(setting.num_pages, setting.page, dtype=model.dtype, device=model.device)
         self.scheduler = Scheduler(
             self.cache, micro_batches=setting.micro_batches, places=setting.places,
-            prefill_tokens=setting.prefill_tokens, end=setting.end,
+            prefill_tokens=setting.prefill_tokens, end=model.end,
         )  # fmt: skip
-        self.instances, self.version = instances, 0
         self.flights: dict[int, _Flight] = {}
         """by micro-batch"""
-        self._pairs_LE = np.zeros((setting.num_layers, setting.num_experts), np.int64)
-        self.counts = self._fresh()
-
-    def _fresh(self) -> Counts:
-        shape = self.setting.num_layers, self.setting.num_experts
-        rows = np.zeros((shape[0], self.instances.num_processes), np.int64)
-        return Counts(tokens_LE=np.zeros(shape, np.int64), rows_LN=rows)
+        self._pairs_LE = np.zeros_like(instances.home_LE, np.int64)
+        self.statistics = Statistics.none(instances)
 
     def use(self, instances: Instances) -> None:
-        self.instances, self.counts = instances, self._fresh()
+        self.instances, self.statistics = instances, Statistics.none(instances)
 
-    def take_counts(self) -> Counts:
-        counts, self.counts = self.counts, self._fresh()
-        counts.preempted, self.scheduler.num_preempted = self.scheduler.num_preempted, 0
-        return counts
+    def take_statistics(self) -> Statistics:
+        taken, self.statistics = self.statistics, Statistics.none(self.instances)
+        taken.preempted, self.scheduler.num_preempted = self.scheduler.num_preempted, 0
+        return taken
 
     # --- micro-batches ---
 
     def step(self) -> bool:
         """Go on with every micro-batch that can; returns whether any could."""
         moved = False
-        for number in range(self.setting.micro_batches):
+        for number in range(len(self.scheduler.running)):
             flight = self.flights.get(number)
             if flight is None:
                 batch = self.scheduler.next_batch(number, self.flights) if self.scheduler.busy else None
@@ -174,11 +131,14 @@ class _Process:
         """Write every token to the processes that have an instance for it."""
         layer, top_k, expert_P = routed.layer, experts_TK.shape[1], experts_TK.ravel()
         process_P = self.instances.choose(layer, expert_P, self._pairs_LE[layer])
-        self.counts.tokens_LE[layer] += np.bincount(expert_P, minlength=self.setting.num_experts)
-        self.counts.rows_LN[layer] += np.bincount(process_P, minlength=self.instances.num_processes)
-        for process in np.unique(process_P).tolist():
-            place_P = np.flatnonzero(process_P == process)
-            place_P = place_P[np.argsort(expert_P[place_P], kind="stable")]
+        statistics, num_experts = self.statistics, self._pairs_LE.shape[1]
+        statistics.tokens_LE[layer] += np.bincount(expert_P, minlength=num_experts)
+        rows_N = np.bincount(process_P, minlength=self.instances.num_processes)
+        statistics.rows_LN[layer] += rows_N
+        by_process = np.split(np.lexsort((expert_P, process_P)), np.cumsum(rows_N)[:-1])
+        for process, place_P in enumerate(by_process):
+            if not place_P.size:
+                continue
             tokens_N, row_P = np.unique(place_P // top_k, return_inverse=True)
             pairs = Pairs(
                 layer=layer, row_P=row_P.astype(np.int32), expert_P=expert_P[place_P], place_P=place_P.astype(np.int32)
@@ -195,15 +155,17 @@ class _Process:
         every = np.stack(experts, axis=1)
         ends = np.cumsum(batch.sizes)[:-1]
         self.scheduler.finish(batch, logits_BV, np.split(every, ends))
-        self.counts.passes += 1
+        self.statistics.passes += 1
 
 
-def run_attention(pipe: Connection, setting: AttentionSetting, ends: Ends, instances: Instances) -> None:
+def run_attention(
+    pipe: Connection, number: int, setting: PoolSetting, model: PoolModel, ends: Ends, instances: Instances
+) -> None:
     """Serve until the pipe closes."""
-    apply_setting(setting.device, setting.threads)
+    apply_setting(model.device, setting.threads)
     outbox = Outbox(pipe)
     try:
-        process = _Process(setting, ends, instances, ends.sender(setting.number, setting.device))
+        process = _Process(number, setting, model, ends, instances)
         outbox.send(ends.handle())
         _serve(pipe, outbox, process)
     finally:
@@ -245,8 +207,8 @@ def _answer(outbox: Outbox, asked: Any, process: _Process, loader: Loader) -> No
         outbox.send(loader.take(*value))
     elif what is Ask.LOAD_END:
         outbox.send(loader.end())
-    elif what is Ask.COUNTS:
-        outbox.send(process.take_counts())
+    elif what is Ask.STATISTICS:
+        outbox.send(process.take_statistics())
     elif what is Ask.CONNECT:
         process.ends.connect(value)
         outbox.send(None)

@@ -42,8 +42,8 @@ class Ask(Enum):
     """(Where, [((layer, expert), offset)]): take them from there; answer: None"""
     GENERATE = auto()
     """(temperature, [(number, Request)]): answers come as (number, Generation) one by one; to attention processes"""
-    COUNTS = auto()
-    """None; answer: Counts since the last time; to attention processes"""
+    STATISTICS = auto()
+    """None; answer: Statistics since the last time; to attention processes"""
 
 
 class Parcel(NamedTuple):

@@ -32,24 +32,21 @@ class Ends:
 
     def sender(self, number: int, device: torch.device) -> Sender:
         """The end of an attention process; where there are GPUs, `connect` must follow."""
-        self._process = number
-        if self.address:
-            self._end = GlooSender(self.mesh, number, self.address)
-        elif device.type == "cuda":
-            self._end = DeviceSender(self.mesh, number, device)
-        else:
-            self._end = SharedSender(self.mesh, number)
-        return self._end
+        end: Sender = self._made(number, number, device, (GlooSender, DeviceSender, SharedSender))
+        return end
 
     def receiver(self, number: int, device: torch.device) -> Receiver:
         """The end of an expert process; where there are GPUs, `connect` must follow."""
-        self._process = self.shape.senders + number
+        kinds = GlooReceiver, DeviceReceiver, SharedReceiver
+        end: Receiver = self._made(self.shape.senders + number, number, device, kinds)
+        return end
+
+    def _made(self, process: int, number: int, device: torch.device, kinds: tuple[type[Any], ...]) -> Any:  # noqa: ANN401
+        self._process, (gloo, on_gpu, shared) = process, kinds
         if self.address:
-            self._end = GlooReceiver(self.mesh, number, self.address)
-        elif device.type == "cuda":
-            self._end = DeviceReceiver(self.mesh, number, device)
+            self._end = gloo(self.mesh, number, self.address)
         else:
-            self._end = SharedReceiver(self.mesh, number)
+            self._end = on_gpu(self.mesh, number, device) if device.type == "cuda" else shared(self.mesh, number)
         return self._end
 
     def handle(self) -> Any:  # noqa: ANN401

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.micro_batch import balance
 
-__all__ = ["Instances", "homes_only", "imbalance_of", "plan_instances"]
+__all__ = ["Instances", "homes_only", "plan_instances"]
 
 GOLDEN = 0.6180339887498949
 """fractional part of the golden ratio: its multiples fill the interval most evenly"""
@@ -110,8 +109,3 @@ def _of_layer(
             found[expert].append((int(process), share))
             found[expert][0] = (found[expert][0][0], found[expert][0][1] - share)
     return found
-
-
-def imbalance_of(rows_LN: NDArray[np.integer]) -> float:
-    """Slowest over mean expert process, mean over layers."""
-    return float(imbalance(rows_LN).mean())

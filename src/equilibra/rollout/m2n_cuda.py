@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
@@ -62,10 +63,8 @@ class DeviceSender(SharedSender):
         shape = mesh.shape
         self.memory = _OnDevice(mesh, device, (shape.slots, shape.tokens * shape.top_k, shape.width), mesh.sent)
 
-    def _box(self, receiver: int, slot: int) -> Tensor:
-        return self.memory.of(receiver)[self.number, slot]
-
-    def _put(self, box_ND: Tensor, hidden_TD: Tensor, tokens_N: Tensor) -> None:
+    def _put(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: Tensor) -> None:
+        box_ND = self.memory.of(receiver)[self.number, slot, : len(tokens_N)]
         torch.index_select(hidden_TD, 0, self.memory.index(tokens_N), out=box_ND)
 
     def _signal(self, receiver: int, slot: int, value: int) -> None:
@@ -90,21 +89,19 @@ class DeviceReceiver(SharedReceiver):
         shape = mesh.shape
         self.memory = _OnDevice(mesh, device, (shape.senders, shape.slots, shape.tokens, shape.width), mesh.answered)
 
-    def _box(self, sender: int, slot: int) -> Tensor:
-        return self.memory.own[sender, slot]
+    def _box(self, sender: int, slot: int, rows: int) -> Tensor:
+        return self.memory.own[sender, slot, :rows]
 
-    def _tray(self, sender: int, slot: int) -> Tensor:
-        return self.memory.of(sender)[slot]
-
-    def _put(self, tray: Tensor, places_P: Tensor, results_PD: Tensor) -> None:
-        tray.index_copy_(0, self.memory.index(places_P), results_PD)
+    def _put(self, sender: int, slot: int, place_P: NDArray[np.int32], results_PD: Tensor) -> None:
+        places_P = self.memory.index(torch.from_numpy(place_P.astype(np.int64)))
+        self.memory.of(sender)[slot].index_copy_(0, places_P, results_PD)
 
     def _signal(self, sender: int, slot: int, value: int) -> None:
         self.memory.give(sender, self.number, slot, value)
 
     def wait(self, mark: int, timeout_s: float) -> None:
         """As the sender's."""
-        if (self.mesh.announced[:, self.number] > self._answered).any():
+        if (self.mesh.announced[:, self.number] > self._seen).any():
             os.sched_yield()
         else:
             super().wait(mark, timeout_s)

@@ -18,8 +18,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import RankLostError
-from equilibra.rollout.m2n import FIXED, MeshShape, Message, Pairs, SharedMesh
-from equilibra.rollout.wake import Word
+from equilibra.rollout.m2n import FIXED, Message, Pairs, SharedMesh, Sleeper
 
 __all__ = ["GlooReceiver", "GlooSender"]
 
@@ -27,16 +26,16 @@ FOREVER = timedelta(days=365)
 """an idle engine is no error; the pool notices a lost process"""
 
 
-class _Connected:
+class _Connected(Sleeper):
     """A process with a thread for every process of the other side."""
 
     def __init__(self, mesh: SharedMesh, rank: int, others: range, address: str) -> None:
+        super().__init__(mesh, rank)
         if not dist.is_initialized():
             dist.init_process_group(
                 "gloo", init_method=address, rank=rank, world_size=mesh.shape.processes, timeout=FOREVER
             )
-        self.others = others
-        self.word: Word = mesh.word(rank, rank)
+        self.others, self.shape = others, mesh.shape
         self._error: str | None = None
 
     def listen(self, receive: Callable[[int], None]) -> None:
@@ -48,98 +47,86 @@ class _Connected:
         try:
             while True:
                 receive(number)
-                self.word.wake()
+                self._own.wake()
         except (RuntimeError, dist.DistError) as error:
             self._error = f"the connection to process {other} of the engine broke: {error}"
-            self.word.wake()
+            self._own.wake()
 
     def check(self) -> None:
         if self._error is not None:
             raise RankLostError(self._error)
 
-    def send(self, number: int, *parts: Tensor) -> None:
+    def put(self, number: int, *parts: Tensor) -> None:
+        """Send to a process of the other side."""
         for part in parts:
             if part.numel():
                 dist.send(part, dst=self.others[number])
 
-    def receive(self, number: int, into: Tensor) -> Tensor:
+    def get(self, number: int, into: Tensor) -> Tensor:
+        """Receive from a process of the other side."""
         if into.numel():
             dist.recv(into, src=self.others[number])
         return into
 
 
-class GlooSender:
+class GlooSender(_Connected):
     """An attention process's end."""
 
     def __init__(self, mesh: SharedMesh, number: int, address: str) -> None:
-        shape = self.shape = mesh.shape
-        self._connected = _Connected(mesh, number, range(shape.senders, shape.processes), address)
+        shape = mesh.shape
+        super().__init__(mesh, number, range(shape.senders, shape.processes), address)
         self._trays = torch.zeros(shape.slots, shape.tokens * shape.top_k, shape.width, dtype=shape.dtype)
         self._open = np.zeros((shape.receivers, shape.slots), bool)
         """whether results are on their way"""
         self._places: dict[tuple[int, int], Tensor] = {}
-        self._connected.listen(self._receive)
+        self.listen(self._receive)
 
     def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
         self._places[receiver, slot] = torch.from_numpy(pairs.place_P.astype(np.int64))
         self._open[receiver, slot] = True
         head = torch.tensor([slot, pairs.layer, tokens_N.size, pairs.row_P.size])
         about = torch.from_numpy(np.stack([pairs.row_P, pairs.expert_P, pairs.place_P]))
-        self._connected.send(receiver, head, about, hidden_TD[torch.from_numpy(tokens_N)])
+        self.put(receiver, head, about, hidden_TD[torch.from_numpy(tokens_N)])
 
     def _receive(self, receiver: int) -> None:
-        head = self._connected.receive(receiver, torch.empty(1, dtype=torch.int64))
+        head = self.get(receiver, torch.empty(1, dtype=torch.int64))
         slot = int(head[0])
         places = self._places[receiver, slot]
-        results = self._connected.receive(
-            receiver, torch.empty(len(places), self.shape.width, dtype=self.shape.dtype)
-        )  # fmt: skip
+        results = self.get(receiver, torch.empty(len(places), self.shape.width, dtype=self.shape.dtype))
         self._trays[slot].index_copy_(0, places, results)
         self._open[receiver, slot] = False
 
     def arrived(self, slot: int) -> bool:
-        self._connected.check()
+        self.check()
         return not self._open[:, slot].any()
 
     def tray(self, slot: int) -> Tensor:
         return self._trays[slot]
 
-    def mark(self) -> int:
-        return self._connected.word.value()
 
-    def wait(self, mark: int, timeout_s: float) -> None:
-        self._connected.word.wait(mark, timeout_s)
-
-
-class GlooReceiver:
+class GlooReceiver(_Connected):
     """An expert process's end."""
 
     def __init__(self, mesh: SharedMesh, number: int, address: str) -> None:
-        shape: MeshShape = mesh.shape
-        self._connected = _Connected(mesh, shape.senders + number, range(shape.senders), address)
+        shape = mesh.shape
+        super().__init__(mesh, shape.senders + number, range(shape.senders), address)
         self._boxes = torch.zeros(shape.senders, shape.slots, shape.tokens, shape.width, dtype=shape.dtype)
         self._messages: dict[tuple[int, int], Message] = {}
         """in the order they came"""
-        self._connected.listen(self._receive)
+        self.listen(self._receive)
 
     def _receive(self, sender: int) -> None:
-        head = self._connected.receive(sender, torch.empty(FIXED, dtype=torch.int64))
+        head = self.get(sender, torch.empty(FIXED, dtype=torch.int64))
         slot, layer, rows, num = head.tolist()
-        about: NDArray[Any] = self._connected.receive(sender, torch.empty(3, num, dtype=torch.int32)).numpy()
-        rows_ND = self._connected.receive(sender, self._boxes[sender, slot, :rows])
+        about: NDArray[Any] = self.get(sender, torch.empty(3, num, dtype=torch.int32)).numpy()
+        rows_ND = self.get(sender, self._boxes[sender, slot, :rows])
         pairs = Pairs(layer=layer, row_P=about[0], expert_P=about[1], place_P=about[2])
         self._messages[sender, slot] = Message(sender=sender, slot=slot, pairs=pairs, rows_ND=rows_ND)
 
     def ready(self) -> list[Message]:
-        self._connected.check()
+        self.check()
         return list(self._messages.values())
 
     def reply(self, message: Message, results_PD: Tensor) -> None:
         del self._messages[message.sender, message.slot]  # before the box is the sender's again
-        self._connected.send(message.sender, torch.tensor([message.slot]), results_PD.contiguous())
-
-    def mark(self) -> int:
-        return self._connected.word.value()
-
-    def wait(self, mark: int, timeout_s: float) -> None:
-        self._connected.word.wait(mark, timeout_s)
+        self.put(message.sender, torch.tensor([message.slot]), results_PD.contiguous())

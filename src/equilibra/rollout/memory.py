@@ -34,9 +34,10 @@ class Memory:
         self._map = mmap.mmap(descriptor, num_bytes)
 
     @classmethod
-    def create(cls, num_bytes: int) -> Self:
+    def create(cls, num_bytes: int, *, instead: str = "use another engine") -> Self:
+        """instead: what to do if there is not so much."""
         size = pages(num_bytes)
-        made = create_segment(size, user="the rollout engine", instead="use smaller micro-batches")
+        made = create_segment(size, user="the rollout engine", instead=instead)
         return cls(made, size)
 
     @classmethod

@@ -6,7 +6,7 @@ rank 0 and answers back, each rank its own. What fails on rank 0 is an error on 
 
 from __future__ import annotations
 
-import io
+import pickle
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, pairwise
 
@@ -46,16 +46,17 @@ class PoolOfRanks:
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
         """Collective: answer this rank's requests."""
-        every = [_requests(raw) for raw in self._to_first(_packed_requests(requests))]
+        every: list[list[Request]] = [pickle.loads(raw) for raw in self._to_first(pickle.dumps(requests))]  # noqa: S301
 
         def answers() -> list[bytes]:
             if self.pool is None:
                 return []
             said = self.pool.generate([one for some in every for one in some], temperature=temperature)
             ends = list(accumulate(map(len, every), initial=0))
-            return [_packed_answers(said[first:last]) for first, last in pairwise(ends)]
+            return [pickle.dumps(said[first:last]) for first, last in pairwise(ends)]
 
-        return _answers(self._from_first(self.group.all_succeed(answers, what="generating answers")))
+        mine = self._from_first(self.group.all_succeed(answers, what="generating answers"))
+        return list[Generation](pickle.loads(mine))  # noqa: S301 - of this run's rank 0
 
     def close(self) -> None:
         """End the processes; not collective."""
@@ -90,55 +91,3 @@ class PoolOfRanks:
         self.group.all_to_all(Channel.CONTROL, outgoing, sent, incoming, received, what=what).wait()
         raw, ends = incoming.numpy().tobytes(), list(accumulate(received, initial=0))
         return [raw[first:last] for first, last in pairwise(ends)]
-
-
-def _packed(**arrays: NDArray[np.generic]) -> bytes:
-    buffer = io.BytesIO()
-    np.savez(buffer, allow_pickle=False, **arrays)
-    return buffer.getvalue()
-
-
-def _joined(parts: Sequence[NDArray[np.generic]], like: NDArray[np.generic]) -> NDArray[np.generic]:
-    return np.concatenate([like, *parts])
-
-
-def _packed_requests(requests: Sequence[Request]) -> bytes:
-    return _packed(
-        sizes=np.array([(one.tokens.size, one.max_new) for one in requests], np.int64).reshape(-1, 2),
-        tokens=_joined([one.tokens for one in requests], np.empty(0, np.int64)),
-        noise=_joined([one.noise for one in requests], np.empty(0)),
-    )
-
-
-def _requests(raw: bytes) -> list[Request]:
-    with np.load(io.BytesIO(raw), allow_pickle=False) as said:
-        ends = np.cumsum(said["sizes"], axis=0)[:-1]
-        if not len(said["sizes"]):
-            return []
-        tokens, noise = np.split(said["tokens"], ends[:, 0]), np.split(said["noise"], ends[:, 1])
-    return [Request(tokens=one, noise=its) for one, its in zip(tokens, noise, strict=True)]
-
-
-def _packed_answers(answers: Sequence[Generation]) -> bytes:
-    shape = answers[0].experts.shape[1:] if answers else (0, 0)
-    about = [(one.tokens.size, len(one.experts), one.ended, one.version or 0) for one in answers]
-    return _packed(
-        about=np.array(about, np.int64).reshape(-1, 4),
-        tokens=_joined([one.tokens for one in answers], np.empty(0, np.int64)),
-        logprobs=_joined([one.logprobs for one in answers], np.empty(0)),
-        experts=_joined([one.experts for one in answers], np.empty((0, *shape), np.int32)),
-    )
-
-
-def _answers(raw: bytes) -> list[Generation]:
-    with np.load(io.BytesIO(raw), allow_pickle=False) as said:
-        about = said["about"]
-        if not len(about):
-            return []
-        tokens_at, rows_at = np.cumsum(about[:, :2], axis=0)[:-1].T
-        tokens, logprobs = np.split(said["tokens"], tokens_at), np.split(said["logprobs"], tokens_at)
-        experts = np.split(said["experts"], rows_at)
-    return [
-        Generation(tokens=t, logprobs=p, experts=e, ended=bool(ended), version=int(version))
-        for t, p, e, (_, _, ended, version) in zip(tokens, logprobs, experts, about.tolist(), strict=True)
-    ]

@@ -11,7 +11,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 __all__ = ["PagedCache", "PagedView", "Saved"]
@@ -98,20 +100,30 @@ class PagedView:
     """The cache of the sequences of one forward pass."""
 
     def __init__(
-        self, cache: PagedCache, tables: Sequence[Sequence[int]], cached: Sequence[int], valid_BT: Tensor
+        self, cache: PagedCache, tables: Sequence[Sequence[int]], cached: Sequence[int], sizes: Sequence[int]
     ) -> None:
-        """tables: pages of each sequence, enough for its new tokens. cached: its tokens before. valid: no padding."""
-        self.cache, self.valid_BT = cache, valid_BT
-        self.longest = max(had + int(new) for had, new in zip(cached, valid_BT.sum(dim=1).tolist(), strict=True))
-        width = cache.pages_for(self.longest)
-        padded = [[*table[:width], *[0] * (width - len(table))] for table in tables]
-        self._tables_BP = torch.tensor(padded, dtype=torch.long, device=cache.device)
-        first = torch.tensor(cached, device=cache.device)[:, None]
-        self.positions_BT = first + torch.arange(valid_BT.shape[1], device=cache.device)
+        """tables: pages of each sequence, enough for its new tokens. cached: its tokens before. sizes: new ones."""
+        self.cache, self.longest = cache, max(map(sum, zip(cached, sizes, strict=True)))
+        tables_BP = np.zeros((len(tables), cache.pages_for(self.longest)), np.int64)
+        for row, table in enumerate(tables):
+            some = table[: tables_BP.shape[1]]
+            tables_BP[row, : len(some)] = some
+        at_T, sizes_B = np.arange(max(sizes)), np.array(sizes)
+        new_BT = at_T < sizes_B[:, None]
+        positions_BT = np.where(new_BT, np.array(cached)[:, None] + at_T, 0)
+        slots_BT = np.take_along_axis(tables_BP, positions_BT // cache.page, 1) * cache.page + positions_BT % cache.page
+        self.positions_BT = self._of(positions_BT)
         """[B, T] position of each new token; 0 for padding"""
-        self.positions_BT = torch.where(valid_BT, self.positions_BT, 0)
-        page_BT = self._tables_BP.gather(1, self.positions_BT // cache.page)
-        self._slots_N = (page_BT * cache.page + self.positions_BT % cache.page)[valid_BT]
+        self.new_N = self._of(np.flatnonzero(new_BT))
+        """places of new tokens in [B * T], without padding"""
+        self.row_BT = self._of(np.cumsum(new_BT) - 1)
+        """[B * T] which of them each is; padding repeats the one before"""
+        self.last_B = self._of(np.arange(len(sizes)) * at_T.size + sizes_B - 1)
+        """places of last tokens in [B * T]"""
+        self._slots_N, self._pages_N = self._of(slots_BT[new_BT]), self._of(tables_BP.ravel())
+
+    def _of(self, numbers: NDArray[np.int64]) -> Tensor:
+        return torch.from_numpy(numbers).to(self.cache.device)
 
     def update(
         self, key: Tensor, value: Tensor, layer: int, *_more: object, **_others: object
@@ -121,7 +133,7 @@ class PagedView:
         return self._updated(found[0], key), self._updated(found[1], value)
 
     def _updated(self, kept: Tensor, new: Tensor) -> Tensor:
-        kept[self._slots_N] = new.transpose(1, 2)[self.valid_BT]
+        kept[self._slots_N] = new.transpose(1, 2).flatten(0, 1).index_select(0, self.new_N)
         by_page = kept.view(self.cache.num_pages, self.cache.page, *kept.shape[1:])
-        every = by_page[self._tables_BP].flatten(1, 2)[:, : self.longest]
-        return every.transpose(1, 2)
+        every = by_page.index_select(0, self._pages_N).view(len(new), -1, *kept.shape[1:])
+        return every[:, : self.longest].transpose(1, 2)

@@ -21,18 +21,17 @@ from time import monotonic
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, RankLostError
 from equilibra.execute.experts.weights import FlatLayout
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
-from equilibra.rollout.attention import AttentionSetting, Counts, run_attention
+from equilibra.rollout.attention import run_attention
 from equilibra.rollout.control import Ask, Took, parcels
 from equilibra.rollout.ends import Ends
-from equilibra.rollout.experts import ExpertSetting, run_experts
-from equilibra.rollout.instances import Instances, homes_only, imbalance_of, plan_instances
+from equilibra.rollout.experts import run_experts
+from equilibra.rollout.instances import Instances, homes_only, plan_instances
 from equilibra.rollout.m2n import MeshShape, SharedMesh
 from equilibra.rollout.memory import Memory
 from equilibra.rollout.processes import Failed, Job, Worker, Workers
@@ -55,52 +54,34 @@ class Pool:
         """Start the processes. timeout_s: without progress, after which they count as lost."""
         if not supported():
             raise InputError("the disaggregated engine needs Linux on x86-64: use another rollout engine")
+        on_device = model.device.type == "cuda"
+        if setting.transport == "gloo" and on_device:
+            raise InputError("transport gloo is for CPUs: use shared on GPUs")
         self.setting, self.model, self.timeout_s = setting, model, timeout_s
-        spec, counts = model.spec, (model.num_layers, model.spec.num_experts)
-        self.instances = homes_only(*counts, setting.experts)
+        self.instances = homes_only(model.num_layers, model.spec.num_experts, setting.experts)
         self.version: int | None = None
-        self._tokens_LE, self._rows_LN, self._passes, self._preempted = self._nothing()
+        self._statistics = Statistics.none(self.instances)
         self._broken: str | None = None
         shape = MeshShape(
             senders=setting.attention, receivers=setting.experts, slots=setting.micro_batches,
-            tokens=max(setting.prefill_tokens, -(-setting.places // setting.micro_batches)), top_k=spec.top_k,
-            width=spec.hidden, dtype=model.dtype,
+            tokens=max(setting.prefill_tokens, -(-setting.places // setting.micro_batches)), top_k=model.spec.top_k,
+            width=model.spec.hidden, dtype=model.dtype,
         )  # fmt: skip
-        on_device = model.device.type == "cuda"
-        self._memory = Memory.create(SharedMesh.num_bytes(shape, on_device=on_device))
+        self._memory = Memory.create(
+            SharedMesh.num_bytes(shape, on_device=on_device), instead="lower prefill_tokens or places"
+        )
         self._mesh = SharedMesh(self._memory, shape)
         self._words = [self._mesh.word(number, shape.processes) for number in range(shape.processes)]
         address = f"tcp://127.0.0.1:{_free_port()}" if setting.transport == "gloo" else ""
-        if address and on_device:
-            raise InputError("transport gloo is for CPUs: use shared on GPUs")
-        jobs = self._jobs(Ends(shape, self._memory.where, address))
+        given = setting, model, Ends(shape, self._memory.where, address), self.instances
+        jobs = [Job(f"attention process {n}", run_attention, (n, *given)) for n in range(setting.attention)]
+        jobs += [Job(f"expert process {n}", run_experts, (n, *given)) for n in range(setting.experts)]
         self._workers = Workers(jobs, load=["equilibra.rollout.experts", *model.load], start_s=START_S)
         self._attention = self._workers.every[: setting.attention]
         self._experts = self._workers.every[setting.attention :]
         handles = [self._hear(worker, START_S) for worker in self._workers.every]
         if any(handle is not None for handle in handles):
             self._ask(self._workers.every, Ask.CONNECT, handles)
-
-    def _jobs(self, ends: Ends) -> list[Job]:
-        setting, model = self.setting, self.model
-        shared: dict[str, Any] = {"dtype": model.dtype, "device": model.device, "threads": setting.threads}
-        jobs = []
-        for number in range(setting.attention):
-            attention = AttentionSetting(
-                number=number, model=model.attention, num_layers=model.num_layers, num_experts=model.spec.num_experts,
-                end=model.end, micro_batches=setting.micro_batches, places=setting.places, page=setting.page,
-                kv_tokens=setting.kv_tokens, prefill_tokens=setting.prefill_tokens, **shared,
-            )  # fmt: skip
-            name, given = f"attention process {number}", (attention, ends, self.instances)
-            jobs.append(Job(name=name, function=run_attention, arguments=given))
-        for number in range(setting.experts):
-            experts = ExpertSetting(
-                number=number, spec=model.spec, naming=model.naming, num_layers=model.num_layers,
-                spare_slots=setting.spare_slots, **shared,
-            )  # fmt: skip
-            name = f"expert process {number}"
-            jobs.append(Job(name=name, function=run_experts, arguments=(experts, ends, self.instances)))
-        return jobs
 
     def __enter__(self) -> Self:
         return self
@@ -164,7 +145,7 @@ class Pool:
         """Load new weights, and choose instances by the routing since the last time."""
         self._collect()
         self.version = None  # until all have come, and if they never do
-        if self._tokens_LE.any():
+        if self._statistics.tokens_LE.any():
             self._assign(self._planned())
         for worker in self._workers.every:
             self._tell(worker, Ask.LOAD_BEGIN, version)
@@ -202,39 +183,23 @@ class Pool:
         self.version = version
 
     def _planned(self) -> Instances:
-        return plan_instances(self._tokens_LE, self.setting.experts, spare_slots=self.setting.spare_slots)
+        return plan_instances(self._statistics.tokens_LE, self.setting.experts, spare_slots=self.setting.spare_slots)
 
     def _assign(self, instances: Instances) -> list[list[tuple[int, int]]]:
         """Tell everybody; returns the copies that are new to each expert process."""
         self.instances = instances
-        self._tokens_LE, self._rows_LN, self._passes, self._preempted = self._nothing()
+        self._statistics = Statistics.none(instances)
         for worker in self._attention:
             self._tell(worker, Ask.INSTANCES, instances)
         return self._ask(self._experts, Ask.INSTANCES, instances)
 
-    def _nothing(self) -> tuple[NDArray[np.int64], NDArray[np.int64], int, int]:
-        num_layers = self.model.num_layers
-        tokens = np.zeros((num_layers, self.model.spec.num_experts), np.int64)
-        return tokens, np.zeros((num_layers, self.setting.experts), np.int64), 0, 0
-
     def _collect(self) -> None:
-        counts: list[Counts] = self._ask(self._attention, Ask.COUNTS, None)
-        for one in counts:
-            self._tokens_LE += one.tokens_LE
-            self._rows_LN += one.rows_LN
-            self._passes += one.passes
-            self._preempted += one.preempted
+        self._statistics = sum(self._ask(self._attention, Ask.STATISTICS, None), self._statistics)
 
     def statistics(self) -> Statistics:
         """Since the instances were last chosen."""
         self._collect()
-        homes = np.zeros_like(self._rows_LN)
-        for layer, home_E in enumerate(self.instances.home_LE):
-            np.add.at(homes[layer], home_E, self._tokens_LE[layer])
-        return Statistics(
-            tokens_LE=self._tokens_LE.copy(), rows_LN=self._rows_LN.copy(), imbalance=imbalance_of(self._rows_LN),
-            imbalance_without_copies=imbalance_of(homes), passes=self._passes, preempted=self._preempted,
-        )  # fmt: skip
+        return self._statistics
 
     # --- answers ---
 
@@ -273,7 +238,7 @@ class Pool:
 
     def _without_work(self, requests: Sequence[Request]) -> dict[int, Generation]:
         """Answers that need no process; BudgetError or InputError for requests that can never be answered."""
-        pages = self.setting.kv_tokens // self.setting.page
+        pages = self.setting.num_pages
         answers = {}
         for number, request in enumerate(requests):
             tokens = request.tokens.size + max(request.max_new - 1, 0)
@@ -322,8 +287,10 @@ class Pool:
             self._tell(worker, Ask.GENERATE, (temperature, [(number, requests[number]) for number in bundle]))
 
     def _stuck(self, open_of: dict[Worker, set[int]]) -> str:
-        waiting = ", ".join(f"{worker.name} ({len(some)} answers open)" for worker, some in open_of.items() if some)
-        return f"no process has made progress for {self.timeout_s:g} s; waiting for {waiting}"
+        waiting = [f"{worker.name} ({len(some)} answers open)" for worker, some in open_of.items() if some]
+        owing_N = (self._mesh.announced != self._mesh.answered).any(axis=(0, 2))
+        waiting += [f"{self._experts[n].name} (rows not answered)" for n in np.flatnonzero(owing_N)]
+        return f"no process has made progress for {self.timeout_s:g} s; waiting for {', '.join(waiting)}"
 
 
 def _free_port() -> int:

@@ -23,7 +23,7 @@ from multiprocessing.connection import Connection, wait
 from queue import SimpleQueue
 from threading import Thread
 from time import monotonic
-from typing import Any
+from typing import Any, NamedTuple
 
 from equilibra.core.errors import ExecuteError
 
@@ -48,8 +48,7 @@ FLUSH_S = 5.0
 PR_SET_PDEATHSIG = 1
 
 
-@dataclass(frozen=True, kw_only=True)
-class Job:
+class Job(NamedTuple):
     """What a worker does."""
 
     name: str

@@ -85,13 +85,7 @@ class Batch:
     """tokens of each"""
     tokens_BT: Tensor
     """padded on the right"""
-    valid_BT: Tensor
     cache: PagedView
-
-    @property
-    def last_B(self) -> Tensor:
-        """[B] column of each sequence's last token."""
-        return torch.tensor([size - 1 for size in self.sizes], device=self.tokens_BT.device)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -155,15 +149,11 @@ class Scheduler:
         return self._batch(chosen, sizes) if chosen else None
 
     def _batch(self, chosen: list[Growing], sizes: list[int]) -> Batch:
-        tokens, valid = torch.zeros(len(chosen), max(sizes), dtype=torch.long), torch.zeros(len(chosen), max(sizes))
+        tokens_BT = torch.zeros(len(chosen), max(sizes), dtype=torch.long)
         for row, (one, size) in enumerate(zip(chosen, sizes, strict=True)):
-            tokens[row, :size] = torch.tensor(one.tokens[one.cached : one.cached + size])
-            valid[row, :size] = 1
-        mask = valid.bool().to(self.cache.device)
-        view = PagedView(self.cache, [one.pages for one in chosen], [one.cached for one in chosen], mask)
-        return Batch(
-            sequences=chosen, sizes=sizes, tokens_BT=tokens.to(self.cache.device), valid_BT=mask, cache=view
-        )  # fmt: skip
+            tokens_BT[row, :size] = torch.tensor(one.tokens[one.cached : one.cached + size])
+        view = PagedView(self.cache, [one.pages for one in chosen], [one.cached for one in chosen], sizes)
+        return Batch(sequences=chosen, sizes=sizes, tokens_BT=tokens_BT.to(self.cache.device), cache=view)
 
     def _admit(self, micro_batch: int) -> None:
         """Fill this micro-batch up to its share of all sequences, as far as there are pages."""
@@ -188,7 +178,7 @@ class Scheduler:
         if not self.aside:
             return None
         one = self.aside[0]
-        needed = self.cache.pages_for(one.cached + one.remaining)
+        needed = self.cache.pages_for(len(one.tokens))
         self._forget_prompts(needed)
         if needed > self.cache.num_free:
             return None
@@ -206,7 +196,7 @@ class Scheduler:
         if one is None:
             return None
         known = self._prefilled.get(one.prompt)
-        needed = 1 if known is not None else self.cache.pages_for(one.remaining)
+        needed = self.cache.pages_for(one.remaining) if known is None else one.remaining % self.cache.page > 0
         self._forget_prompts(needed, keep=one.prompt)
         if needed > self.cache.num_free:
             return None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -11,9 +12,13 @@ from numpy.typing import NDArray
 
 from equilibra.core.checks import check_choice, check_whole
 from equilibra.core.errors import InputError
+from equilibra.events.imbalance import imbalance
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.state.safetensors_names import Naming
-from equilibra.rollout.attention import AttentionModel
+from equilibra.rollout.instances import Instances
+
+if TYPE_CHECKING:
+    from equilibra.rollout.attention import AttentionModel
 
 __all__ = ["PoolModel", "PoolSetting", "Statistics"]
 
@@ -52,6 +57,10 @@ class PoolSetting:
         if self.kv_tokens < self.page:
             raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
 
+    @property
+    def num_pages(self) -> int:
+        return self.kv_tokens // self.page
+
 
 @dataclass(frozen=True, kw_only=True)
 class PoolModel:
@@ -73,19 +82,40 @@ class PoolModel:
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class Statistics:
-    """What the expert processes did since the instances were last chosen."""
+    """What attention processes did since instances were last chosen."""
 
+    home_LE: NDArray[np.int32]
+    """process of every expert"""
     tokens_LE: NDArray[np.int64]
     """pairs of every expert"""
     rows_LN: NDArray[np.int64]
     """pairs that each expert process got"""
-    imbalance: float
-    """slowest over mean expert process, mean over layers"""
-    imbalance_without_copies: float
-    """the same if every expert had stayed at home"""
-    passes: int
+    passes: int = 0
     """forward passes of micro-batches"""
-    preempted: int
+    preempted: int = 0
     """times that a sequence was set aside for another"""
+
+    @classmethod
+    def none(cls, instances: Instances) -> Statistics:
+        rows_LN = np.zeros((len(instances.home_LE), instances.num_processes), np.int64)
+        return cls(home_LE=instances.home_LE, tokens_LE=np.zeros_like(instances.home_LE, np.int64), rows_LN=rows_LN)
+
+    def __add__(self, other: Statistics) -> Statistics:
+        return Statistics(
+            home_LE=self.home_LE, tokens_LE=self.tokens_LE + other.tokens_LE, rows_LN=self.rows_LN + other.rows_LN,
+            passes=self.passes + other.passes, preempted=self.preempted + other.preempted,
+        )  # fmt: skip
+
+    @property
+    def imbalance(self) -> float:
+        """Slowest over mean expert process, mean over layers."""
+        return float(imbalance(self.rows_LN).mean())
+
+    @property
+    def imbalance_without_copies(self) -> float:
+        """The same if every expert had stayed at home."""
+        rows_LN = np.zeros_like(self.rows_LN)
+        np.add.at(rows_LN, (np.arange(len(rows_LN))[:, None], self.home_LE), self.tokens_LE)
+        return float(imbalance(rows_LN).mean())

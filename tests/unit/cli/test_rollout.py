@@ -20,6 +20,8 @@ def test_answers_and_figures_of_every_round(capsys):
 @pytest.mark.parametrize(("words", "reason"), [
     (["--experts", "300"], "cannot spread 16 experts over 300 expert processes: use at most 16"),
     (["--spare-slots", "-1"], "spare_slots must be"),
+    (["--seed", "-1"], "seed must be a whole number from 0"),
+    (["--prefill-tokens", "100000000"], "lower prefill_tokens or places"),
     (["--kv-tokens", "3"], "kv_tokens = 3 is less than a page of 16 tokens"),
     (["--prompt", "hello"], "has no tokenizer; without --prompt, prompts are random"),
     (["--model", "nowhere"], "cannot use nowhere as a model folder"),

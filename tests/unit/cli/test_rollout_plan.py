@@ -73,6 +73,8 @@ def test_lengths_as_a_distribution(capsys, tmp_path):
     (tmp_path / "lengths.json").write_text(json.dumps([100, 5000]))
     listed = said(capsys, *ASKED, "--lengths", tmp_path / "lengths.json")
     assert listed["context"]["mean_answer"] == 2550
+    prompted = said(capsys, *ASKED, "--lengths", tmp_path / "lengths.json", "--prompt", 700)
+    assert prompted["context"]["longest"] == 5700
     ids = np.zeros((60, 2, 2), np.uint8)
     ids[..., 1] = 1
     np.savez(tmp_path / "trace.npz", ids=ids, offsets=np.array([0, 10, 60]), num_experts=4)
@@ -110,6 +112,8 @@ def test_a_law_of_ones_own(capsys, tmp_path):
     (("--model", "qwen3-next", "--context", 10), "linear"),
     ((), "one of --context, --answer-median and --lengths"),
     (("--context", 10, "--answer-median", 10), "one of --context"),
+    (("--context", 10, "--prompt", 10), "--prompt and --context do not go together"),
+    (("--lengths", "none.json", "--answer-limit", 9), "--answer-limit and --lengths do not go together"),
     (("--lengths", "none.json"), "cannot read none.json"),
     (("--answer-median", 10, "--answer-sigma", 9), "sigma must be"),
     (("--context", 10, "--objective", "cost"), "no known cost per hour: give --attention-cost"),

@@ -55,6 +55,10 @@ def test_files(tmp_path):
     even = context_of_file(path)
     assert even.mean_answer == pytest.approx(200, rel=1e-3)
     assert even.longest == pytest.approx(350, rel=1e-3)
+    with pytest.raises(InputError, match="has prompts: give no other"):
+        context_of_file(path, 50.0)
+    path.write_text("[10, 20]")
+    assert context_of_file(path, 7.0) == context_of_lengths([10, 20], 7.0)
 
 
 @pytest.mark.parametrize(("text", "message"), [
@@ -62,7 +66,9 @@ def test_files(tmp_path):
     ('{"answers": [0]}', "lengths must be"),
     ('{"answers": ["a"]}', "must be numbers"), ("[1, null]", "lengths must be"),
     ('{"percentiles": [1]}', "must be numbers"), ('{"answers": [[1]]}', "lengths must be"),
-    ('{"answers": [1, 2], "prompts": [1, 2, 3]}', "must be numbers"),
+    ('{"answers": [1, 2], "prompts": [1, 2, 3]}', "must be numbers"), ('{"answers": [5], "promts": [1]}', "give a list"),
+    ('{"percentiles": {}}', "do not fall from 0 to 100"), ('{"percentiles": {"150": 9}}', "do not fall from 0 to 100"),
+    ('{"percentiles": {"nan": 9}}', "do not fall"), ('{"percentiles": {"50": 9, "99": 1}}', "do not fall"),
 ])  # fmt: skip
 def test_bad_files(tmp_path, text, message):
     path = tmp_path / "lengths.json"
@@ -74,6 +80,8 @@ def test_bad_files(tmp_path, text, message):
 def test_missing_files_and_bad_numbers(tmp_path):
     with pytest.raises(InputError, match="cannot read"):
         context_of_file(tmp_path / "none.json")
+    with pytest.raises(InputError, match="answer limit must be"):
+        lognormal_context(prompt=0, median=9, sigma=1, limit=0)
     for changes in ({"mean": 0}, {"mean": float("nan")}, {"mean": 5, "deviation": -1.0}):
         with pytest.raises(InputError, match="context"):
             Context(**changes)

@@ -218,7 +218,7 @@ def test_more_latency_never_costs_throughput():
 
 @pytest.mark.parametrize(("changes", "message"), [
     ({"latency_us": 1e3}, "latency 1 ms is out of reach of disaggregated mixtral-8x22b: the fastest deployment .* ms"),
-    ({"max_ranks": 1}, "no disaggregated deployment of mixtral-8x22b has 1 ranks or fewer"),
+    ({"max_ranks": 1}, "a disaggregated deployment has a rank for each side: allow 2 or more, not 1"),
     ({"max_ranks": 2}, "does not fit disaggregated on 2 ranks of h200 and h200: experts take 271 GB"),
     ({"context": Context(mean=1e8)}, "the cache of one sequence of 100000000 tokens"),
 ])  # fmt: skip

@@ -4,12 +4,17 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rollout.instances import Instances, homes_only, imbalance_of, plan_instances
+from equilibra.events.imbalance import imbalance
+from equilibra.rollout.instances import Instances, homes_only, plan_instances
 
 
 def skewed(num_layers=3, num_experts=16, seed=0):
     random = np.random.default_rng(seed)
     return random.permuted(np.geomspace(1, 400, num_experts).astype(np.int64) * np.ones((num_layers, 1), int), axis=1)
+
+
+def imbalance_of(rows_LN):
+    return imbalance(rows_LN).mean()
 
 
 def rows_of(instances, tokens_LE, *, at_once, seed=0):

@@ -24,12 +24,11 @@ class Plain:
 def add(paged, sequences, sizes, seed):
     """Add tokens to (pages, plain) sequences in one pass; returns whether every one got what the plain cache has."""
     generator = torch.Generator().manual_seed(seed)
-    valid = torch.arange(max(sizes)) < torch.tensor(sizes)[:, None]
     key, value = (torch.rand(len(sizes), HEADS, max(sizes), WIDTH, generator=generator).double() for _ in range(2))
     cached = [plain.keys.shape[1] for _, plain in sequences]
     for (pages, _), had, size in zip(sequences, cached, sizes, strict=True):
         pages.extend(paged.take(paged.pages_for(had + size) - len(pages)))
-    view = PagedView(paged, [pages for pages, _ in sequences], cached, valid)
+    view = PagedView(paged, [pages for pages, _ in sequences], cached, sizes)
     keys, values = view.update(key, value, 0)
     right = True
     for row, ((_, plain), size) in enumerate(zip(sequences, sizes, strict=True)):

@@ -59,6 +59,7 @@ def run(asked, *, pages=100, page=4, micro_batches=2, places=6, prefill=5, sabot
                         key[row, 0, :size, 0] = torch.tensor(one.tokens[one.cached : one.cached + size])
                     flights[number] = batch, view.update(key, key, 0)[0]
         assert scheduler.num_running <= places
+        assert flights or scheduler._done or not scheduler.busy, "nobody can go on"
         if flights:
             number = random.choice(list(flights))
             batch, keys = flights.pop(number)
@@ -76,7 +77,6 @@ def run(asked, *, pages=100, page=4, micro_batches=2, places=6, prefill=5, sabot
             done[one.number] = one.generation(3)
         if not scheduler.busy:
             break
-        assert flights or scheduler.busy
     scheduler._forget_prompts(0)
     assert cache.num_free == pages, "pages are lost"
     assert not scheduler._waiting_of_prompt, "prompts that nobody waits for are kept"
@@ -117,6 +117,13 @@ def test_the_prefill_of_a_prompt_is_shared():
     done, _ = run(asked, places=8, sabotage=lambda scheduler: passes.append(scheduler.num_running))
     check(asked, done)
     assert passes[0] == 1, "only one of them prefills"
+
+
+def test_a_kept_prompt_that_fills_the_cache_needs_no_further_page():
+    prompt = np.arange(10, 18)
+    asked = [Request(tokens=prompt, noise=np.full(1, level)) for level in (0.2, 0.5, 0.8)]
+    done, _ = run(asked, pages=2, page=4)
+    check(asked, done)
 
 
 def test_a_lost_page_is_noticed():

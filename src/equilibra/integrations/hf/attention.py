@@ -77,17 +77,16 @@ class HFAttention:
             hidden_BTD = hidden_BTD + attended
             normed_BTD = layer.post_attention_layernorm(hidden_BTD)
             if number in self.blocks:
-                tokens_ND = normed_BTD[batch.valid_BT]
+                tokens_ND = normed_BTD.flatten(0, 1).index_select(0, view.new_N)
                 _, weights, experts = getattr(layer.mlp, self.folder.family.router)(tokens_ND)
                 result_ND = yield Routed(at, tokens_ND, experts, weights)
                 if hasattr(layer.mlp, "shared_experts"):
                     result_ND = result_ND + layer.mlp.shared_experts(tokens_ND)
-                hidden_BTD = hidden_BTD.clone()
-                hidden_BTD[batch.valid_BT] += result_ND
+                hidden_BTD = hidden_BTD + result_ND.index_select(0, view.row_BT).view_as(hidden_BTD)
                 at += 1
             else:
                 hidden_BTD = hidden_BTD + layer.mlp(normed_BTD)
-        last_BD = hidden_BTD[torch.arange(len(hidden_BTD)), batch.last_B]
+        last_BD = hidden_BTD.flatten(0, 1).index_select(0, view.last_B)
         logits_BV: Tensor = self.model.lm_head(model.norm(last_BD))
         return logits_BV
 

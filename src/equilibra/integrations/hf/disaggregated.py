@@ -32,6 +32,8 @@ def pool_model(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device,
     layers = _moe_layers(folder)
     if not layers:
         raise InputError(f"the model in {folder.path} has no MoE layers: there are no experts to keep apart")
+    if (getattr(folder.config, "rope_parameters", None) or {}).get("rope_type") == "dynamic":
+        raise InputError("rope_type dynamic: answers would depend on the longest one beside them; use another engine")
     family = folder.family.model_type
     return PoolModel(
         spec=folder.spec, naming=folder.family.naming_for(layers), num_layers=len(layers),

@@ -90,7 +90,7 @@ def best_colocated(question: Question) -> Plan:
 
 def _best(question: Question, layout: Layout, law: Law, kind: str) -> Plan:
     if not np.size(layout.micro_batches):
-        raise BudgetError(f"no {kind} deployment of {question.model.name} has {question.max_ranks} ranks or fewer")
+        raise BudgetError(f"a {kind} deployment has a rank for each side: allow 2 or more, not {question.max_ranks}")
     batch = _largest_batch(question, layout, law)
     some = batch > 0
     if not some.any():
