@@ -6,6 +6,7 @@ import os
 import pytest
 
 from equilibra.core.errors import ExecuteError
+from equilibra.execute.copies import segment
 from equilibra.execute.copies.segment import _open_of_node, create_segment
 
 
@@ -34,3 +35,9 @@ def test_what_is_not_the_segment_is_refused(made):
         _open_of_node(os.getpid(), made, os.fstat(made).st_ino + 1)
     with pytest.raises(ExecuteError, match="No such file or directory"):
         _open_of_node(os.getpid(), 999_999, 0)
+
+
+def test_a_machine_without_shared_memory_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(segment, "SHARED_MEMORY", str(tmp_path / "missing"))
+    with pytest.raises(ExecuteError, match=r"cannot make a shared-memory segment in .*missing: No such file"):
+        create_segment(8192, user="the host path", instead="use the collective path")

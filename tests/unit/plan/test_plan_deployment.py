@@ -200,6 +200,33 @@ def test_links_that_would_win_are_found():
     assert f"{found.links:g} times as fast" in found.sentence
 
 
+def test_a_group_of_one_node_sends_nothing():
+    def layout_of(nodes):
+        one, some = np.float64(1), np.float64(nodes)
+        return search.Layout(
+            attention_nodes=some, attention_tensor=one, expert_nodes=some, expert_tensor=one, micro_batches=one
+        )
+
+    question = asked("qwen3-30b-a3b")
+    alone = colocated_times(question, layout_of(1), 4.0)
+    assert float(alone.t_c) == 0.0
+    layers = question.model.num_layers
+    assert float(alone.latency) == pytest.approx(float(alone.outer + layers * (alone.t_a + alone.t_e)), rel=1e-12)
+    apart = colocated_times(question, layout_of(2), 4.0)
+    assert float(apart.t_c) > 0
+
+
+def test_what_stops_a_batch_from_growing_is_named():
+    question = asked("qwen3-30b-a3b", max_ranks=16)
+    plan = search.best_disaggregated(question)
+    patient, full = replace(question, latency_us=1e9), replace(plan, batch=10**5)
+    assert search.grown(patient, replace(plan, batch=1)) == "nothing"
+    assert search.grown(patient, full) == "memory"
+    assert search.grown(replace(question, latency_us=1.0), replace(plan, batch=1)) == "latency"
+    assert search.grown(replace(question, latency_us=1.0), full) == "latency and memory"
+    assert search.grown(question, plan) != "nothing", "the best plan has the largest batch"
+
+
 def test_long_tails_cost_memory_and_time():
     even = Context(mean=2000)
     tail = lognormal_context(prompt=0, median=1500, sigma=1.0, limit=32_768)
