@@ -262,3 +262,19 @@ def test_weights_from_outside_are_compared_at_the_next_sum(monkeypatch):
     balancer.weights_changed()
     assert sums(1) == 2
     balancer.close()
+
+
+def test_gradients_for_an_optimizer_that_is_not_attached_are_summed_once():
+    model, runtime = make(torch.float64)
+    balancer = Balancer(runtime, SETTING)
+    loss_of(model(tokens(torch.float64)), 1.0).backward()
+    balancer.finish_gradients(model)
+    with pytest.raises(ExecuteError, match="summed over ranks already"):
+        balancer.finish_gradients(model)
+    balancer.discard_gradients(model)
+    loss_of(model(tokens(torch.float64)), 1.0).backward()
+    balancer.finish_gradients(model)
+    balancer.weights_changed()
+    loss_of(model(tokens(torch.float64)), 1.0).backward()
+    balancer.finish_gradients(model)
+    balancer.close()

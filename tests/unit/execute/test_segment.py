@@ -2,6 +2,7 @@
 
 import mmap
 import os
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,3 +42,11 @@ def test_a_machine_without_shared_memory_is_named(monkeypatch, tmp_path):
     monkeypatch.setattr(segment, "SHARED_MEMORY", str(tmp_path / "missing"))
     with pytest.raises(ExecuteError, match=r"cannot make a shared-memory segment in .*missing: No such file"):
         create_segment(8192, user="the host path", instead="use the collective path")
+
+
+def test_signals_stand_side_by_side():
+    signals, stream = segment.Signals.__new__(segment.Signals), SimpleNamespace(cuda_stream=5)
+    signals._address = 0x7F08
+    found = [signals._arguments(number, 9, stream) for number in range(600)]
+    assert [at.value for _, at, *_ in found] == list(range(0x7F08, 0x7F08 + 8 * 600, 8))
+    assert {(queue.value, value.value) for queue, _, value, _ in found} == {(5, 9)}

@@ -227,6 +227,20 @@ def test_what_stops_a_batch_from_growing_is_named():
     assert search.grown(question, plan) != "nothing", "the best plan has the largest batch"
 
 
+def test_the_slowest_part_sets_the_pace_where_micro_batches_fill_the_round_trip():
+    found = answer(asked("mixtral-8x22b"))
+
+    def pace(t_a, t_e, t_c, m):
+        plan = replace(found.disaggregated, t_a_us=t_a, t_e_us=t_e, t_c_us=t_c, micro_batches=m)
+        return replace(found, disaggregated=plan).bound["pace"]
+
+    assert pace(10.0, 8.0, 5.0, 3) == "attention"
+    assert pace(8.0, 10.0, 5.0, 3) == "experts"
+    assert pace(8.0, 8.0, 30.0, 3) == "transfers"
+    assert pace(10.0, 8.0, 7.0, 3) == "the round trip"
+    assert pace(10.0, 8.0, 5.0, 2) == "the round trip"
+
+
 def test_long_tails_cost_memory_and_time():
     even = Context(mean=2000)
     tail = lognormal_context(prompt=0, median=1500, sigma=1.0, limit=32_768)
