@@ -52,3 +52,24 @@ def test_gradients_are_kept_in_more_digits_than_rows():
     once = ExpertParts(gate_up=torch.zeros(4, 3), down=torch.zeros(3, 2))
     expert_math.backward(Activation.SWIGLU, (rows, h, torch.ones_like(y)), [6], [parts], [once], dx)
     assert torch.equal(total.gate_up, once.gate_up + once.gate_up + once.gate_up)
+
+
+def test_gradients_are_added_to_unless_asked_otherwise():
+    torch.manual_seed(3)
+    parts = [ExpertParts(gate_up=torch.randn(4, 3), down=torch.randn(3, 2)) for _ in range(3)]
+    rows = torch.randn(7, 3)
+    y, h = expert_math.forward(Activation.SWIGLU, rows, [3, 2, 2], parts)
+
+    def gradients(start, **afresh):
+        made = [ExpertParts(gate_up=torch.full((4, 3), start), down=torch.full((3, 2), start)) for _ in range(3)]
+        saved = (rows, h, torch.ones_like(y))
+        expert_math.backward(Activation.SWIGLU, saved, [3, 2, 2], parts, made, torch.empty_like(rows), **afresh)
+        return [one.down for one in made]
+
+    zero = gradients(0.0)
+    for kept, alone in zip(gradients(8.0), zero, strict=True):
+        torch.testing.assert_close(kept, alone + 8)
+    first, middle, last = gradients(8.0, num_first=1, num_last=1)
+    torch.testing.assert_close(first, zero[0])
+    torch.testing.assert_close(middle, zero[1] + 8)
+    torch.testing.assert_close(last, zero[2])

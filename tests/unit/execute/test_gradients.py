@@ -15,6 +15,7 @@ from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe.layer import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps
+from equilibra.execute.steps import balancer as balancer_module
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import clip_gradients, gradient_norm, gradient_of
 from equilibra.execute.steps.masters import float32_masters
@@ -225,7 +226,9 @@ def test_no_checkpoint_is_written_of_what_is_not_finite(what, tmp_path):
     loss_of(model(tokens()), 1.0).backward()
     balancer.finish_gradients(model)
     optimizer.step()
-    checkpoints = Checkpoints(tmp_path, runtime, model, optimizer, masters=masters, keep=1)
+    checkpoints = Checkpoints(
+        folder=tmp_path, runtime=runtime, module=model, optimizer=optimizer, masters=masters, keep=1
+    )
     checkpoints.save(1)
     weight = model.moe[0].router.weight
     bad = {"weight": weight, "master": masters[weight], "moment": optimizer.state[masters[weight]]["exp_avg"]}[what]
@@ -238,3 +241,40 @@ def test_no_checkpoint_is_written_of_what_is_not_finite(what, tmp_path):
     checkpoints.save(2)
     assert checkpoint_steps(tmp_path) == [2]
     checkpoints.close()
+
+
+def test_weights_from_outside_are_compared_at_the_next_sum(monkeypatch):
+    model, runtime = make()
+    balancer, optimizers, _ = with_optimizers(model, runtime, split=False)
+    compared = []
+    monkeypatch.setattr(balancer_module, "check_replicated", lambda *_: compared.append(1))
+
+    def sums(count):
+        for _ in range(count):
+            loss_of(model(tokens()), 1.0).backward()
+            balancer.finish_gradients(model)
+            optimizers[0].step()
+            optimizers[0].zero_grad()
+        return len(compared)
+
+    assert sums(1) == 1, "before the first step"
+    assert sums(1) == 1, "and not before each"
+    balancer.weights_changed()
+    assert sums(1) == 2
+    balancer.close()
+
+
+def test_gradients_for_an_optimizer_that_is_not_attached_are_summed_once():
+    model, runtime = make(torch.float64)
+    balancer = Balancer(runtime, SETTING)
+    loss_of(model(tokens(torch.float64)), 1.0).backward()
+    balancer.finish_gradients(model)
+    with pytest.raises(ExecuteError, match="summed over ranks already"):
+        balancer.finish_gradients(model)
+    balancer.discard_gradients(model)
+    loss_of(model(tokens(torch.float64)), 1.0).backward()
+    balancer.finish_gradients(model)
+    balancer.weights_changed()
+    loss_of(model(tokens(torch.float64)), 1.0).backward()
+    balancer.finish_gradients(model)
+    balancer.close()

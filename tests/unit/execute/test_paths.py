@@ -130,3 +130,10 @@ def test_ranks_share_a_gpu_if_all_of_the_node_name_the_same(monkeypatch, names, 
     group = SimpleNamespace(index=0, num_ranks=4, first_of_node=2, cluster=cluster, gather_text=gather_text)
     assert share_a_gpu(group, torch.zeros(1)) is shared  # of ranks 2 and 3
     assert said == [f"GPU-{names[2]}"]
+
+
+def test_more_slots_than_anything_could_hold_are_refused():
+    assert CopySetting(spare_slots=4096, prefetch_depth=0).spare_slots == 4096
+    for wrong in ({"spare_slots": 4097}, {"prefetch_depth": 4097}, {"spare_slots": -1}):
+        with pytest.raises(InputError, match="4096"):
+            CopySetting(**wrong)

@@ -1,5 +1,6 @@
 """What a rank plans from counts alone: mini-batches, the groups that run them, and how even static would have been."""
 
+import threading
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -15,7 +16,7 @@ from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing
-from equilibra.execute.steps.planning import own_schedule, plan_of_counts
+from equilibra.execute.steps.planning import own_schedule, plan_of_counts, warm
 from equilibra.plan.baselines.longest_first import Static
 
 RANKS, GROUPS, EXPERTS, LAYERS = 2, 2, 8, 2
@@ -118,3 +119,10 @@ def test_a_rank_may_have_some_mini_batches_only():
     check_routing(None, np.zeros(0, np.int64), **model)
     with pytest.raises(InputError, match="of 0 sequences must be as many"):
         check_routing(None, np.zeros(1, np.int64), **model)
+
+
+@pytest.mark.parametrize("num_nodes", [1, 2, 3])
+def test_a_process_that_has_compiled_the_planner_may_fork(num_nodes):
+    before = set(threading.enumerate())
+    warm(num_nodes)
+    assert set(threading.enumerate()) == before

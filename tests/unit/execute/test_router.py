@@ -5,7 +5,7 @@ import torch
 
 from equilibra.core.errors import InputError
 from equilibra.execute.experts.spec import GroupScore, MoESpec, RouterSpec, Score
-from equilibra.execute.moe.layer import Router, choose_experts
+from equilibra.execute.moe.layer import ReferenceMoE, Router, choose_experts
 
 SIZE = {"hidden": 6, "expert_ffn": 3, "num_experts": 8, "top_k": 3}
 
@@ -103,3 +103,28 @@ def test_impossible_specs_say_what_would_do():
         MoESpec(**SIZE, router=RouterSpec(num_groups=3, top_groups=1))
     with pytest.raises(InputError, match=r"num_groups \(1\), not 2"):
         RouterSpec(top_groups=2)
+    with pytest.raises(InputError, match=r"from 1 to num_groups \(4\), not 0"):
+        RouterSpec(num_groups=4, top_groups=0)
+
+
+def test_small_differences_between_scores_count_under_autocast_too():
+    """bfloat16 has 8 bits: logits 1 and 1.001 would be one."""
+    router = Router(MoESpec(**SIZE, router=RouterSpec()), dtype=torch.float32)
+    router.weight.data = torch.zeros(8, 6)
+    router.weight.data[:, 0] = 1 + torch.arange(8) / 1000
+    tokens = torch.ones(1, 6)
+    assert router(tokens)[0].tolist() == [[7, 6, 5]]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert router(tokens)[0].tolist() == [[7, 6, 5]]
+        assert router.scores(tokens).dtype == torch.float32
+
+
+def test_the_reference_routes_live_what_was_not_recorded():
+    torch.manual_seed(0)
+    reference = ReferenceMoE(MoESpec(**SIZE), dtype=torch.float64)
+    reference.router.weight.data.normal_()
+    tokens = torch.randn(3, 6, dtype=torch.float64)
+    live, _ = reference.router(tokens)
+    recorded = torch.where(torch.tensor([[True], [False], [True]]), live, -1)
+    assert torch.equal(reference(tokens, recorded), reference(tokens))
+    assert torch.equal(reference(tokens, torch.full((3, 3), -1)), reference(tokens))

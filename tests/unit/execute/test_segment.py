@@ -2,10 +2,12 @@
 
 import mmap
 import os
+from types import SimpleNamespace
 
 import pytest
 
 from equilibra.core.errors import ExecuteError
+from equilibra.execute.copies import segment
 from equilibra.execute.copies.segment import _open_of_node, create_segment
 
 
@@ -34,3 +36,17 @@ def test_what_is_not_the_segment_is_refused(made):
         _open_of_node(os.getpid(), made, os.fstat(made).st_ino + 1)
     with pytest.raises(ExecuteError, match="No such file or directory"):
         _open_of_node(os.getpid(), 999_999, 0)
+
+
+def test_a_machine_without_shared_memory_is_named(monkeypatch, tmp_path):
+    monkeypatch.setattr(segment, "SHARED_MEMORY", str(tmp_path / "missing"))
+    with pytest.raises(ExecuteError, match=r"cannot make a shared-memory segment in .*missing: No such file"):
+        create_segment(8192, user="the host path", instead="use the collective path")
+
+
+def test_signals_stand_side_by_side():
+    signals, stream = segment.Signals.__new__(segment.Signals), SimpleNamespace(cuda_stream=5)
+    signals._address = 0x7F08
+    found = [signals._arguments(number, 9, stream) for number in range(600)]
+    assert [at.value for _, at, *_ in found] == list(range(0x7F08, 0x7F08 + 8 * 600, 8))
+    assert {(queue.value, value.value) for queue, _, value, _ in found} == {(5, 9)}

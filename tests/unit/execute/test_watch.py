@@ -48,7 +48,20 @@ def test_all_ranks_hear_why_one_failed(ranks):
         watch.expect("dispatch", "dispatching tokens", lambda: False)
     ranks[1].fail(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB."))
     for rank in (0, 2):
-        assert "rank 1 failed with OutOfMemoryError: CUDA out of memory. Tried to allocate" in error_of(ranks[rank])
+        said = error_of(ranks[rank])
+        assert "rank 1 failed with OutOfMemoryError: CUDA out of memory. Tried to allocate" in said
+        assert "alive" not in said, "which rank failed is known: there is nobody to ask for"
+        assert "does not answer" not in said
+
+
+def test_a_call_that_cannot_finish_is_a_cause(ranks):
+    assert "planning did not finish: rank 1 cannot finish planning; look for" in str(ranks[1].lost("planning"))
+    assert "saving did not finish: rank 1 cannot finish planning" in str(ranks[2].lost("saving"))
+
+
+def test_a_rank_that_never_used_a_device_asks_nobody(ranks):
+    """Ranks without threads answer no roll call: all would seem gone."""
+    assert "does not answer" not in str(ranks[0].lost("planning", "waited too long"))
 
 
 def test_what_takes_longer_than_the_timeout_is_named(ranks):

@@ -200,6 +200,47 @@ def test_links_that_would_win_are_found():
     assert f"{found.links:g} times as fast" in found.sentence
 
 
+def test_a_group_of_one_node_sends_nothing():
+    def layout_of(nodes):
+        one, some = np.float64(1), np.float64(nodes)
+        return search.Layout(
+            attention_nodes=some, attention_tensor=one, expert_nodes=some, expert_tensor=one, micro_batches=one
+        )
+
+    question = asked("qwen3-30b-a3b")
+    alone = colocated_times(question, layout_of(1), 4.0)
+    assert float(alone.t_c) == 0.0
+    layers = question.model.num_layers
+    assert float(alone.latency) == pytest.approx(float(alone.outer + layers * (alone.t_a + alone.t_e)), rel=1e-12)
+    apart = colocated_times(question, layout_of(2), 4.0)
+    assert float(apart.t_c) > 0
+
+
+def test_what_stops_a_batch_from_growing_is_named():
+    question = asked("qwen3-30b-a3b", max_ranks=16)
+    plan = search.best_disaggregated(question)
+    patient, full = replace(question, latency_us=1e9), replace(plan, batch=10**5)
+    assert search.grown(patient, replace(plan, batch=1)) == "nothing"
+    assert search.grown(patient, full) == "memory"
+    assert search.grown(replace(question, latency_us=1.0), replace(plan, batch=1)) == "latency"
+    assert search.grown(replace(question, latency_us=1.0), full) == "latency and memory"
+    assert search.grown(question, plan) != "nothing", "the best plan has the largest batch"
+
+
+def test_the_slowest_part_sets_the_pace_where_micro_batches_fill_the_round_trip():
+    found = answer(asked("mixtral-8x22b"))
+
+    def pace(t_a, t_e, t_c, m):
+        plan = replace(found.disaggregated, t_a_us=t_a, t_e_us=t_e, t_c_us=t_c, micro_batches=m)
+        return replace(found, disaggregated=plan).bound["pace"]
+
+    assert pace(10.0, 8.0, 5.0, 3) == "attention"
+    assert pace(8.0, 10.0, 5.0, 3) == "experts"
+    assert pace(8.0, 8.0, 30.0, 3) == "transfers"
+    assert pace(10.0, 8.0, 7.0, 3) == "the round trip"
+    assert pace(10.0, 8.0, 5.0, 2) == "the round trip"
+
+
 def test_long_tails_cost_memory_and_time():
     even = Context(mean=2000)
     tail = lognormal_context(prompt=0, median=1500, sigma=1.0, limit=32_768)

@@ -84,3 +84,18 @@ def test_plans_that_share_differently_have_different_digests():
     assert plan.schedule is not None
     for width in (1, 2):
         assert replace(plan, schedule=replace(plan.schedule, ranks_per_sequence=width)).digest != plan.digest
+
+
+def test_files_of_this_version_stay_readable(tmp_path):
+    """Version 2 is what users have on disk: another number would refuse their plans."""
+    plan, _ = planned(1)
+    save_plan(plan, tmp_path / "plan.npz")
+    with np.load(tmp_path / "plan.npz") as archive:
+        arrays = dict(archive)
+    about = json.loads(arrays["about"].tobytes())
+    assert about["version"] == 2
+    for version in (1, 3):
+        arrays["about"] = np.frombuffer(json.dumps(about | {"version": version}).encode(), np.uint8)
+        np.savez(tmp_path / f"{version}.npz", **arrays)
+        with pytest.raises(InputError, match=f"has version {version} of the plan format, this program reads 2"):
+            load_plan(tmp_path / f"{version}.npz")
