@@ -109,7 +109,7 @@ def context_of_file(path: Path, prompt: float | None = None) -> Context:
 def _between(length_of_share: dict[str, float]) -> NDArray[np.float64]:
     """Answers with these percentiles."""
     shares, lengths = np.array(sorted((float(k), float(v)) for k, v in length_of_share.items())).reshape(-1, 2).T
-    if not (shares.size and 0 <= shares[0] and shares[-1] <= 100 and (np.diff(lengths) >= 0).all()):
+    if not (shares.size and shares[0] >= 0 and shares[-1] <= 100 and (np.diff(lengths) >= 0).all()):
         raise InputError("percentiles must be lengths that do not fall from 0 to 100")
     answers: NDArray[np.float64] = np.interp((np.arange(SAMPLES) + 0.5) * 100 / SAMPLES, shares, lengths)
     return answers

@@ -66,7 +66,8 @@ def test_files(tmp_path):
     ('{"answers": [0]}', "lengths must be"),
     ('{"answers": ["a"]}', "must be numbers"), ("[1, null]", "lengths must be"),
     ('{"percentiles": [1]}', "must be numbers"), ('{"answers": [[1]]}', "lengths must be"),
-    ('{"answers": [1, 2], "prompts": [1, 2, 3]}', "must be numbers"), ('{"answers": [5], "promts": [1]}', "give a list"),
+    ('{"answers": [1, 2], "prompts": [1, 2, 3]}', "must be numbers"),
+    ('{"answers": [5], "promts": [1]}', "give a list"),
     ('{"percentiles": {}}', "do not fall from 0 to 100"), ('{"percentiles": {"150": 9}}', "do not fall from 0 to 100"),
     ('{"percentiles": {"nan": 9}}', "do not fall"), ('{"percentiles": {"50": 9, "99": 1}}', "do not fall"),
 ])  # fmt: skip
