@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from tests.stacks import faults
-from tests.stacks.trainer import ACTOR, BLOCK, MEGATRON, Run, launch, run
+from tests.stacks.trainer import ACTOR, BLOCK, MEGATRON, Run, launch, metrics_of, run
 
 STEPS = 12
 PROBABILITIES = "training/rollout_probs_diff_max"
@@ -99,8 +99,12 @@ def test_faults_are_noticed(work: Path, plain: Run) -> None:
 
 
 def test_killed_and_resumed(work: Path, plain: Run) -> None:
-    """Full recompute and offloading. A worker is killed after a checkpoint; the run ends, and another goes on."""
-    settings = [*RECOMPUTED_AND_OFFLOADED, f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]"]
+    """Full recompute and offloading, two nodes of one rank. A worker is killed after a checkpoint; another run goes on.
+
+    The first run has standing copies, the second moves homes, from which weights are exported after every step.
+    """
+    settings = [*RECOMPUTED_AND_OFFLOADED, f"{BLOCK}.ranks_per_node=1"]
+    settings += [f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]"]
     first = launch(work, "resumed", STEPS, [*settings, "trainer.save_freq=2"])
     pid, saved = first.folder / "rows" / "0.pid", first.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
     until = time.monotonic() + 600
@@ -111,7 +115,10 @@ def test_killed_and_resumed(work: Path, plain: Run) -> None:
     os.kill(int(pid.read_text()), signal.SIGKILL)
     assert first.wait(300) != 0, "a run that lost a worker ended well"
     step = int(saved.read_text())
+    assert metrics_of(first.folder / "metrics.jsonl")[step]["actor/equilibra/standing_copies"] > 0
     shutil.move(first.folder / "metrics.jsonl", first.folder / "metrics_before.jsonl")
     shutil.rmtree(first.folder / "rows")
-    found = run(work, "resumed", step + 2, [*settings, "trainer.resume_mode=auto"])
+    moving = [f"{BLOCK}.standing_slots=0", f"{BLOCK}.max_moves_per_layer=-1"]
+    found = run(work, "resumed", step + 2, [*settings, *moving, "trainer.resume_mode=auto"])
     same(found, plain, range(step + 1, step + 3))
+    assert max(found.of("actor/equilibra/log_prob_moves") + found.of("actor/equilibra/moves")) > 0

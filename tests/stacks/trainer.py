@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["ACTOR", "BLOCK", "MEGATRON", "REPOSITORY", "Launch", "Run", "environment", "launch", "run"]
+__all__ = ["ACTOR", "BLOCK", "MEGATRON", "REPOSITORY", "Launch", "Run", "environment", "launch", "metrics_of", "run"]
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -99,7 +99,7 @@ class Launch:
     began: float
 
     def read(self) -> Run:
-        metrics, rows = _metrics(self.folder / "metrics.jsonl"), self.folder / "rows"
+        metrics, rows = metrics_of(self.folder / "metrics.jsonl"), self.folder / "rows"
         hashes = zip(*(file.read_text().split() for file in rows.glob("*.routing")), strict=True)
         return Run(
             metrics=metrics, answers=_answers(self.folder / "answers"), rows=_rows(rows),
@@ -159,7 +159,7 @@ def environment() -> dict[str, str]:
     return {**os.environ, **ENVIRONMENT, "PATH": os.pathsep.join(path), "PYTHONPATH": os.pathsep.join(packages)}
 
 
-def _metrics(file: Path) -> dict[int, dict[str, Any]]:
+def metrics_of(file: Path) -> dict[int, dict[str, Any]]:
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     return {line["step"]: line["data"] for line in lines}
 

@@ -169,8 +169,11 @@ def _holding_interrupts() -> Iterator[None]:
 
 
 def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
-    """Listen until all ranks ended, or GRACE_S after a failure; returns those that hung: the stopped ones, if any."""
-    told, deadline = False, float("inf")
+    """Listen until all ranks ended, GRACE_S after a failure, or until a rank has been stopped for the timeout.
+
+    Returns the ranks still running, or those of them that are stopped: the others may be waiting for them without end.
+    """
+    told, deadline, stopped = False, float("inf"), dict[_Rank, float]()
     while running := [rank for rank in ranks if not rank.ended]:
         if monotonic() > deadline:
             return [rank for rank in running if _is_stopped(rank.process)] or running
@@ -184,17 +187,23 @@ def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, ti
             screen.note(STOPPING)
             for rank in running:
                 rank.tell(STOP)
+        now = monotonic()
+        stopped = {rank: stopped.get(rank, now) for rank in running if _is_stopped(rank.process)}
         if any(isinstance(rank.ending, Failure) for rank in ranks):
-            deadline = min(deadline, monotonic() + GRACE_S)
+            deadline = min(deadline, now + GRACE_S)
         elif any(rank.ended for rank in ranks):  # one is done, another is not
-            deadline = min(deadline, monotonic() + timeout_s + GRACE_S)
+            deadline = min(deadline, now + timeout_s + GRACE_S)
+        elif stopped:
+            deadline = min(stopped.values()) + timeout_s + GRACE_S
+        else:
+            deadline = float("inf")  # a stopped one goes on
     return []
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    """Whether SIGSTOP or a debugger holds it, where Linux tells."""
+    """Whether SIGSTOP holds it, where Linux tells."""
     try:
-        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+        return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
         return False
 

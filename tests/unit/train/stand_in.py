@@ -93,6 +93,23 @@ def one_is_stopped(config, folder, **_):
     raise RankLostError("another rank is gone")
 
 
+def one_is_stopped_early(config, folder, **_):
+    """Rank 1 is stopped, and the others wait for it where nothing limits it, as torch does while it makes groups."""
+    _present(folder)
+    if rank() == 1:
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(600)
+
+
+def one_is_paused(config, folder, **_):
+    """Rank 1 is stopped for less than the timeout."""
+    _present(folder)
+    if rank() == 1:
+        os.system(f"(sleep 0.3; kill -CONT {os.getpid()}) &")
+        os.kill(os.getpid(), signal.SIGSTOP)
+    time.sleep(2.5)
+
+
 def all_hang(config, folder, **_):
     _present(folder)
     time.sleep(600)

@@ -150,6 +150,15 @@ def test_a_stopped_rank_is_named_and_not_those_that_wait_for_it(tmp_path):
         start(tmp_path, "one_is_stopped", replace(CONFIG, cluster=ClusterConfig(nodes=1, ranks_per_node=3)))
 
 
+def test_a_stopped_rank_is_named_where_nobody_else_notices(tmp_path):
+    with pytest.raises(ExecuteError, match=r"^rank 1 of 2 did not answer and was ended;"):
+        start(tmp_path, "one_is_stopped_early")
+
+
+def test_a_rank_that_goes_on_in_time_is_left_alone(tmp_path):
+    assert not start(tmp_path, "one_is_paused")[2]
+
+
 def test_a_rank_that_never_ends_is_ended(tmp_path):
     with pytest.raises(ExecuteError, match=r"^rank 1 of 2 did not answer and was ended;"):
         start(tmp_path, "one_never_ends")
