@@ -8,13 +8,13 @@ import json
 from pathlib import Path
 
 import pytest
+from tests.golden.test_plans import loads, summary
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.cost.rates import Rates
 from equilibra.plan.baselines.online import LeastLoaded, UltraEP
 from equilibra.plan.planner import Planner, StepProblem, planner_named
-from tests.golden.test_plans import loads, summary
 
 FILE = Path(__file__).with_name("baselines.json")
 CLUSTERS = {"1x4": (1, 4, 8), "1x8": (1, 8, 16), "2x4": (2, 4, 16), "2x8": (2, 8, 32), "3x2": (3, 2, 12)}
