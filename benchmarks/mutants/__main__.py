@@ -1,4 +1,4 @@
-"""Make a sample of mutants, run each against the nearest tests, and write what survived."""
+"""Make a sample of mutants, run each against the tests that run its line, and write what survived."""
 
 from __future__ import annotations
 
@@ -7,21 +7,25 @@ import difflib
 import json
 import os
 import sys
-from collections.abc import Iterator, Sequence
+import traceback
+from collections.abc import Callable
+from functools import partial
+from hashlib import sha256
+from itertools import pairwise
 from pathlib import Path
 from time import monotonic
 
-os.environ["NUMBA_DISABLE_JIT"] = "1"  # before anything loads numba
-os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["OMP_NUM_THREADS"] = "1"  # before anything loads torch
 
-from benchmarks.mutants.nearest import nearest_tests
-from benchmarks.mutants.run import load_libraries, tried
+from benchmarks.mutants.covering import Test, compiled, covering_tests, known_tests
+from benchmarks.mutants.run import Outcome, load_libraries, tried
 from benchmarks.mutants.sample import SOURCE, Mutant, mutated, sample
-from benchmarks.mutants.table import write_results
+from benchmarks.mutants.table import name_of, write_results
 
-TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 30.0, 400.0, 1200.0
-BASELINE_WALL_S = 20.0
-"""tests that take longer cost more than a mutant's budget"""
+TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 10.0, 60.0, 600.0
+"""limits of a test beyond five times what it takes without a mutant, and of all tests of a mutant"""
+FIRST_TESTS = (10, 60)
+"""so many run before the files of others are loaded"""
 JUDGED = Path(__file__).with_name("judged.json")
 """survivors that were looked at and change nothing: why"""
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -32,9 +36,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--mutants", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lanes", type=int, default=2, help="processes beside each other")
+    parser.add_argument("--lanes", type=int, default=1, help="processes beside each other")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="run survivors once more, after tests were added")
+    parser.add_argument("--only", default="", help="only mutants of files that begin so; the table has all")
     parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-mutants"))
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()
@@ -42,94 +47,121 @@ def main() -> int:
         parser.error(f"--mutants {asked.mutants} --lanes {asked.lanes}: both must be at least 1")
     asked.work.mkdir(parents=True, exist_ok=True)
     raw = asked.work / f"mutants-{asked.seed}.jsonl"
-    mutants = sample(asked.mutants, asked.seed)
+    mutants = drawn(asked)
+    judged = json.loads(JUDGED.read_text())
     done = {key(record): record for record in records(raw)}
     settled = {name for name, record in done.items() if record["killed_by"] or not asked.again}
+    settled |= {name for name in done if name_of(dict(zip(KEY, name, strict=True))) in judged}
     todo = [mutant for mutant in mutants if key(mutant.as_dict()) not in settled]
+    todo = [mutant for mutant in todo if mutant.file.startswith(asked.only)]
     print(f"{len(mutants)} mutants, {len(todo)} to run", flush=True)
-    load_libraries()
-    children = []
-    for lane in range(asked.lanes):
-        pid = os.fork()
-        if pid == 0:
-            try:
-                for mutant in todo[lane :: asked.lanes]:
-                    append(raw, run(mutant, asked))
-            finally:
-                os._exit(0)
-        children.append(pid)
-    for pid in children:
-        os.waitpid(pid, 0)
+    for jit in (True, False):
+        if some := [mutant for mutant in todo if compiled(mutant.file) == jit]:
+            in_fork(raw, some, asked, jit=jit)
     keys = {key(mutant.as_dict()) for mutant in mutants}
     write_results(
-        [record for record in records(raw) if key(record) in keys], json.loads(JUDGED.read_text()), asked.output,
+        [record for record in records(raw) if key(record) in keys], judged, asked.output,
         command=f"python -m benchmarks.mutants --mutants {asked.mutants} --seed {asked.seed}", budget=asked.budget,
         limit=TEST_CPU_S,
     )  # fmt: skip
     return 0
 
 
-def run(mutant: Mutant, asked: argparse.Namespace) -> dict[str, object]:
+def drawn(asked: argparse.Namespace) -> list[Mutant]:
+    """The sample; kept, as drawing it parses every file many times."""
+    state = sha256(
+        b"".join(path.read_bytes() for part in ("plan", "execute") for path in sorted((SOURCE / part).rglob("*.py")))
+    )
+    kept = Path(asked.work / f"sample-{asked.mutants}-{asked.seed}-{state.hexdigest()[:12]}.json")
+    if not kept.exists():
+        kept.write_text(json.dumps([mutant.as_dict() for mutant in sample(asked.mutants, asked.seed)]))
+    return [Mutant(**told) for told in json.loads(kept.read_text())]
+
+
+def in_fork(raw: Path, mutants: list[Mutant], asked: argparse.Namespace, *, jit: bool) -> None:
+    """Run them from a process of their own, because numba compiles in it or does not."""
+
+    def lanes() -> None:
+        load_libraries(jit=jit)
+        tests = known_tests(asked.work, jit=jit)
+
+        def lane(number: int) -> None:
+            for mutant in mutants[number :: asked.lanes]:
+                append(raw, run(mutant, tests, asked.budget))
+
+        end_of([forked(partial(lane, number)) for number in range(asked.lanes)])
+
+    end_of([forked(lanes)])
+
+
+def forked(what: Callable[[], None]) -> int:
+    """The number of a process that does it."""
+    pid = os.fork()
+    if pid == 0:
+        try:
+            what()
+        except BaseException:  # noqa: BLE001 - this process ends here, whatever it is
+            traceback.print_exc()
+        finally:
+            os._exit(0)
+    return pid
+
+
+def end_of(processes: list[int]) -> None:
+    """Wait for all."""
+    for pid in processes:
+        os.waitpid(pid, 0)
+
+
+def run(mutant: Mutant, tests: list[Test], budget: float) -> dict[str, object]:
     """What became of a mutant."""
     begin, source = monotonic(), mutated(mutant)
-    seconds, ran, failed = 0.0, 0, []
-    for files, tests in batches(nearest_tests(mutant.file), asked):
-        outcome = tried(
-            files, file=mutant.file, source=source, only=tests, cpu_s=TEST_CPU_S, wall_s=TEST_WALL_S,
-            limit_s=MUTANT_WALL_S,
-        )  # fmt: skip
-        ran += len(outcome.seconds)
-        seconds += sum(outcome.seconds.values())
-        failed = outcome.failed
-        if failed:
-            break
+    chosen = covering_tests(mutant, tests, budget)
+    failed, late, ran = "", False, 0
+    for first, end in pairwise((0, *FIRST_TESTS, len(chosen))):
+        left = {test.name: test.cost for test in chosen[first:end]}
+        while left and not failed:
+            outcome = outcome_of(left, mutant.file, source)
+            ran += len(outcome.seconds)
+            if outcome.failed and fails_for_it(outcome, left):
+                failed, late = outcome.failed[0], bool(outcome.late)
+            elif outcome.failed:
+                print(f"{mutant.file}:{mutant.line}: {outcome.failed} also fails without the mutant", flush=True)
+            over = {*outcome.failed, *outcome.seconds} if outcome.failed else set(left)
+            left = {name: cost for name, cost in left.items() if name not in over} if over & set(left) else {}
     before = (SOURCE / mutant.file).read_text().splitlines()
     changes = difflib.unified_diff(before, source.splitlines(), n=0, lineterm="")
     diff = [line for line in changes if line[:3] not in ("---", "+++") and line[:2] != "@@"]
     return {
-        **mutant.as_dict(), "killed_by": failed[0] if failed else "", "tests": ran, "cpu_s": round(seconds, 2),
+        **mutant.as_dict(), "killed_by": failed, "too_slow": late, "tests": ran, "of": len(chosen),
         "seconds": round(monotonic() - begin, 1), "diff": "\n".join(diff),
     }  # fmt: skip
 
 
-def batches(files: Sequence[str], asked: argparse.Namespace) -> Iterator[tuple[list[str], list[str]]]:
-    """Files and those of their tests that fit the budget: near files first, cheap tests of a file first.
-
-    Each batch has twice the files of the one before, so a mutant that near tests kill never times far ones.
-    """
-    left, begin, size = asked.budget, 0, 2
-    while begin < len(files):
-        some, tests = files[begin : begin + size], []
-        begin, size = begin + size, size * 2
-        for file in some:
-            cost = baseline(file, asked.work)
-            for test in sorted(cost, key=lambda name: cost[name]):
-                if cost[test] > left:
-                    break
-                tests.append(test)
-                left -= cost[test]
-        if tests:
-            yield list(some), tests
+def outcome_of(tests: dict[str, float], file: str = "", source: str = "") -> Outcome:
+    """Until one fails."""
+    files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
+    return tried(
+        files, file=file, source=source, only=tests, cpu_s=TEST_CPU_S, wall_s=TEST_WALL_S, limit_s=MUTANT_WALL_S
+    )
 
 
-def baseline(file: str, work: Path) -> dict[str, float]:
-    """CPU seconds of the tests of a file that pass without a mutant."""
-    known = work / "baseline" / f"{file.replace('/', '.')}.json"
-    if not known.exists():
-        known.parent.mkdir(exist_ok=True)
-        outcome = tried([file], cpu_s=4.0, wall_s=BASELINE_WALL_S, limit_s=3000.0)
-        part = known.with_suffix(f".{os.getpid()}")
-        part.write_text(json.dumps(outcome.seconds))
-        part.rename(known)
-        spent = sum(outcome.seconds.values())
-        print(f"{file}: {len(outcome.seconds)} tests, {spent:.1f} CPU s, left out {len(outcome.failed)}", flush=True)
-    found: dict[str, float] = json.loads(known.read_text())
-    return found
+def fails_for_it(outcome: Outcome, tests: dict[str, float]) -> bool:
+    """Whether tests that depend on time pass without the mutant, so that it is the mutant that fails them."""
+    failed = {name: tests.get(name, 0.0) for name in outcome.failed if name in tests}
+    if not failed:  # the process died, never ended or could not load the tests
+        return not outcome_of(tests).failed
+    if not outcome.late and not any("/distributed/" in name for name in failed):
+        return True
+    return not outcome_of(failed).failed
+
+
+KEY = ("file", "operator", "occurrence")
 
 
 def key(record: dict[str, object]) -> tuple[object, ...]:
     """What tells mutants apart."""
-    return record["file"], record["operator"], record["occurrence"]
+    return tuple(record[name] for name in KEY)
 
 
 def records(raw: Path) -> list[dict[str, object]]:

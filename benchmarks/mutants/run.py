@@ -10,9 +10,9 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from time import monotonic, sleep
 from types import ModuleType
@@ -25,8 +25,12 @@ __all__ = ["Outcome", "load_libraries", "tried"]
 ROOT = SOURCE.parents[1]
 
 
-def load_libraries() -> None:
-    """Everything that tests need and no mutant is in."""
+def load_libraries(*, jit: bool) -> None:
+    """Everything that tests need and no mutant is in; with `jit` also the planner and its compiled kernels.
+
+    jit: else kernels run as plain Python. Call it before anything loads numba.
+    """
+    os.environ["NUMBA_DISABLE_JIT"] = "0" if jit else "1"
     import accelerate  # noqa: F401, PLC0415
     import hypothesis.extra.numpy  # noqa: F401, PLC0415
     import numba  # noqa: F401, PLC0415
@@ -37,16 +41,33 @@ def load_libraries() -> None:
     import transformers.models.qwen3_moe.modeling_qwen3_moe  # noqa: F401, PLC0415
 
     torch.set_num_threads(1)
+    if jit:
+        from tests.golden.test_plans import CASES  # noqa: PLC0415
+
+        from equilibra.plan.planner import planner_named  # noqa: PLC0415
+
+        for name in ("1x4 2+2 skewed free", "2x4 2+2 hot h200", "2x2 packed"):
+            planner_named("equilibra").plan(CASES[name])
+
+
+def _forget_planner() -> None:
+    """The planner and what imported it will be loaded once more, as it is about to change."""
+    for name in [name for name in sys.modules if name.startswith(("equilibra.plan", "tests."))]:
+        del sys.modules[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
     """What tests said."""
 
-    seconds: dict[str, float]
+    seconds: dict[str, float] = field(default_factory=dict)
     """of those that passed"""
-    failed: list[str]
+    failed: list[str] = field(default_factory=list)
     """those that failed; a process that died or never ended is one"""
+    late: list[str] = field(default_factory=list)
+    """those of them that took too long"""
+    lines: dict[str, dict[str, list[int]]] = field(default_factory=dict)
+    """that tests ran, of each file, if they were watched"""
 
 
 class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
@@ -72,14 +93,15 @@ def tried(
     *,
     file: str = "",
     source: str = "",
-    only: Sequence[str] | None = None,
+    only: Mapping[str, float] | None = None,
+    watch: bool = False,
     cpu_s: float,
     wall_s: float,
     limit_s: float,
 ) -> Outcome:
     """Run test files with src/equilibra/FILE replaced by `source`.
 
-    only: these tests of the files, in this order, until one fails.
+    only: these tests of the files, in this order, until one fails; with what they cost. watch: note lines that run.
     cpu_s, wall_s: limits of one test. limit_s: of all of them.
     """
     reader, writer = os.pipe()
@@ -88,8 +110,10 @@ def tried(
         os.close(reader)
         os.setsid()
         try:
-            found = _in_child(tests, file, source, only=only, cpu_s=cpu_s, wall_s=wall_s)
-            os.write(writer, json.dumps(found).encode())
+            found = _in_child(tests, file, source, only=only, watch=watch, cpu_s=cpu_s, wall_s=wall_s)
+            told = json.dumps(found).encode()
+            while told:
+                told = told[os.write(writer, told) :]
         except BaseException:  # noqa: BLE001 - the mutant's, as likely as ours
             traceback.print_exc()
         finally:
@@ -99,7 +123,7 @@ def tried(
     os.set_blocking(reader, False)
     done = False
     while not done and monotonic() < end:
-        sleep(0.02)
+        sleep(0.05)
         try:
             while piece := os.read(reader, 1 << 20):
                 said += piece
@@ -111,13 +135,14 @@ def tried(
     os.waitpid(pid, 0)
     os.close(reader)
     if not said:
-        return Outcome(seconds={}, failed=["the process died" if done else "the process never ended"])
+        return Outcome(failed=["the process died" if done else "the process never ended"])
     return Outcome(**json.loads(said))
 
 
 def _in_child(
-    tests: Sequence[str], file: str, source: str, *, only: Sequence[str] | None, cpu_s: float, wall_s: float
-) -> dict[str, Any]:
+    tests: Sequence[str], file: str, source: str, *, only: Mapping[str, float] | None, watch: bool, cpu_s: float,
+    wall_s: float,
+) -> dict[str, Any]:  # fmt: skip
     import pytest  # noqa: PLC0415
 
     from benchmarks.mutants.plugin import Plugin  # noqa: PLC0415
@@ -128,22 +153,15 @@ def _in_child(
     if file:
         name = ".".join(["equilibra", *Path(file).with_suffix("").parts]).removesuffix(".__init__")
         sys.meta_path.insert(0, _Replaced(name, SOURCE / file, source))
-    plugin = Plugin(cpu_s=cpu_s, wall_s=wall_s, only=only)
+    if file.startswith("plan/"):
+        _forget_planner()
+    plugin = Plugin(cpu_s=cpu_s, wall_s=wall_s, only=only, watch=watch)
     os.chdir(ROOT)
-    options = [
-        "-q",
-        "-W",
-        "ignore:Module already imported",
-        "-p",
-        "no:cacheprovider",
-        "-p",
-        "no:xdist",
-        "-m",
-        "not slow",
-    ]
+    options = ["-q", "-W", "ignore:Module already imported", "-p", "no:cacheprovider", "-p", "no:xdist"]
+    options += ["-m", "not slow"]
     if only is not None:
         options.append("-x")
     code = pytest.main([*options, *tests], plugins=[plugin])
     if code not in (0, 1, 5) and not plugin.failed:
         plugin.failed.append(f"collecting tests ended with {int(code)}")
-    return {"seconds": plugin.seconds, "failed": plugin.failed}
+    return {"seconds": plugin.seconds, "failed": plugin.failed, "late": plugin.late, "lines": plugin.lines}

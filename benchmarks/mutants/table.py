@@ -10,15 +10,17 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["write_results"]
+__all__ = ["name_of", "write_results"]
 
 ABOUT = """\
 Cosmic Ray's operators, drawn evenly from the places that can change in `src/equilibra/plan` and
 `src/equilibra/execute`; a place counts once for each kind of change. Left out: files that need a GPU (Triton kernels,
-copies between GPUs), annotations, options of dataclasses, `is` for `==`. A mutant runs against the tests nearest to it,
-cheap ones first, until one fails: at most {budget:g} CPU seconds of tests that pass without it. A test that takes
-{limit:g} CPU seconds fails: that is how endless loops end. Kernels run as plain Python, property tests with 20
-examples, slow tests not at all: what survives here may still be killed by `make test-all`."""
+copies between GPUs), annotations, options of dataclasses, `is` for `==`. A mutant runs against the tests that run its
+line, then those that call its function, cheap ones first, until one fails: at most {budget:g} CPU seconds of tests as
+they take under a tracer. Files with numba kernels run as plain Python, with tests of at most 5 CPU seconds; the others
+with compiled kernels. A test that takes {limit:g} CPU seconds more than five times what it takes without the mutant
+fails: that is how endless loops end. Failures that time may have caused are tried without the mutant. Property tests
+have 20 examples, slow tests do not run: what survives here may still be killed by `make test-all`."""
 
 
 def write_results(
