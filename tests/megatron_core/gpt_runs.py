@@ -111,8 +111,6 @@ class Training:
 
         again: another pass over the micro-batches of the step that began last.
         """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         routing = self.routing(number)
         if self.balancer is not None and again:
             self.balancer.arm(self.steps[-1])
@@ -128,18 +126,25 @@ class Training:
             self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        losses = self.passes(number, routing, forward_only=forward_only)
+        if not forward_only:
+            self.optimizer.step()
+        return float(sum(one["loss"] for one in losses)) if losses else 0.0
+
+    def passes(self, number: int, routing: list[list[Tensor]], *, forward_only: bool = False) -> Any:
+        """What Megatron's schedule returns for the micro-batches of a step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
         losses = get_forward_backward_func()(
             forward_step_func=lambda _data, model: self._replayed(model, number, routing), data_iterator=iter(()),
             model=[self.model], num_microbatches=MICRO_BATCHES, seq_length=models.SEQUENCE, micro_batch_size=1,
             forward_only=forward_only,
         )  # fmt: skip
-        if not forward_only:
-            self.optimizer.step()
         self._begun = 0
         for layer in self.layers:
             if self.config.moe_enable_routing_replay:
                 layer.router.router_replay.clear_indices()
-        return float(sum(one["loss"] for one in losses)) if losses else 0.0
+        return losses
 
     _begun = 0
 
