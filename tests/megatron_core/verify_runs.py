@@ -17,7 +17,7 @@ from equilibra.integrations.megatron import MegatronSetting, balance, verify
 
 def verified(case: Case) -> dict[str, Any]:
     """Two steps verified, with an update between them: tables, what was raised, and what the plans did."""
-    models.join(case.expert_parallel, case.pipeline)
+    models.join(case.expert_parallel, case.pipeline, tensor=case.tensor, context=case.context)
     training = Training(case.options, num_layers=case.num_layers, overlap=case.overlap, gather=case.gather)
     training.balance(case.homes, spare_slots=case.spare_slots)
     if case.sabotage == "leave gradients behind":
