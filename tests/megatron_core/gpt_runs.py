@@ -189,25 +189,30 @@ class Training:
 
 
 def inputs(number: int, micro_batch: int) -> tuple[Any, ...]:
-    """Tokens, positions, mask, labels; cut for context parallelism by Megatron."""
+    """Tokens, positions, mask, labels."""
     from megatron.core import parallel_state as groups
-    from megatron.core.utils import get_batch_on_this_cp_rank
 
     rng = np.random.default_rng([5, number, micro_batch, groups.get_data_parallel_rank()])
     ids = torch.from_numpy(rng.integers(models.VOCABULARY, size=(1, models.SEQUENCE + 1)))
     causal = torch.ones(models.SEQUENCE, models.SEQUENCE).tril().view(1, 1, models.SEQUENCE, -1) < 0.5
-    whole = {"ids": ids[:, :-1], "positions": torch.arange(models.SEQUENCE)[None], "labels": ids[:, 1:]}
-    mine = get_batch_on_this_cp_rank(whole)
-    return mine["ids"], mine["positions"], causal, None, mine["labels"]
+    here = positions()
+    return ids[:, here], here[None], causal, None, ids[:, here + 1]
+
+
+def positions() -> Tensor:
+    """Of this rank's tokens in their sequence: cut for context parallelism."""
+    from megatron.core import parallel_state as groups
+
+    size, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
+    return stand_ins.positions(size, models.SEQUENCE)[rank]
 
 
 def rows_of_rank() -> Tensor:
-    """Tokens of a sequence that reach this rank's experts: cut for context parallelism, then for tensor parallelism."""
+    """Tokens of a sequence that reach this rank's experts: cut for tensor parallelism too."""
     from megatron.core import parallel_state as groups
 
-    context, tensor = groups.get_context_parallel_world_size(), groups.get_tensor_model_parallel_world_size()
-    here = stand_ins.positions(context, models.SEQUENCE)[groups.get_context_parallel_rank()]
-    return here.chunk(tensor)[groups.get_tensor_model_parallel_rank()]
+    parts = positions().chunk(groups.get_tensor_model_parallel_world_size())
+    return parts[groups.get_tensor_model_parallel_rank()]
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}

@@ -25,7 +25,10 @@ class Norm(torch.nn.LayerNorm):
 
 
 def positions(context: int, length: int) -> list[Tensor]:
-    """Positions on every context-parallel rank: two of 2 x context chunks, one early and one late."""
+    """Positions on every context-parallel rank, as Megatron cuts sequences: an early and a late of 2 x context chunks.
+
+    Without context parallelism, all in order.
+    """
     chunks = torch.arange(length).chunk(2 * context)
     return [torch.cat([chunks[rank], chunks[2 * context - 1 - rank]]) for rank in range(context)]
 
