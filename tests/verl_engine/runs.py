@@ -57,7 +57,8 @@ def on_two_ranks() -> dict[str, Any]:
     found["history"] = train(verl, **options(mode="history", hardware=FAST), mode="disabled", replay=False)
     found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
     found["standing"] = train(verl, **options(**NODES, standing_slots=2), param_offload=True)
-    moving = options(**NODES, standing_slots=1, max_moves_per_layer=-1)  # two level all there is to level
+    # two standing copies level all there is to level
+    moving = options(**NODES, standing_slots=1, max_moves_per_layer=-1, verify_steps=1)
     found["homes"] = train(verl, **moving, param_offload=True, optimizer_offload=True)
     found["recorded"] = [
         recorded(verl, override_mcore_model_config=OFF),

@@ -29,11 +29,12 @@ def test_two_ranks() -> None:
         assert plain["metrics"] == [{}] * (runs.STEPS + 1)
         for name in ("balanced", "verified", "logprob", "gathered"):
             same(found[name], plain)
-        of_verified(found["verified"])
+        of_verified(found["verified"], num=2)
         same(found["static"], plain, copies=False)
         same(found["standing"], plain, kind="standing_copies")
         same(found["homes"], plain, kind="standing_copies", moves=True)
         assert sum(metrics["equilibra/moves"][0] for metrics in found["homes"]["metrics"]) > 0
+        of_verified(found["homes"], num=1)
         assert found["static"]["weights"] == 0
         same(found["tensor parallel"]["balanced"], found["tensor parallel"]["plain"])
         of_live(found["live"], found["plain live"])
@@ -134,13 +135,13 @@ def of_metrics(found: dict) -> None:
         assert metrics["equilibra/plan_reused"] == [0.0]
 
 
-def of_verified(found: dict) -> None:
-    """The first two updates were also made without a plan, and differed by rounding."""
+def of_verified(found: dict, *, num: int) -> None:
+    """The first updates were also made without a plan, and differed by rounding."""
     names = {f"equilibra/verify_{name}" for name in ("outputs", "experts", "routers", "weights")}
-    for metrics in found["metrics"][:2]:
+    for metrics in found["metrics"][:num]:
         assert 0 < metrics["equilibra/verify_experts"][0] < 1
         assert all(metrics[name][0] < 1 for name in names)
-    assert not any(names & set(metrics) for metrics in found["metrics"][2:])
+    assert not any(names & set(metrics) for metrics in found["metrics"][num:])
 
 
 def of_recording(plain: dict, found: dict) -> None:
