@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.megatron_core import layer_runs, models, shims
+from tests.megatron_core import layer_runs, models, shims, stand_ins
 from tests.megatron_core.verl_replay import VerlReplay
 from torch import Tensor
 
@@ -104,15 +104,14 @@ class Training:
         if self.verl:
             for ids in (ids for layers in whole for ids in layers):
                 ids[-1] = -1
-        return [[layers[at] for at in here] for layers in whole]
+        rows = rows_of_rank()
+        return [[layers[at][rows] for at in here] for layers in whole]
 
     def step(self, number: int, *, forward_only: bool = False, again: bool = False) -> float:
         """One optimizer step; returns the sum of the losses of this rank (0 where it is not the last stage).
 
         again: another pass over the micro-batches of the step that began last.
         """
-        from megatron.core.pipeline_parallel import get_forward_backward_func
-
         routing = self.routing(number)
         if self.balancer is not None and again:
             self.balancer.arm(self.steps[-1])
@@ -128,18 +127,25 @@ class Training:
             self.moves += self.steps[-1].plan.migration.num_moves
         self.model.zero_grad_buffer()
         self.optimizer.zero_grad()
+        losses = self.passes(number, routing, forward_only=forward_only)
+        if not forward_only:
+            self.optimizer.step()
+        return float(sum(one["loss"] for one in losses)) if losses else 0.0
+
+    def passes(self, number: int, routing: list[list[Tensor]], *, forward_only: bool = False) -> Any:
+        """What Megatron's schedule returns for the micro-batches of a step."""
+        from megatron.core.pipeline_parallel import get_forward_backward_func
+
         losses = get_forward_backward_func()(
             forward_step_func=lambda _data, model: self._replayed(model, number, routing), data_iterator=iter(()),
             model=[self.model], num_microbatches=MICRO_BATCHES, seq_length=models.SEQUENCE, micro_batch_size=1,
             forward_only=forward_only,
         )  # fmt: skip
-        if not forward_only:
-            self.optimizer.step()
         self._begun = 0
         for layer in self.layers:
             if self.config.moe_enable_routing_replay:
                 layer.router.router_replay.clear_indices()
-        return float(sum(one["loss"] for one in losses)) if losses else 0.0
+        return losses
 
     _begun = 0
 
@@ -160,6 +166,8 @@ class Training:
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters of this stage by name, experts by number, from all expert-parallel ranks."""
+        from megatron.core import parallel_state as groups
+
         found: dict[str, Tensor] = {}
         if self.model.ddp_config.overlap_param_gather:
             self.model.start_param_sync(force_sync=True)
@@ -173,9 +181,7 @@ class Training:
                     number = layer.visits.homes.expert_of_home[int(slot)]
                 found[f"{head}{number}.{part}"] = parameter.detach().clone()
             else:
-                found[name] = parameter.detach().clone()
-        from megatron.core import parallel_state as groups
-
+                found[f"{name} of part {groups.get_tensor_model_parallel_rank()}"] = parameter.detach().clone()
         group = groups.get_expert_model_parallel_group()
         every: list[Any] = [None] * group.size()
         torch.distributed.all_gather_object(every, found, group=group)
@@ -183,13 +189,30 @@ class Training:
 
 
 def inputs(number: int, micro_batch: int) -> tuple[Any, ...]:
-    """Tokens, positions, no mask, labels."""
+    """Tokens, positions, mask, labels."""
     from megatron.core import parallel_state as groups
 
     rng = np.random.default_rng([5, number, micro_batch, groups.get_data_parallel_rank()])
     ids = torch.from_numpy(rng.integers(models.VOCABULARY, size=(1, models.SEQUENCE + 1)))
     causal = torch.ones(models.SEQUENCE, models.SEQUENCE).tril().view(1, 1, models.SEQUENCE, -1) < 0.5
-    return ids[:, :-1], torch.arange(models.SEQUENCE)[None], causal, None, ids[:, 1:]
+    here = positions()
+    return ids[:, here], here[None], causal, None, ids[:, here + 1]
+
+
+def positions() -> Tensor:
+    """Of this rank's tokens in their sequence: cut for context parallelism."""
+    from megatron.core import parallel_state as groups
+
+    size, rank = groups.get_context_parallel_world_size(), groups.get_context_parallel_rank()
+    return stand_ins.positions(size, models.SEQUENCE)[rank]
+
+
+def rows_of_rank() -> Tensor:
+    """Tokens of a sequence that reach this rank's experts: cut for tensor parallelism too."""
+    from megatron.core import parallel_state as groups
+
+    parts = positions().chunk(groups.get_tensor_model_parallel_world_size())
+    return parts[groups.get_tensor_model_parallel_rank()]
 
 
 FULL = {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
@@ -202,6 +225,8 @@ class Case:
 
     expert_parallel: int = 2
     pipeline: int = 1
+    tensor: int = 1
+    context: int = 1
     num_layers: int = 2
     options: dict[str, Any] = field(default_factory=dict)
     """of Megatron's configuration"""
@@ -227,7 +252,7 @@ def against_plain(case: Case) -> dict[str, Any]:
     """Losses of four steps, weights afterwards, and what was done."""
     from megatron.core.transformer.moe.router_replay import RouterReplay
 
-    models.join(case.expert_parallel, case.pipeline)
+    models.join(case.expert_parallel, case.pipeline, tensor=case.tensor, context=case.context)
     if case.fused:
         shims.fake_fused_gradients()
     options = {**case.options, "gradient_accumulation_fusion": case.fused}
@@ -254,6 +279,7 @@ def against_plain(case: Case) -> dict[str, Any]:
         "standing": sum(step.plan.standing.num_copies for step in training.steps),
         "moves": training.moves,
         "layers": len(training.balancer.layers),
+        "norms": [value.tolist() for name, value in training.bare.named_parameters() if "norm" in name],
         "static": float(np.mean([step.static_imbalance for step in training.steps])),
         "planned": float(np.mean([step.planned_imbalance for step in training.steps])),
     }

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from tests.megatron_core import shims
+from tests.megatron_core import shims, stand_ins
 from torch import Tensor
 
 HIDDEN, FFN, VOCABULARY, SEQUENCE = 16, 24, 32, 12
@@ -84,6 +84,8 @@ def gpt(settings: Any, seed: int = 1, *, pre: bool = True, post: bool = True, vp
     spec = get_gpt_layer_local_spec(num_experts=NUM_EXPERTS, moe_grouped_gemm=False)
     if settings.moe_layer_freq != 1:
         spec = get_gpt_decoder_block_spec(settings, use_transformer_engine=False, vp_stage=vp_stage)
+    if settings.sequence_parallel or settings.context_parallel_size > 1:
+        spec = stand_ins.block_of(spec, settings)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         model = GPTModel(

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from tests.distributed.ranks import run_ranks
-from tests.megatron_core import gpt_runs, interleaved_runs
+from tests.megatron_core import attention_runs, gpt_runs, interleaved_runs
 from tests.megatron_core.gpt_runs import FULL, SELECTIVE, Case
 
 
@@ -29,6 +29,33 @@ def test_two_expert_ranks_and_two_replicas_with_moving_homes_and_full_recompute(
 
 def test_two_pipeline_stages_with_micro_batches_in_flight_and_full_recompute() -> None:
     same(run_ranks(4, gpt_runs.against_plain, Case(pipeline=2, num_layers=4, options=FULL)))
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        pytest.param(Case(tensor=2), marks=pytest.mark.slow),
+        pytest.param(Case(context=2), marks=pytest.mark.slow),
+        Case(expert_parallel=4, tensor=2, context=2, options=FULL, homes="shuffled"),
+    ],
+    ids=["tensor", "context", "both"],
+)
+def test_whole_models_under_tensor_and_context_parallelism(case: Case) -> None:
+    """Two modules stand in for those of Transformer Engine; ranks that share a sequence keep the same norms."""
+    found = run_ranks(4, gpt_runs.against_plain, case)
+    same(found, moves=case.homes == "shuffled")
+    for one in found:
+        np.testing.assert_allclose(one["norms"], found[0]["norms"], rtol=0, atol=1e-6)
+    assert np.max(found[0]["norms"]) > 1 + 1e-3, "they are trained"
+
+
+@pytest.mark.slow
+def test_dropped_gradients_are_noticed_under_tensor_parallelism() -> None:
+    apart(run_ranks(4, gpt_runs.against_plain, Case(tensor=2, sabotage="drop gradients of copies")))
+
+
+def test_the_attention_that_stands_in_is_megatrons() -> None:
+    assert max(run_ranks(2, attention_runs.against_whole_sequences)) < 2e-6
 
 
 @pytest.mark.parametrize("kinds", [[0, 0, 1, 1], pytest.param([0, 1, 1, 1], marks=pytest.mark.slow)])

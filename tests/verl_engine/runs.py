@@ -44,6 +44,7 @@ def on_two_ranks() -> dict[str, Any]:
     plain = train(verl, override_mcore_model_config=OFF)
     found["plain"] = plain
     found["balanced"] = train(verl, **options(spare_slots=2), param_offload=True, optimizer_offload=True)
+    found["verified"] = train(verl, **options(spare_slots=2, verify_steps=2))
     from verl.models.mcore.patch import apply_patch_megatron_recomputation_backward
 
     apply_patch_megatron_recomputation_backward()  # as on GPUs: inputs are freed once they were computed anew
@@ -56,7 +57,8 @@ def on_two_ranks() -> dict[str, Any]:
     found["history"] = train(verl, **options(mode="history", hardware=FAST), mode="disabled", replay=False)
     found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
     found["standing"] = train(verl, **options(**NODES, standing_slots=2), param_offload=True)
-    moving = options(**NODES, standing_slots=1, max_moves_per_layer=-1)  # two level all there is to level
+    # two standing copies level all there is to level
+    moving = options(**NODES, standing_slots=1, max_moves_per_layer=-1, verify_steps=1)
     found["homes"] = train(verl, **moving, param_offload=True, optimizer_offload=True)
     found["recorded"] = [
         recorded(verl, override_mcore_model_config=OFF),
@@ -69,7 +71,10 @@ def on_two_ranks() -> dict[str, Any]:
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
-    for name in ("balanced", "standing", "homes", "logprob", "static", "gathered", "sabotaged"):
+    found["noticed"] = list[str]()
+    with heard(found["noticed"]):
+        engines.update(engines.make(verl, **options(spare_slots=2, verify_steps=1)), 0)
+    for name in ("balanced", "verified", "standing", "homes", "logprob", "static", "gathered", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
     plain_live = found["plain live"].pop("weights")
     for name in ("live", "history"):
@@ -253,6 +258,7 @@ def refused(verl: Any) -> dict[str, str]:
         "replay is off": {"mode": "disabled"},
         "router fusion": {"override_transformer_config": {"moe_router_fusion": True}},
         "unknown option": options(spare_slot=2),
+        "verify without replay": {"mode": "disabled", **options(mode="live", verify_steps=1)},
     }
     said = {}
     for name, of_engine in cases.items():
@@ -271,6 +277,6 @@ def on_two_stages() -> dict[str, Any]:
     verl = absent.import_verl(PLUGIN)
     two = {"pipeline_model_parallel_size": 2}
     plain = train(verl, override_mcore_model_config=OFF, **two)
-    found = train(verl, **options(spare_slots=2), override_transformer_config=FULL, **two)
+    found = train(verl, **options(spare_slots=2, verify_steps=1), override_transformer_config=FULL, **two)
     found["weights"] = apart(plain.pop("weights"), found["weights"])
     return {"plain": plain, "balanced": found}

@@ -27,12 +27,14 @@ def test_two_ranks() -> None:
     for found in run_ranks(2, runs.on_two_ranks, timeout_s=300):
         plain = found["plain"]
         assert plain["metrics"] == [{}] * (runs.STEPS + 1)
-        for name in ("balanced", "logprob", "gathered"):
+        for name in ("balanced", "verified", "logprob", "gathered"):
             same(found[name], plain)
+        of_verified(found["verified"], num=2)
         same(found["static"], plain, copies=False)
         same(found["standing"], plain, kind="standing_copies")
         same(found["homes"], plain, kind="standing_copies", moves=True)
         assert sum(metrics["equilibra/moves"][0] for metrics in found["homes"]["metrics"]) > 0
+        of_verified(found["homes"], num=1)
         assert found["static"]["weights"] == 0
         same(found["tensor parallel"]["balanced"], found["tensor parallel"]["plain"])
         of_live(found["live"], found["plain live"])
@@ -48,9 +50,12 @@ def test_two_ranks() -> None:
         assert replayed["live"] > 0
         of_checkpoint(found["checkpoint"], plain)
         of_refusals(found["refused"])
-        # the control: without the gradients of copies, the same comparison fails
+        # the control: without the gradients of copies, the same comparisons fail
         assert found["sabotaged"]["weights"] > 1e-3
         assert np.abs(np.subtract(found["sabotaged"]["losses"], plain["losses"])).max() > 1e-3
+        (noticed,) = found["noticed"]
+        assert noticed.startswith("MismatchError: balancing changes this run's numbers by more than rounding, most in")
+        assert ".mlp.experts." in noticed
 
 
 @pytest.mark.slow
@@ -130,6 +135,15 @@ def of_metrics(found: dict) -> None:
         assert metrics["equilibra/plan_reused"] == [0.0]
 
 
+def of_verified(found: dict, *, num: int) -> None:
+    """The first updates were also made without a plan, and differed by rounding."""
+    names = {f"equilibra/verify_{name}" for name in ("outputs", "experts", "routers", "weights")}
+    for metrics in found["metrics"][:num]:
+        assert 0 < metrics["equilibra/verify_experts"][0] < 1
+        assert all(metrics[name][0] < 1 for name in names)
+    assert not any(names & set(metrics) for metrics in found["metrics"][num:])
+
+
 def of_recording(plain: dict, found: dict) -> None:
     """R2: what is recorded is recorded without a plan, and then replayed under one."""
     assert np.array_equal(plain["routed"], found["routed"])
@@ -143,4 +157,5 @@ def of_refusals(said: dict) -> None:
     assert "router_replay.mode=R3" in said["replay is off"]
     assert "cannot replay routing with moe_router_fusion=True" in said["router fusion"]
     assert "has no option spare_slot: it has enabled, mode, planner" in said["unknown option"]
+    assert "verify_steps needs recorded routing: set it to 0 with mode='live'" in said["verify without replay"]
     assert said["reference model"] == "None"

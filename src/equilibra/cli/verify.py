@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import asdict
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from equilibra.cli import train
-from equilibra.core.errors import MismatchError
 
 __all__ = ["add_parser"]
 
@@ -50,24 +50,21 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _say(folder: Path, *, as_json: bool) -> int:
+    from equilibra.integrations.differences import check, table
     from equilibra.train.verify import read_differences
 
     differences, about = read_differences(folder)
-    same = all(one.is_rounding for one in differences)
     if as_json:
-        rows = [{"what": one.what, "found": one.found, "allowed": one.allowed} for one in differences]
+        same = all(one.is_rounding for one in differences)
+        rows = [asdict(one) for one in differences]
         print(json.dumps({**about, "differences": rows, "same": same}))
     else:
         print(
             f"\n{about['sequences']} sequences on {about['ranks']} ranks in {about['dtype']}: {about['planner']} "
             f"(slowest rank {about['imbalance']:.3f} times the mean) against static ({about['imbalance_static']:.3f})\n"
         )
-        print(f"{'':<28}{'difference':>12}{'rounding':>12}")
-        for one in differences:
-            mark = "" if one.is_rounding else "   MORE THAN ROUNDING"
-            print(f"{one.what:<28}{one.found:>12.1e}{one.allowed:>12.1e}{mark}")
-    if not same:
-        raise MismatchError("balancing changes this run's numbers by more than rounding; please report the table above")
+        print(table(differences))
+    check(differences)
     if not as_json:
         print("\nbalancing changes nothing but rounding")
     return 0

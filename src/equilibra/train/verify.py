@@ -2,12 +2,7 @@
 
 Both times the weights, the answers and their routing are the same, and nothing is trained. Compared are the
 log-probabilities of the answers and the gradients of a policy loss with random advantages, which are never all zero.
-Ranks run other sequences under another plan, so results agree up to rounding. The gradient of a group of weights may
-differ by
-
-    PER_LAYER x u x sqrt(layers)        relative to its norm; u: unit roundoff of the run's dtype
-
-for an expert relative to the root mean square over the experts of its layer and part, as few tokens may reach it.
+Ranks run other sequences under another plan, so results agree up to rounding (`integrations.differences`).
 """
 
 from __future__ import annotations
@@ -16,7 +11,6 @@ import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
-from math import sqrt
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +21,7 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.execute.steps.balancer import Balancer
+from equilibra.integrations.differences import Difference, apart, gradient_limit, largest, of_all_ranks
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.algorithms.algorithm import Target
 from equilibra.rl.learner import Batch, Learner, total_over
@@ -38,25 +33,9 @@ from equilibra.train.build import Parts, balancer_setting, build_model_of, build
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import device_of, joined_group, source_of
 
-__all__ = ["FILE", "Difference", "read_differences", "run_verify"]
+__all__ = ["FILE", "read_differences", "run_verify"]
 
 FILE = "verify.json"
-PER_LAYER = 16.0
-"""relative difference of a gradient that one layer explains, in unit roundoffs"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Difference:
-    """How far two passes are apart in one respect."""
-
-    what: str
-    found: float
-    allowed: float
-    """what rounding explains"""
-
-    @property
-    def is_rounding(self) -> bool:
-        return self.found <= self.allowed
 
 
 def read_differences(folder: Path) -> tuple[list[Difference], dict[str, Any]]:
@@ -139,34 +118,26 @@ def _compared(parts: Parts, plain: _Passes, balanced: _Passes) -> Iterator[Diffe
     roundoff = unit_roundoff(parts.dtype, parts.device.type)
     layers = parts.folder.config.num_hidden_layers
     total = total_over(parts.group)
-    apart = [np.abs(a - b) for a, b in zip(plain.logprobs, balanced.logprobs, strict=True)]
-    flat = np.concatenate([np.zeros(0), *apart])
+    off = [np.abs(a - b) for a, b in zip(plain.logprobs, balanced.logprobs, strict=True)]
+    flat = np.concatenate([np.zeros(0), *off])
     summed, count = total(np.array([flat.sum(), flat.size])).tolist()
     yield Difference(
         what="log-probabilities, mean", found=summed / max(count, 1.0),
         allowed=mismatch_limit([roundoff], num_layers=layers, temperature=parts.config.rollout.temperature),
     )  # fmt: skip
-    allowed = PER_LAYER * roundoff * sqrt(layers)
     if set(plain.gradients) != set(balanced.gradients):
         raise InputError("some weights have a gradient only with or only without balancing: is a part of them frozen?")
-    worst: dict[str, float] = {}
+    found: dict[str, dict[str, float]] = {kind: {} for kind in ("experts", "routers", "other weights")}
     for name, one in plain.gradients.items():
-        off = balanced.gradients[name] - one
-        kind = _kind(name)
+        kind, other = _kind(name), balanced.gradients[name]
         if kind == "experts":  # [H, ...] of this rank
-            norms_2H = torch.stack([part.flatten(1).norm(dim=1) for part in (one, off)])
-            size = float(norms_2H[0].square().mean().sqrt())
-            found = float(norms_2H[1].max()) / size if size else float(norms_2H[1].max())
+            first = parts.group.rank * len(one)
+            names = [f"{name}, expert {first + slot}" for slot in range(len(one))]
+            found[kind] |= dict(zip(names, apart(one, other), strict=True))
         else:
-            found = float(off.norm()) / (float(one.norm()) or 1.0)
-        worst[kind] = max(worst.get(kind, 0.0), found)
-    kinds = ("experts", "routers", "other weights")
-    every = parts.group.gather(np.array([[worst.get(kind, 0.0) for kind in kinds]]), what="comparing gradients")
-    largest = np.concatenate(every).max(axis=0).tolist()
-    yield from (
-        Difference(what=f"gradients of {kind}", found=found, allowed=allowed)
-        for kind, found in zip(kinds, largest, strict=True)
-    )
+            found[kind][name] = apart([one], [other])[0]
+    allowed = gradient_limit(roundoff, num_layers=layers)
+    yield from of_all_ranks([largest(f"gradients of {kind}", by_name, allowed) for kind, by_name in found.items()])
 
 
 def _kind(name: str) -> str:

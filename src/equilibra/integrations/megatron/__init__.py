@@ -3,10 +3,11 @@
 from equilibra.integrations.megatron.balancer import Balancer, Prepared, Step, balance
 from equilibra.integrations.megatron.homes import ExpertParameter, expert_parameters
 from equilibra.integrations.megatron.layer import balanced_layer_spec, by_micro_batch, masked, set_replay
+from equilibra.integrations.megatron.verify import verify
 from equilibra.integrations.packing import pack_sequences, routes_of
 from equilibra.integrations.planned import MegatronSetting
 
 __all__ = [
     "Balancer", "ExpertParameter", "MegatronSetting", "Prepared", "Step", "balance", "balanced_layer_spec",
-    "by_micro_batch", "expert_parameters", "masked", "pack_sequences", "routes_of", "set_replay",
+    "by_micro_batch", "expert_parameters", "masked", "pack_sequences", "routes_of", "set_replay", "verify",
 ]  # fmt: skip

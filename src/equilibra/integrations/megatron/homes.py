@@ -27,7 +27,7 @@ from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned import HomeMove
 
 __all__ = [
-    "ExpertParameter", "StateOfParameters", "expert_parameters", "guard_optimizer", "logical", "move_layer",
+    "ExpertParameter", "StateOfParameters", "exchange", "expert_parameters", "guard_optimizer", "logical", "move_layer",
     "weights_in",
 ]  # fmt: skip
 
@@ -178,7 +178,7 @@ def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfPara
         names = state.names(like, group)
         pack = partial(_whole, names=names, state=state, group=group)
         width = torch.empty(0, (1 + len(names)) * like.numel(), dtype=torch.float32, device=like.device)
-        for parameter, whole in _exchange(visits, moves, part, pack, width):
+        for parameter, whole in exchange(visits, moves, part, pack, width):
             _write(parameter, whole, names, state)
 
 
@@ -186,13 +186,13 @@ def move_layer(visits: MegatronVisits, moves: list[HomeMove], state: StateOfPara
 def weights_in(visits: MegatronVisits, moves: list[HomeMove]) -> list[tuple[nn.Parameter, Tensor]]:
     """Collective: the parameters of the slots that experts would move into, each with the weights that arrive there."""
     arrived = [
-        _exchange(visits, moves, part, lambda parameter: parameter.detach().view(-1), like.new_empty(0, like.numel()))
+        exchange(visits, moves, part, lambda parameter: parameter.detach().view(-1), like.new_empty(0, like.numel()))
         for part, like in (visits.homes.parts[0].items() if moves else ())
     ]
     return [(parameter, whole.view_as(parameter)) for of_part in arrived for parameter, whole in of_part]
 
 
-def _exchange(
+def exchange(
     visits: MegatronVisits, moves: list[HomeMove], part: str, pack: Callable[[nn.Parameter], Tensor], like: Tensor
 ) -> list[tuple[nn.Parameter, Tensor]]:  # fmt: skip
     """Collective: send what `pack` makes of one part of leaving experts. like: [0, width] of what it makes."""

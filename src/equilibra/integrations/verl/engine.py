@@ -19,7 +19,7 @@ from typing import Any, ClassVar
 
 from torch import Tensor, nn
 
-from equilibra.core.checks import check_flag
+from equilibra.core.checks import check_flag, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.events.imbalance import imbalance
@@ -39,7 +39,7 @@ BLOCK = "actor_rollout_ref.actor.megatron.override_mcore_model_config.equilibra"
 """where the options are: one of the few dictionaries of verl's configuration that accept unknown keys"""
 OPTIONS = (
     "enabled", "mode", "planner", "history_steps", "spare_slots", "standing_slots", "max_moves_per_layer", "prefetch",
-    "path", "ranks_per_node", "hardware", "timeout_s", "seed",
+    "path", "ranks_per_node", "hardware", "timeout_s", "seed", "verify_steps",
 )  # fmt: skip
 """names that the block accepts"""
 
@@ -54,9 +54,14 @@ class VerlSetting(MegatronSetting):
     """homes that may move per layer and pass; -1: as many as pay"""
     enabled: bool = True
     """False: the engine stays as verl made it"""
+    verify_steps: int = 0
+    """updates, from the first, that also run without a plan and are compared with it"""
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        check_whole(f"{self.section}verify_steps", self.verify_steps, low=0, high=2**31 - 1)
+        if self.verify_steps and self.mode != "replay":
+            raise InputError(f"{self.section}verify_steps needs recorded routing: set it to 0 with mode={self.mode!r}")
         check_flag(f"{self.section}enabled", self.enabled)
 
 
@@ -138,6 +143,8 @@ class BalancedEngine:
         self._stage = Stage.UPDATE
         self.waiting: dict[str, float] = {}
         """metrics that are not in verl's log yet"""
+        self.to_verify = setting.verify_steps
+        """updates that are still to be compared with plain ones"""
 
     def begin(self, data: Any, *, forward_only: bool) -> None:  # noqa: ANN401 - a TensorDict
         """Begin a pass over this batch; `plan` follows when its micro-batches are made."""

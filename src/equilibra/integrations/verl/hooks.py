@@ -1,7 +1,7 @@
 """Hooks in verl's Megatron engine: wrappers around three of its functions.
 
     MegatronEngine.initialize               meanwhile, the planner is compiled; afterwards, MoE layers are balanced
-    MegatronEngine.forward_backward_batch   begins and ends a pass, and reports what its plan gains
+    MegatronEngine.forward_backward_batch   begins and ends a pass, reports what its plan gains, and may verify it
     prepare_micro_batches                   afterwards, the pass is planned: all its routing is known
 
 The last does not know its engine, so a context variable holds the one whose pass is running.
@@ -10,13 +10,15 @@ The last does not know its engine, so a context variable holds the one whose pas
 from __future__ import annotations
 
 import importlib
+from collections.abc import Callable
 from contextvars import ContextVar
-from functools import wraps
+from functools import partial, wraps
 from types import ModuleType
 from typing import Any
 
 from equilibra.integrations.verl.contract import check_contract
 from equilibra.integrations.verl.engine import BalancedEngine, balance_engine, warm_engine
+from equilibra.integrations.verl.verify import verified
 
 __all__ = ["hook"]
 
@@ -51,18 +53,25 @@ def _pass(forward_backward_batch: Any) -> Any:  # noqa: ANN401
     @wraps(forward_backward_batch)
     def planned(self: Any, data: Any, loss_function: Any, forward_only: bool = False) -> Any:  # noqa: ANN401, FBT001, FBT002 - verl's signature
         balanced: BalancedEngine | None = getattr(self, "equilibra", None)
+        run = partial(forward_backward_batch, self, data, loss_function, forward_only)
         if balanced is None:
-            return forward_backward_batch(self, data, loss_function, forward_only)
-        balanced.begin(data, forward_only=forward_only)
-        token = _running.set(balanced)
-        try:
-            output = forward_backward_batch(self, data, loss_function, forward_only)
-        finally:
-            _running.reset(token)
-            balanced.end()
-        return balanced.report(output)
+            return run()
+        under_plan = partial(_under_plan, balanced, run, data, forward_only=forward_only)
+        if forward_only or not balanced.to_verify:
+            return balanced.report(under_plan())
+        return balanced.report(verified(balanced, run, under_plan))
 
     return planned
+
+
+def _under_plan(balanced: BalancedEngine, run: Callable[[], Any], data: Any, *, forward_only: bool) -> Any:  # noqa: ANN401
+    balanced.begin(data, forward_only=forward_only)
+    token = _running.set(balanced)
+    try:
+        return run()
+    finally:
+        _running.reset(token)
+        balanced.end()
 
 
 def _planned(prepare_micro_batches: Any) -> Any:  # noqa: ANN401
