@@ -79,16 +79,15 @@ def _follow_passes(watch: Watch) -> None:
 
 
 def _drop_gradients(watch: Watch) -> None:
-    from equilibra.integrations.megatron import copies
+    from equilibra.integrations.megatron.copies import MegatronExperts
 
-    give = copies._give
+    add = MegatronExperts.add_gradient
 
-    def dropped(parameter: Any, total: Tensor, *, fused: bool) -> Tensor | None:
-        if faults.happens(faults.GRADIENTS, step=watch.step):
-            total = torch.zeros_like(total)
-        return give(parameter, total, fused=fused)
+    def dropped(self: Any, expert: int, *rows_P: Tensor) -> None:
+        if not faults.happens(faults.GRADIENTS, step=watch.step):
+            add(self, expert, *rows_P)
 
-    copies._give = dropped
+    MegatronExperts.add_gradient = dropped
 
 
 def _shift_routing(watch: Watch) -> None:

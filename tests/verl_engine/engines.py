@@ -39,8 +39,11 @@ def engine_class(verl: Any) -> type:
             self.share_embeddings_and_output_weights = False
             self.param_dtype = self.dtype = torch.float32
             self.bridge = self.provider = self.peft_cls = None
+            chunks = self.engine_config.virtual_pipeline_model_parallel_size
+            interleaved = {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True}
             self.tf_config = models.config(
                 LAYERS, finalize_model_grads_func=finalize_model_grads, variable_seq_lengths=True,
+                batch_p2p_comm=False, **(interleaved if chunks else {}),
                 **self.engine_config.override_transformer_config,
             )  # fmt: skip
 
@@ -48,17 +51,20 @@ def engine_class(verl: Any) -> type:
             from megatron.core import parallel_state as groups
             from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 
-            first, last = groups.is_pipeline_first_stage(), groups.is_pipeline_last_stage()
             wrap = DistributedDataParallelConfig(use_distributed_optimizer=True, **self._resolve_override_ddp_config())
-            model = gpt(self.tf_config, pre=first, post=last)
-            wrapped = DistributedDataParallel(self.tf_config, wrap, model)
-            wrapped.broadcast_params()
-            return [wrapped]
+            chunks = []
+            for chunk in range(self.engine_config.virtual_pipeline_model_parallel_size or 1):
+                stage = {"ignore_virtual": False, "vp_stage": chunk}
+                first, last = groups.is_pipeline_first_stage(**stage), groups.is_pipeline_last_stage(**stage)
+                model = gpt(self.tf_config, pre=first, post=last, chunk=chunk)
+                chunks.append(DistributedDataParallel(self.tf_config, wrap, model))
+                chunks[-1].broadcast_params()
+            return chunks
 
     return TinyEngine
 
 
-def gpt(settings: Any, *, pre: bool, post: bool) -> Any:
+def gpt(settings: Any, *, pre: bool, post: bool, chunk: int = 0) -> Any:
     from megatron.core.models.gpt import GPTModel
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
     from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
@@ -68,12 +74,14 @@ def gpt(settings: Any, *, pre: bool, post: bool) -> Any:
         layer = get_gpt_layer_local_spec(num_experts=settings.num_moe_experts, moe_grouped_gemm=False)
         layer.submodules.self_attention.submodules.core_attention = packed_attention()
         layer.submodules.input_layernorm = layer.submodules.pre_mlp_layernorm = Norm
-        block = TransformerBlockSubmodules(layer_specs=[layer] * get_num_layers_to_build(settings), layer_norm=Norm)
+        stage = None if settings.virtual_pipeline_model_parallel_size is None else chunk
+        layers = [layer] * get_num_layers_to_build(settings, vp_stage=stage)
         model = GPTModel(
-            settings, block, vocab_size=models.VOCABULARY, max_sequence_length=PROMPT + RESPONSE, pre_process=pre,
-            post_process=post, share_embeddings_and_output_weights=False, position_embedding_type="none",
+            settings, TransformerBlockSubmodules(layer_specs=layers, layer_norm=Norm), vocab_size=models.VOCABULARY,
+            max_sequence_length=PROMPT + RESPONSE, pre_process=pre, post_process=post,
+            share_embeddings_and_output_weights=False, position_embedding_type="none", vp_stage=stage,
         )  # fmt: skip
-    models.fill(model, 1)
+    models.fill(model, 1 + chunk)
     return model
 
 
@@ -106,7 +114,12 @@ class Norm(torch.nn.RMSNorm):
 
 
 def packed_attention() -> type:
-    """Causal attention inside every sequence of a pack, one after another."""
+    """Causal attention inside every sequence of a pack, one after another; keys and values of context ranks gathered.
+
+    Every context rank has two parts of each sequence, one from either end, as verl cuts them.
+    """
+    from megatron.core import parallel_state as groups
+    from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
     from megatron.core.transformer.module import MegatronModule
 
     class PackedAttention(MegatronModule):
@@ -114,15 +127,27 @@ def packed_attention() -> type:
             super().__init__(config)
 
         def forward(self, query: Tensor, key: Tensor, value: Tensor, *_: Any, packed_seq_params: Any, **__: Any) -> Any:
-            ends = packed_seq_params.cu_seqlens_q.tolist()
-            parts = []
-            for start, end in pairwise(ends):
-                q, k, v = (one[start:end].transpose(0, 1)[None] for one in (query, key, value))
-                out = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
-                parts.append(out[0].transpose(0, 1).reshape(end - start, -1))
+            group, parts = groups.get_context_parallel_group(), []
+            every = [gather_from_sequence_parallel_region(one, group=group).chunk(group.size()) for one in (key, value)]
+            for start, end in pairwise(packed_seq_params.cu_seqlens_q.tolist()):
+                mine = slice(start // group.size(), end // group.size())
+                places = [_places(end - start, rank, group.size()) for rank in range(group.size())]
+                order = torch.cat(places).argsort()
+                k, v = (torch.cat([one[mine] for one in of_ranks])[order].transpose(0, 1)[None] for of_ranks in every)
+                before = places[group.rank()][:, None] >= torch.arange(end - start)
+                out = functional.scaled_dot_product_attention(query[mine].transpose(0, 1)[None], k, v, attn_mask=before)
+                parts.append(out[0].transpose(0, 1).flatten(1))
             return torch.cat(parts)
 
     return PackedAttention
+
+
+def _places(length: int, rank: int, size: int) -> Tensor:
+    """Where a sequence's rows of a context rank are in it."""
+    if size == 1:
+        return torch.arange(length)
+    part = torch.arange(length // (2 * size))
+    return torch.cat([part + at * len(part) for at in (rank, 2 * size - 1 - rank)])
 
 
 def make(verl: Any, *, expert_parallel: int = 2, **options: Any) -> Any:

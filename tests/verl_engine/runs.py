@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from tests.megatron_core import layer_runs, models
 from tests.megatron_core.checkpoint_runs import heard, own_processes
-from tests.verl_engine import absent, engines
+from tests.verl_engine import absent, engines, rows
 
 from equilibra.cost.presets import default_prices
 from equilibra.integrations.executor.balancer import count_routing
@@ -67,7 +67,8 @@ def on_two_ranks() -> dict[str, Any]:
     found["replayed as planned"] = as_planned(verl)
     found["checkpoint"] = through_a_checkpoint(verl)
     found["refused"] = refused(verl)
-    found["tensor parallel"] = tensor_parallel(verl)
+    for name in ("tensor", "context"):
+        found[f"{name} parallel"] = of_one_replica(verl, {"tensor": "tensor_model", "context": "context"}[name])
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
@@ -98,8 +99,11 @@ def train(verl: Any, *, replay: bool = True, **of_engine: Any) -> dict[str, Any]
     log_probs = np.stack([engines.of_responses(0, output) for output in outputs]) if last else None
     fixed = {"use_dynamic_bsz": False, "micro_batch_size_per_gpu": 2}
     outputs, weights = [], {}
+    computed, of_copies = list[int](), list[int]()
     for number in range(STEPS + 1):
-        outputs.append(engines.update(engine, number, **given, **(fixed if number == STEPS else {})))
+        with rows.counted(engine.module) as (here, of_copies_here):
+            outputs.append(engines.update(engine, number, **given, **(fixed if number == STEPS else {})))
+        computed, of_copies = computed + here, of_copies + of_copies_here
         weights |= {f"{number}.{name}": value for name, value in engines.export(engine).items()}
     by_rank = {f"{STEPS}.{name}": value for name, value in engines.export(engine, by_rank=True).items()}
     return {
@@ -111,6 +115,8 @@ def train(verl: Any, *, replay: bool = True, **of_engine: Any) -> dict[str, Any]
         "norms": [output["metrics"].get("grad_norm", 0.0) for output in outputs] if last else [],
         "metrics": [ours_of(output) for output in outputs if last],
         "logged": logged(engine, outputs[0]) if last else {},
+        "rows": computed,
+        "rows of copies": sum(of_copies),
         "weights": weights,
         "by rank": max(float((value - weights[name]).abs().max()) for name, value in by_rank.items()),
     }
@@ -133,12 +139,12 @@ def logged(engine: Any, output: dict[str, Any]) -> dict[str, float]:
     return {name: float(value) for name, value in reduce_metrics(metrics).items()}
 
 
-def tensor_parallel(verl: Any) -> dict[str, Any]:
+def of_one_replica(verl: Any, kind: str) -> dict[str, Any]:
     """The same two ranks as halves of one data-parallel rank, with sequences cut between them."""
     from megatron.core import parallel_state as groups
 
     groups.destroy_model_parallel()
-    two = {"tensor_model_parallel_size": 2}
+    two = {f"{kind}_parallel_size": 2}
     plain = train(verl, override_mcore_model_config=OFF, **two)
     found = train(verl, **options(spare_slots=2), override_transformer_config=FULL, **two)
     found["weights"] = apart(plain.pop("weights"), found["weights"])
