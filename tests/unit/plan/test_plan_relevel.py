@@ -11,7 +11,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.plan.planner import StepProblem
-from equilibra.plan.relevel import base_rows, relevel, thirds
+from equilibra.plan.relevel import THIRDS, base_rows, relevel, thirds
 from equilibra.plan.step import Equilibra
 from references.nodes import lowest_level
 
@@ -202,3 +202,29 @@ def test_prices_beyond_all_rows_are_cut_and_logprob_has_no_gradients():
     forward = base_rows(part, step.load, plan.standing, moves, Stage.LOGPROB)
     assert forward.sum() == part.num_copies
     assert base_rows(part, step.load, plan.standing, moves, UPDATE).sum() == 4 * part.num_copies
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_other_rows_of_one_copy_bring_down_the_slower_of_its_two_ranks(seed):
+    step, plan, _, _ = levelled(seed)
+    tiled = replace(PRICED, tile_rows=TILE)
+    part = relevel(
+        planned(seed, BLIND)[1].stages[UPDATE], step.load, plan.placement, plan.standing, tiled, UPDATE
+    )  # fmt: skip
+    cost_PR, slower = _in_thirds(step, plan, part), []
+    for p in range(6):
+        layer, m = divmod(p, 3)
+        home, left = plan.placement.home_of_expert[layer], step.load.expert_load()[m, layer].astype(np.int64)
+        copies = range(part.first_of_problem[p], part.first_of_problem[p + 1])
+        for f in copies:
+            left[part.expert[f]] -= part.tokens_FR[f].sum()
+        for f in copies:
+            here, e, r = int(part.tokens_FR[f].sum()), part.expert[f], part.rank[f]
+            both = here + left[e]
+            new = np.arange(1, both + 1)
+            at_copy = cost_PR[p, r] - thirds(here, TILE) + thirds(new, TILE)
+            at_home = cost_PR[p, home[e]] - thirds(left[e], TILE) + thirds(both - new, TILE)
+            now = max(cost_PR[p, r], cost_PR[p, home[e]])
+            slower.append(now - np.maximum(at_copy, at_home).min())
+    assert len(slower) > 20
+    assert max(slower) <= 2 * THIRDS, "to two rows"
