@@ -49,7 +49,7 @@ class Seen:
     def stop(self) -> dict[str, list[int]]:
         """The lines of each file below src/equilibra, and the first lines of the functions that were called."""
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         for part in self._folder.iterdir():
             self.lines |= {(file, line) for file, line in json.loads(part.read_text())}
             part.unlink()
