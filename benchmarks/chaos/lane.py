@@ -81,6 +81,10 @@ class Series:
         ended = self.lane.train(self.options(shape))
         if ended.code != 0 or ended.leftovers:
             raise RuntimeError(f"an undisturbed run ended with {ended.code}: {ended.text}")
+        steps = [json.loads(line) for line in (self.lane.run / "metrics.jsonl").read_text().splitlines()]
+        needed = "copies" if shape.standing else "moves"
+        if not any(step.get(needed) for step in steps):
+            raise RuntimeError(f"runs of shape {shape.name} have no {needed}, so nothing could happen to them")
         return ended, numbers_of(self.lane.run)
 
     def run(self, case: Case) -> dict[str, object]:

@@ -20,6 +20,7 @@ from typing import Any
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies import segment
 from equilibra.execute.steps import balancer
+from equilibra.plan.setting import PlannerSetting
 from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import run_worker
@@ -61,7 +62,7 @@ def run(
         note("first", step=step)
         cut(step)
 
-    balancer.rates_for = lambda *_, **__: Rates.free()  # type: ignore[attr-defined]  # else nothing pays in so small a run
+    PlannerSetting.rates_of = lambda *_, **__: Rates.free()  # type: ignore[method-assign]  # else nothing pays here
     mine = order if order.get("rank") == rank and order.get("stage") else None
     watched = Watched(observer, note, None if mine is None else Order(mine, note, folder.parent))
     run_worker(config, folder, resume=resume, observer=watched, cut=first, **others)
