@@ -19,7 +19,7 @@ from equilibra.rollout.memory import Memory, Where
 __all__ = ["Ask", "Loader", "Parcel", "Target", "Took", "apply_setting", "parcels"]
 
 ALIGNMENT = 64
-PIECE = 64 << 20
+PIECE = 16 << 20
 """bytes of weights in transit, unless one tensor is larger"""
 
 

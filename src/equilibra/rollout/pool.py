@@ -54,7 +54,7 @@ class Pool:
         """Start the processes. timeout_s: without progress, after which they count as lost."""
         if not supported():
             raise InputError("the disaggregated engine needs Linux on x86-64: use another rollout engine")
-        on_device = model.device.type == "cuda"
+        on_device = setting.device_of(0, model).type == "cuda"
         if setting.transport == "gloo" and on_device:
             raise InputError("transport gloo is for CPUs: use shared on GPUs")
         self.setting, self.model, self.timeout_s = setting, model, timeout_s
@@ -73,15 +73,22 @@ class Pool:
         self._mesh = SharedMesh(self._memory, shape)
         self._words = [self._mesh.word(number, shape.processes) for number in range(shape.processes)]
         address = f"tcp://127.0.0.1:{_free_port()}" if setting.transport == "gloo" else ""
-        given = setting, model, Ends(shape, self._memory.where, address), self.instances
-        jobs = [Job(f"attention process {n}", run_attention, (n, *given)) for n in range(setting.attention)]
-        jobs += [Job(f"expert process {n}", run_experts, (n, *given)) for n in range(setting.experts)]
+        jobs = self._jobs(Ends(shape, self._memory.where, address))
         self._workers = Workers(jobs, load=["equilibra.rollout.experts", *model.load], start_s=START_S)
         self._attention = self._workers.every[: setting.attention]
         self._experts = self._workers.every[setting.attention :]
         handles = [self._hear(worker, START_S) for worker in self._workers.every]
         if any(handle is not None for handle in handles):
             self._ask(self._workers.every, Ask.CONNECT, handles)
+
+    def _jobs(self, ends: Ends) -> list[Job]:
+        setting, jobs = self.setting, list[Job]()
+        runs = [("attention", run_attention, n) for n in range(setting.attention)]
+        runs += [("expert", run_experts, n) for n in range(setting.experts)]
+        for kind, run, number in runs:
+            model = replace(self.model, device=setting.device_of(len(jobs), self.model))
+            jobs.append(Job(f"{kind} process {number}", run, (number, setting, model, ends, self.instances)))
+        return jobs
 
     def __enter__(self) -> Self:
         return self
@@ -96,7 +103,7 @@ class Pool:
 
     @property
     def roundoff(self) -> float:
-        return unit_roundoff(self.model.dtype, self.model.device.type)
+        return unit_roundoff(self.model.dtype, self.setting.device_of(0, self.model).type)
 
     # --- talking to workers ---
 

@@ -149,11 +149,12 @@ class Scheduler:
         return self._batch(chosen, sizes) if chosen else None
 
     def _batch(self, chosen: list[Growing], sizes: list[int]) -> Batch:
-        tokens_BT = torch.zeros(len(chosen), max(sizes), dtype=torch.long)
+        tokens_BT = np.zeros((len(chosen), max(sizes)), np.int64)
         for row, (one, size) in enumerate(zip(chosen, sizes, strict=True)):
-            tokens_BT[row, :size] = torch.tensor(one.tokens[one.cached : one.cached + size])
+            tokens_BT[row, :size] = one.tokens[one.cached : one.cached + size]
         view = PagedView(self.cache, [one.pages for one in chosen], [one.cached for one in chosen], sizes)
-        return Batch(sequences=chosen, sizes=sizes, tokens_BT=tokens_BT.to(self.cache.device), cache=view)
+        tokens = torch.from_numpy(tokens_BT).to(self.cache.device)
+        return Batch(sequences=chosen, sizes=sizes, tokens_BT=tokens, cache=view)
 
     def _admit(self, micro_batch: int) -> None:
         """Fill this micro-batch up to its share of all sequences, as far as there are pages."""
@@ -216,6 +217,8 @@ class Scheduler:
     def _grow(self, one: Growing, tokens: int, in_flight: Collection[int], chosen: Sequence[Growing]) -> bool:
         """Get pages for so many tokens, if need be those of younger sequences, or set this one aside."""
         missing = self.cache.pages_for(tokens) - len(one.pages)
+        if missing <= 0:
+            return True
         self._forget_prompts(missing)
         movable = [other for number, some in enumerate(self.running) if number not in in_flight for other in some]
         younger = [other for other in movable if other.number > one.number and other not in chosen]
@@ -227,7 +230,7 @@ class Scheduler:
             if any(other.number < one.number for some in self.running for other in some):
                 self._set_aside(one)
             return False
-        one.pages += self.cache.take(max(missing, 0))
+        one.pages += self.cache.take(missing)
         return True
 
     def _set_aside(self, one: Growing) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING
@@ -10,7 +11,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from equilibra.core.checks import check_choice, check_whole
+from equilibra.core.checks import check_choice, check_text, check_whole
 from equilibra.core.errors import InputError
 from equilibra.events.imbalance import imbalance
 from equilibra.execute.experts.spec import MoESpec
@@ -49,13 +50,23 @@ class PoolSetting:
     """of every process"""
     transport: str = "shared"
     """how rows travel: shared (memory of the machine; on GPUs, theirs) or gloo (connections)"""
+    devices: str = ""
+    """of attention, then expert processes, in turn: cpu, or cuda:2,cuda:3; empty: the model's"""
 
     def __post_init__(self) -> None:
         check_choice("transport", self.transport, choices=TRANSPORTS)
-        for name in (one.name for one in fields(self) if one.name != "transport"):
+        check_text("devices", self.devices, empty=True)
+        if self.devices and not re.fullmatch(r"cpu|cuda:\d+(,cuda:\d+)*", self.devices):
+            raise InputError(f"devices = {self.devices!r}: it must be cpu, or GPUs such as cuda:2,cuda:3")
+        for name in (one.name for one in fields(self) if one.type == "int"):
             check_whole(name, getattr(self, name), low=0 if name == "spare_slots" else 1, high=2**31 - 1)
         if self.kv_tokens < self.page:
             raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
+
+    def device_of(self, process: int, model: PoolModel) -> torch.device:
+        """process: attention processes, then expert processes."""
+        named = self.devices.split(",")
+        return torch.device(named[process % len(named)]) if self.devices else model.device
 
     @property
     def num_pages(self) -> int:

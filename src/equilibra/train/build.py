@@ -270,8 +270,10 @@ def build_engine(parts: Parts, run: Path | None) -> Engine:
         return Replica(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end, pad=text.pad)
     if rollout.engine == "disaggregated":
         model = pool_model(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end)
-        start = partial(Pool, pool_setting(parts.config), model, timeout_s=parts.config.run.timeout_s)
-        return PoolOfRanks(group, start, roundoff=unit_roundoff(parts.dtype, parts.device.type))
+        setting = pool_setting(parts.config)
+        start = partial(Pool, setting, model, timeout_s=parts.config.run.timeout_s)
+        roundoff = unit_roundoff(parts.dtype, setting.device_of(0, model).type)
+        return PoolOfRanks(group, start, roundoff=roundoff)
     if not rollout.weights_folder and run is None:
         raise InputError(f"the engine {rollout.engine} needs a folder for new weights: set rollout.weights_folder")
     folder = Path(rollout.weights_folder) if rollout.weights_folder else Path(str(run)) / WEIGHTS

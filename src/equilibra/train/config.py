@@ -88,7 +88,8 @@ class RolloutConfig(Section, section="rollout"):
     """allowed mean difference of log-probabilities, 0 or more; 0: what rounding explains"""
     options: Mapping[str, Option] = field(default_factory=dict)
     """vllm on the ranks: further settings of vllm.LLM, such as gpu_memory_utilization = 0.4; disaggregated: attention,
-    experts (processes), micro_batches, places, kv_tokens, page, prefill_tokens, spare_slots, threads, transport"""
+    experts (processes), micro_batches, places, kv_tokens, page, prefill_tokens, spare_slots, threads, transport,
+    devices"""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -28,6 +28,7 @@ def test_refused_before_the_warm_up(override, reason):
     (["rollout.options.exports=2"], "has no exports for the disaggregated engine: use attention, experts"),
     (["rollout.options.experts=0"], "experts must be"),
     (["rollout.options.transport=tcp"], "transport must be one of shared, gloo"),
+    (["rollout.options.devices=cpu,cuda:1"], "devices = 'cpu,cuda:1': it must be cpu, or GPUs such as cuda:2,cuda:3"),
     (["rollout.options.kv_tokens=64"], "is 72, but an attention process has 64 tokens of KV cache: raise kv_tokens"),
     (["rollout.server=http://127.0.0.1:1"], "rollout.engine is disaggregated: set one of them"),
 ])  # fmt: skip

@@ -16,6 +16,7 @@ from equilibra.core.errors import InputError
 from equilibra.execute.experts.weights import FlatLayout
 from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.integrations.hf.attention import HFAttention, build_attention
+from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder, open_model_folder
 from equilibra.rollout.setting import PoolModel
 
@@ -44,11 +45,8 @@ def pool_model(folder: ModelFolder, *, dtype: torch.dtype, device: torch.device,
 
 def _moe_layers(folder: ModelFolder) -> list[int]:
     """Numbers of the layers with experts, as transformers builds them."""
-    config, count = folder.config, folder.config.num_hidden_layers
-    if folder.family.model_type == "qwen3_moe":
-        step, dense = config.decoder_sparse_step, config.mlp_only_layers
-        return [n for n in range(count) if n not in dense and (n + 1) % step == 0]
-    return list(range(getattr(config, "first_k_dense_replace", 0), count))
+    with torch.device("meta"):
+        return list(moe_layers(folder.build(torch.float32, expert_width=1)))
 
 
 def weights_of_folder(folder: ModelFolder, dtype: torch.dtype, *, seed: int = 0) -> Iterator[tuple[str, Tensor]]:
