@@ -25,7 +25,7 @@ def test_refused_before_the_warm_up(override, reason):
 
 
 @pytest.mark.parametrize(("overrides", "reason"), [
-    (["rollout.options.exports=2"], "has no exports for the disaggregated engine: use attention, experts"),
+    (["rollout.options.exports=2"], "has no exports for the disaggregated engine: use attention, devices, experts"),
     (["rollout.options.experts=0"], "experts must be"),
     (["rollout.options.transport=tcp"], "transport must be one of shared, gloo"),
     (["rollout.options.devices=cpu,cuda:1"], "devices = 'cpu,cuda:1': it must be cpu, or GPUs such as cuda:2,cuda:3"),
