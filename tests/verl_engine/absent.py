@@ -62,6 +62,32 @@ def _no_gpu() -> None:
     _modes[0].__enter__()
 
 
+def interleave() -> None:
+    """Before an engine with chunks on two pipeline stages runs."""
+    from megatron.core.pipeline_parallel.p2p_communication import P2PCommunicator
+
+    P2PCommunicator._communicate_shapes = _sizes_as_tensors
+
+
+def _sizes_as_tensors(self: Any, send_next: Any, send_prev: Any, recv_prev: bool, recv_next: bool) -> Any:
+    """Sizes of what pipeline stages send, in the order in which Megatron sends the tensors.
+
+    Its own order relies on NCCL's pairs of sends and receives: between two stages gloo would swap the sizes of both
+    directions.
+    """
+    from megatron.core.pipeline_parallel import p2p_communication as p2p
+
+    sizes = [None if one is None else torch.tensor(one.size()) for one in (send_prev, send_next)]
+    found = [torch.zeros(3, dtype=torch.int64) if wanted else None for wanted in (recv_prev, recv_next)]
+    requests = p2p._p2p_ops(
+        tensor_send_prev=sizes[0], tensor_recv_prev=found[0], tensor_send_next=sizes[1], tensor_recv_next=found[1],
+        group=self.pp_group, prev_pipeline_rank=self.prev_rank, next_pipeline_rank=self.next_rank,
+    )  # fmt: skip
+    for request in requests.values():
+        request.wait()
+    return tuple([0, 0, 0] if one is None else one.tolist() for one in found)
+
+
 def install() -> None:
     """Once in a process, before verl is imported."""
     shims.install()

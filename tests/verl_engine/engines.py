@@ -40,10 +40,10 @@ def engine_class(verl: Any) -> type:
             self.param_dtype = self.dtype = torch.float32
             self.bridge = self.provider = self.peft_cls = None
             chunks = self.engine_config.virtual_pipeline_model_parallel_size
-            interleaved = {"virtual_pipeline_model_parallel_size": chunks, "overlap_p2p_comm": True}
+            interleaved = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
             self.tf_config = models.config(
                 LAYERS, finalize_model_grads_func=finalize_model_grads, variable_seq_lengths=True,
-                batch_p2p_comm=False, **(interleaved if chunks else {}),
+                virtual_pipeline_model_parallel_size=chunks, **(interleaved if chunks else {}),
                 **self.engine_config.override_transformer_config,
             )  # fmt: skip
 

@@ -278,11 +278,15 @@ def refused(verl: Any) -> dict[str, str]:
     return said
 
 
-def on_two_stages() -> dict[str, Any]:
-    """Two pipeline stages of two expert-parallel ranks, with micro-batches in flight."""
+def on_two_stages(chunks: int | None = None) -> dict[str, Any]:
+    """Two pipeline stages of two expert-parallel ranks, with micro-batches in flight. chunks: per stage."""
     verl = absent.import_verl(PLUGIN)
-    two = {"pipeline_model_parallel_size": 2}
+    two = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": chunks}
+    if chunks:
+        absent.interleave()
+        engines.LAYERS *= chunks
     plain = train(verl, override_mcore_model_config=OFF, **two)
-    found = train(verl, **options(spare_slots=2, verify_steps=1), override_transformer_config=FULL, **two)
+    balanced = options(spare_slots=2, verify_steps=0 if chunks else 1)
+    found = train(verl, **balanced, override_transformer_config=FULL, **two)
     found["weights"] = apart(plain.pop("weights"), found["weights"])
     return {"plain": plain, "balanced": found}

@@ -65,9 +65,10 @@ def test_two_ranks() -> None:
 
 
 @pytest.mark.slow
-def test_two_pipeline_stages() -> None:
+@pytest.mark.parametrize("chunks", [None, 2], ids=["1F1B", "interleaved"])
+def test_two_pipeline_stages(chunks: int | None) -> None:
     """Ranks of the first stage have no outputs: what is logged is of the last one's layers."""
-    every = run_ranks(4, runs.on_two_stages, timeout_s=300)
+    every = run_ranks(4, runs.on_two_stages, chunks, timeout_s=300)
     assert sum(found["plain"]["last"] for found in every) == 2
     for found in every:
         assert found["balanced"]["planned"]
