@@ -22,7 +22,7 @@ from benchmarks.mutants.run import Outcome, load_libraries, tried
 from benchmarks.mutants.sample import SOURCE, Mutant, mutated, sample
 from benchmarks.mutants.table import name_of, write_results
 
-TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 10.0, 60.0, 600.0
+TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 4.0, 60.0, 600.0
 """limits of a test beyond five times what it takes without a mutant, and of all tests of a mutant"""
 FIRST_TESTS = (10, 60)
 """so many run before the files of others are loaded"""
@@ -62,7 +62,7 @@ def main() -> int:
     write_results(
         [record for record in records(raw) if key(record) in keys], judged, asked.output,
         command=f"python -m benchmarks.mutants --mutants {asked.mutants} --seed {asked.seed}", budget=asked.budget,
-        limit=TEST_CPU_S,
+        limit=TEST_CPU_S, drawn=len(mutants),
     )  # fmt: skip
     return 0
 

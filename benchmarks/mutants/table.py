@@ -25,9 +25,9 @@ have 20 examples, slow tests do not run: what survives here may still be killed 
 
 def write_results(
     records: Sequence[dict[str, Any]], judged: Mapping[str, str], output: Path, *, command: str, budget: float,
-    limit: float,
+    limit: float, drawn: int,
 ) -> None:  # fmt: skip
-    """OUTPUT/mutants.md and mutants.json; judged: why a survivor cannot be killed, by `name_of`."""
+    """OUTPUT/mutants.md and mutants.json; judged: why a survivor cannot be killed, by `name_of`; drawn: the sample."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     ordered = sorted(records, key=lambda record: (record["file"], record["line"], record["column"]))
     alive = [record for record in ordered if not record["killed_by"]]
@@ -37,9 +37,9 @@ def write_results(
         "# Mutants", "",
         f"`{command}`, commit {commit.stdout.strip()}, {datetime.now(UTC):%Y-%m-%d}. Measured.", "",
         ABOUT.format(budget=budget, limit=limit), "",
-        f"**{killed} of {len(ordered)} killed ({killed / len(ordered):.1%}).**", "",
+        f"**{killed} of {len(ordered)} killed ({killed / len(ordered):.1%}).** {drawn} were drawn.", "",
         f"{len(same)} of the others change nothing that can be seen: of the rest, {killed / counted:.1%}.", "",
-         "| part | mutants | killed |", "|---|---|---|",
+        "| part | mutants | killed |", "|---|---|---|",
     ]  # fmt: skip
     parts = Counter(_part(record) for record in ordered)
     dead = Counter(_part(record) for record in ordered if record["killed_by"])

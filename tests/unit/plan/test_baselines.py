@@ -82,6 +82,10 @@ def test_eplb_replicates_the_largest_load_per_replica() -> None:
 def test_eplb_refuses_what_does_not_divide() -> None:
     with pytest.raises(InputError, match="cannot place 17 replicas of 12 experts in 4 groups on 8 ranks of 2 nodes"):
         eplb_replicas(np.ones((1, 12), np.int64), num_replicas=17, num_groups=4, num_nodes=2, num_ranks=8)
+    with pytest.raises(InputError, match="cannot place 8 replicas of 12 experts"):
+        eplb_replicas(np.ones((1, 12), np.int64), num_replicas=8, num_groups=1, num_nodes=1, num_ranks=4)
+    alone = eplb_replicas(np.ones((1, 12), np.int64), num_replicas=12, num_groups=1, num_nodes=1, num_ranks=4)
+    assert sorted(alone[0].tolist()) == list(range(12)), "as many replicas as experts: one of each"
 
 
 @pytest.mark.parametrize("num_groups", [1, 4])

@@ -79,11 +79,17 @@ def test_balance_refuses_what_is_not_a_load(tokens):
         ("min_tokens_per_copy", 1.5),
         ("min_tokens_per_copy", float("nan")),
         ("min_tokens_per_copy", 2**63),
+        ("min_tokens_per_copy", 2**62),
     ],
 )
 def test_balance_refuses_wrong_settings_and_names_them(name, value):
     with pytest.raises(InputError, match=name):
         balance(np.ones((8, 4), int), cluster=FOUR, **{name: value})
+
+
+def test_a_copy_that_no_load_is_worth_is_never_made():
+    plan = balance(np.array([[90, 90], [5, 5]]), cluster=Cluster(ranks_per_node=2), min_tokens_per_copy=2**62 - 1)
+    assert plan.expert_of_copy.size == 0
 
 
 def test_balance_refuses_homes_that_would_be_written_out_of_bounds():

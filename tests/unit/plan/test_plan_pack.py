@@ -193,3 +193,11 @@ def test_what_a_token_costs_decides_which_cells_are_alike():
         spread[cost] = int(np.ptp(squares)), int(np.ptp(tokens))
     assert spread[0][0] < spread[10**7][0]
     assert spread[10**7][1] < spread[0][1]
+
+
+@pytest.mark.parametrize(("lengths", "ranks", "wanted"), [
+    ([10] * 5, 2, 3), ([10] * 4, 2, 2), ([6] * 5, 2, 3), ([5] * 5, 2, 2), ([1], 8, 1), ([10] * 17, 8, 3),
+])  # fmt: skip
+def test_no_schedule_has_fewer_micro_batches(lengths, ranks, wanted):
+    """A cell has room for 10 tokens: one sequence above half of it, two of half."""
+    assert fewest_micro_batches(np.array(lengths), ranks, 10) == wanted
