@@ -25,6 +25,8 @@ def of_rounding(found: list[dict], below: float) -> None:
 
 BFLOAT16 = {"bf16": True, "params_dtype": torch.bfloat16}
 MOVED = Case(expert_parallel=4, homes="planned", options=FULL)
+REPLICAS = Case(homes="shuffled", per_node=1, options=FULL)
+"""two expert ranks that are two nodes, twice: homes move between them"""
 
 
 @pytest.mark.arithmetic
@@ -46,6 +48,15 @@ def test_homes_that_move_take_the_gradients_of_the_pass_without_us_along() -> No
 
 
 @pytest.mark.arithmetic
+def test_homes_that_move_beside_replicas() -> None:
+    """Every replica reduces a part of a gradient, and the parts are put together. gloo reduces all of it everywhere."""
+    for one in run_ranks(4, verify_runs.verified, REPLICAS):
+        assert one["error"] == ""
+        assert one["moves"] > 2
+        assert all(of_kind.is_rounding for of_kind in one["differences"])
+
+
+@pytest.mark.arithmetic
 def test_bfloat16_rounds_more() -> None:
     of_rounding(run_ranks(2, verify_runs.verified, Case(options=BFLOAT16)), 0.1)
 
@@ -60,7 +71,7 @@ def test_bfloat16_rounds_more() -> None:
     ids=["dropped", "dropped in bfloat16", "left behind by homes"],
 )
 def test_what_is_wrong_is_named(case: Case) -> None:
-    found = run_ranks(case.expert_parallel, verify_runs.verified, case)
+    found = run_ranks(4 if case.homes != "stay" else 2, verify_runs.verified, case)
     for one in found:
         assert one["error"].startswith(
             "MismatchError: balancing changes this run's numbers by more than rounding, most"

@@ -19,9 +19,11 @@ def verified(case: Case) -> dict[str, Any]:
     """Two steps verified, with an update between them: tables, what was raised, and what the plans did."""
     models.join(case.expert_parallel, case.pipeline, tensor=case.tensor, context=case.context)
     training = Training(case.options, num_layers=case.num_layers, overlap=case.overlap, gather=case.gather)
-    training.balance(case.homes, spare_slots=case.spare_slots)
+    training.balance(
+        case.homes, spare_slots=case.spare_slots, standing_slots=case.standing_slots, per_node=case.per_node
+    )
     if case.sabotage == "leave gradients behind":
-        sys.modules[verify.__module__].exchange = lambda *_arguments: ()
+        sys.modules[verify.__module__].exchange = lambda *_: ()
     else:
         layer_runs.break_something(case.sabotage)
     said: list[str] = []
@@ -36,7 +38,7 @@ def verified(case: Case) -> dict[str, Any]:
             break
         plan = training.balancer._last.plan
         found["moves"] += plan.migration.num_moves
-        found["copies"] += plan.stages[Stage.UPDATE].num_copies
+        found["copies"] += plan.stages[Stage.UPDATE].num_copies + plan.standing.num_copies
         training.optimizer.step()
     return found
 

@@ -6,7 +6,8 @@ The pass without runs as plain Megatron has it: no copies, and homes where Megat
 routing, and no optimizer step comes between them. Afterwards gradients are those of the pass under the plan.
 
 Compared are what the function returns and the gradients of all parameters, in `main_grad` or `grad`, whether they are
-reduced by then or not. Gradients of the first pass wait in host memory. Those of experts that move follow their homes.
+reduced by then or not. Gradients of the first pass wait in host memory. Those of experts that move follow their homes,
+and must be reduced when the function returns, as Megatron's schedules do.
 """
 
 from __future__ import annotations
@@ -21,6 +22,7 @@ from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
+from equilibra.execute.group import Channel
 from equilibra.integrations.differences import (
     Difference,
     apart,
@@ -32,7 +34,7 @@ from equilibra.integrations.differences import (
 )
 from equilibra.integrations.executor.balancer import Routing
 from equilibra.integrations.megatron.balancer import Balancer
-from equilibra.integrations.megatron.homes import exchange
+from equilibra.integrations.megatron.homes import StateOfParameters, exchange
 from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned import HomeMove, HomeSlots
 from equilibra.rl.mismatch import unit_roundoff
@@ -156,7 +158,7 @@ def _gradients_apart(
     for visits in balancer.layers:
         moves = at_home.moves_to(balancer.slots, visits.layer)
         prefix = names[next(iter(visits.homes.parts[0].values()))].partition("experts.")[0]
-        for expert, part, value in _experts_apart(visits, plain, moves):
+        for expert, part, value in _experts_apart(visits, plain, moves, balancer.state):
             found["experts"][f"{prefix}experts.{expert}.{part}"] = value
         for parameter in visits.homes.parameters():
             del names[parameter]
@@ -166,19 +168,32 @@ def _gradients_apart(
     return found
 
 
-def _experts_apart(visits: MegatronVisits, plain: Gradients, moves: list[HomeMove]) -> Iterator[tuple[int, str, float]]:
+def _experts_apart(
+    visits: MegatronVisits, plain: Gradients, moves: list[HomeMove], state: StateOfParameters | None
+) -> Iterator[tuple[int, str, float]]:
     """Expert, part and difference of those at home on this rank now."""
     homes = visits.homes
     for part, like in homes.parts[0].items():
-        of_slot = [slot[part] for slot in homes.parts]
-        wanted, found = zip(*(_pair(plain, parameter) for parameter in of_slot), strict=True)
-        there = dict(zip(of_slot, wanted, strict=True))
+        pairs = {slot[part]: _pair(plain, slot[part]) for slot in homes.parts}
+        if moves and state is not None:
+            pairs = {p: (_reduced(p, a, state, visits), _reduced(p, b, state, visits)) for p, (a, b) in pairs.items()}
+        there = {parameter: one for parameter, (one, _) in pairs.items()}
+        found = [other for _, other in pairs.values()]
         width = torch.empty(0, like.numel(), dtype=torch.float32, device=like.device)
         pack = partial(_flat, there)
         for parameter, row in exchange(visits, moves, part, pack, width) if moves else ():
             there[parameter] = row.view_as(parameter)
         for expert, value in zip(homes.expert_of_home, apart(there.values(), found), strict=True):
             yield expert, part, value
+
+
+def _reduced(parameter: nn.Parameter, gradient: Tensor, state: StateOfParameters, visits: MegatronVisits) -> Tensor:
+    """Collective: the whole gradient. Every replica has reduced its own part of the slot, cut where the slot lies."""
+    whole = torch.zeros(parameter.numel(), dtype=torch.float32, device=parameter.device)
+    if (held := state.pieces(parameter)) is not None:
+        whole[held[0]] = gradient.reshape(-1)[held[0]].float()
+    visits.group.sum(Channel.REPLICAS, whole, what="gathering gradients").wait()
+    return whole.view_as(parameter)
 
 
 def _flat(gradients: Gradients, parameter: nn.Parameter) -> Tensor:
