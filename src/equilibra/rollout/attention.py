@@ -9,10 +9,9 @@ as m * max(T_a, T_e) covers a round trip.
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple, Protocol
+from typing import Any
 
 import numpy as np
 import torch
@@ -20,43 +19,19 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.rollout.control import Ask, Loader, Target, apply_setting
+from equilibra.rollout.control import Ask, Loader, apply_setting
 from equilibra.rollout.ends import Ends
 from equilibra.rollout.instances import Instances
 from equilibra.rollout.m2n import Pairs
 from equilibra.rollout.pages import PagedCache
 from equilibra.rollout.processes import Outbox
 from equilibra.rollout.scheduler import Batch, Growing, Scheduler
-from equilibra.rollout.setting import PoolModel, PoolSetting, Statistics
+from equilibra.rollout.setting import Pass, PoolModel, PoolSetting, Routed, Statistics
 
-__all__ = ["AttentionModel", "Pass", "Routed", "run_attention"]
+__all__ = ["run_attention"]
 
 NAP_S = 0.05
 """time after which a process looks around even if nobody woke it"""
-
-
-class Routed(NamedTuple):
-    """Where a forward pass stops: the tokens of an MoE layer, without padding."""
-
-    layer: int
-    hidden_TD: Tensor
-    experts_TK: Tensor
-    weights_TK: Tensor
-
-
-Pass = Generator[Routed, Tensor, Tensor]
-"""takes the sum [T, D] of the experts' weighted results; returns logits [B, V] of last tokens"""
-
-
-class AttentionModel(Protocol):
-    """A model without its experts."""
-
-    @property
-    def targets(self) -> Mapping[str, list[Target]]:
-        """Dense tensors by published name."""
-
-    def forward(self, batch: Batch) -> Pass:
-        """Process a batch's tokens."""
 
 
 @dataclass(eq=False)

@@ -3,25 +3,25 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from equilibra.core.checks import check_choice, check_text, check_whole
 from equilibra.core.errors import InputError
 from equilibra.events.imbalance import imbalance
 from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.state.safetensors_names import Naming
+from equilibra.rollout.control import Target
 from equilibra.rollout.instances import Instances
+from equilibra.rollout.scheduler import Batch
 
-if TYPE_CHECKING:
-    from equilibra.rollout.attention import AttentionModel
-
-__all__ = ["PoolModel", "PoolSetting", "Statistics"]
+__all__ = ["AttentionModel", "Pass", "PoolModel", "PoolSetting", "Routed", "Statistics"]
 
 TRANSPORTS = ("shared", "gloo")
 
@@ -71,6 +71,30 @@ class PoolSetting:
     @property
     def num_pages(self) -> int:
         return self.kv_tokens // self.page
+
+
+class Routed(NamedTuple):
+    """Where a forward pass stops: the tokens of an MoE layer, without padding."""
+
+    layer: int
+    hidden_TD: Tensor
+    experts_TK: Tensor
+    weights_TK: Tensor
+
+
+Pass = Generator[Routed, Tensor, Tensor]
+"""takes the sum [T, D] of the experts' weighted results; returns logits [B, V] of last tokens"""
+
+
+class AttentionModel(Protocol):
+    """A model without its experts."""
+
+    @property
+    def targets(self) -> Mapping[str, list[Target]]:
+        """Dense tensors by published name."""
+
+    def forward(self, batch: Batch) -> Pass:
+        """Process a batch's tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

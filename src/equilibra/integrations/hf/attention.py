@@ -19,10 +19,10 @@ from equilibra.core.errors import InputError
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
 from equilibra.integrations.hf.published import dense_weights
-from equilibra.rollout.attention import Pass, Routed
 from equilibra.rollout.control import Target
 from equilibra.rollout.pages import PagedView
 from equilibra.rollout.scheduler import Batch
+from equilibra.rollout.setting import Pass, Routed
 
 __all__ = ["HFAttention", "build_attention"]
 
