@@ -173,13 +173,14 @@ def _forked(arguments: Sequence[str], printed: Path) -> int:
     """A process that is `equilibra train`."""
     sys.stdout.flush()
     sys.stderr.flush()
+    file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
     pid = os.fork()
     if pid:
+        os.close(file)
         return pid
     code = 70
     try:
         os.setsid()
-        file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(file, 1)
         os.dup2(file, 2)
         signal.signal(signal.SIGINT, signal.default_int_handler)

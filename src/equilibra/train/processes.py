@@ -20,6 +20,7 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
 from pathlib import Path
+from random import SystemRandom
 from time import monotonic
 
 from equilibra.core.environment import environment_with
@@ -40,6 +41,7 @@ TERMINATE_S = 2.0
 """seconds in which ranks end by themselves after their pipe is closed"""
 TICK_S = 0.2
 """seconds between checks for signals"""
+PORTS = range(10_000, 32_768)
 NODES = "EQUILIBRA_NODES"
 """environment variable for `preload`: nodes of an expert-parallel group"""
 STOPPING = "stopping: finishing this step and writing a checkpoint first; a second signal ends the run at once"
@@ -152,9 +154,12 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
 
 
 def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody uses, below those that systems give to connections: until ranks listen, none may take it."""
+    for port in SystemRandom().sample(PORTS, len(PORTS)):
+        with socket.socket() as probe, suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
+    raise ExecuteError(f"no port from {PORTS[0]} to {PORTS[-1]} is free on this machine")
 
 
 @contextmanager
