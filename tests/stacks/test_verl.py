@@ -103,7 +103,9 @@ def test_killed_and_resumed(work: Path, plain: Run) -> None:
 
     The first run has standing copies, the second moves homes, from which weights are exported after every step.
     """
-    settings = [*RECOMPUTED_AND_OFFLOADED, f"{BLOCK}.ranks_per_node=1"]
+    prices = work / "prices.json"
+    prices.write_text('{"base": "h200", "nic_gb_per_s": 1e9}')  # copies and moves pay even for a few tokens
+    settings = [*RECOMPUTED_AND_OFFLOADED, f"{BLOCK}.ranks_per_node=1", f"{BLOCK}.hardware={prices}"]
     settings += [f"{ACTOR}.checkpoint.save_contents=[model,optimizer,extra]"]
     first = launch(work, "resumed", STEPS, [*settings, "trainer.save_freq=2"])
     pid, saved = first.folder / "rows" / "0.pid", first.folder / "checkpoints" / "latest_checkpointed_iteration.txt"
