@@ -26,6 +26,9 @@ TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 4.0, 60.0, 600.0
 """limits of a test beyond five times what it takes without a mutant, and of all tests of a mutant"""
 FIRST_TESTS = (10, 60)
 """so many run before the files of others are loaded"""
+GOLDEN = ("tests/golden/test_baseline_plans.py", "tests/golden/test_plans.py", "tests/unit/plan/test_plan_stand.py")
+GOLDEN_CPU_S = 60.0
+"""limit of one of them; each takes at most 5 as plain Python"""
 JUDGED = Path(__file__).with_name("judged.json")
 """survivors that were looked at and change nothing: why"""
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -39,6 +42,7 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=1, help="processes beside each other")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="run survivors once more, after tests were added")
+    parser.add_argument("--golden", action="store_true", help="run survivors of plan/ against all golden plans")
     parser.add_argument("--only", default="", help="only mutants of files that begin so; the table has all")
     parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-mutants"))
     parser.add_argument("--output", type=Path, default=RESULTS)
@@ -50,13 +54,13 @@ def main() -> int:
     mutants = drawn(asked)
     judged = json.loads(JUDGED.read_text())
     done = {key(record): record for record in records(raw)}
-    settled = {name for name, record in done.items() if record["killed_by"] or not asked.again}
+    settled = {name for name, record in done.items() if record["killed_by"] or not (asked.again or asked.golden)}
     settled |= {name for name in done if name_of(dict(zip(KEY, name, strict=True))) in judged}
     todo = [mutant for mutant in mutants if key(mutant.as_dict()) not in settled]
-    todo = [mutant for mutant in todo if mutant.file.startswith(asked.only)]
+    todo = [mutant for mutant in todo if mutant.file.startswith("plan/" if asked.golden else asked.only)]
     print(f"{len(mutants)} mutants, {len(todo)} to run", flush=True)
     for jit in (True, False):
-        if some := [mutant for mutant in todo if compiled(mutant.file) == jit]:
+        if some := [mutant for mutant in todo if (compiled(mutant.file) and not asked.golden) == jit]:
             in_fork(raw, some, asked, jit=jit)
     keys = {key(mutant.as_dict()) for mutant in mutants}
     write_results(
@@ -83,11 +87,11 @@ def in_fork(raw: Path, mutants: list[Mutant], asked: argparse.Namespace, *, jit:
 
     def lanes() -> None:
         load_libraries(jit=jit)
-        tests = known_tests(asked.work, jit=jit)
+        tests = [] if asked.golden else known_tests(asked.work, jit=jit)
 
         def lane(number: int) -> None:
             for mutant in mutants[number :: asked.lanes]:
-                append(raw, run(mutant, tests, asked.budget))
+                append(raw, run_golden(mutant) if asked.golden else run(mutant, tests, asked.budget))
 
         end_of([forked(partial(lane, number)) for number in range(asked.lanes)])
 
@@ -129,12 +133,34 @@ def run(mutant: Mutant, tests: list[Test], budget: float) -> dict[str, object]:
                 print(f"{mutant.file}:{mutant.line}: {outcome.failed} also fails without the mutant", flush=True)
             over = {*outcome.failed, *outcome.seconds} if outcome.failed else set(left)
             left = {name: cost for name, cost in left.items() if name not in over} if over & set(left) else {}
+    return record_of(mutant, source, failed, late=late, tests=ran, of=len(chosen), seconds=monotonic() - begin)
+
+
+def run_golden(mutant: Mutant) -> dict[str, object]:
+    """What became of a mutant of the planner before all golden plans."""
+    begin, source = monotonic(), mutated(mutant)
+    outcome = tried(
+        GOLDEN, file=mutant.file, source=source, stop=True, cpu_s=GOLDEN_CPU_S, wall_s=TEST_WALL_S,
+        limit_s=MUTANT_WALL_S,
+    )  # fmt: skip
+    killed = bool(outcome.failed) and fails_for_it(outcome, dict.fromkeys(outcome.failed, 0.0))
+    failed = outcome.failed[0] if killed else ""
+    number = len(outcome.seconds) + len(outcome.failed)
+    return record_of(
+        mutant, source, failed, late=bool(outcome.late), tests=number, of=number, seconds=monotonic() - begin
+    )
+
+
+def record_of(
+    mutant: Mutant, source: str, killed_by: str, *, late: bool, tests: int, of: int, seconds: float
+) -> dict[str, object]:
+    """A line of the raw results."""
     before = (SOURCE / mutant.file).read_text().splitlines()
     changes = difflib.unified_diff(before, source.splitlines(), n=0, lineterm="")
     diff = [line for line in changes if line[:3] not in ("---", "+++") and line[:2] != "@@"]
     return {
-        **mutant.as_dict(), "killed_by": failed, "too_slow": late, "tests": ran, "of": len(chosen),
-        "seconds": round(monotonic() - begin, 1), "diff": "\n".join(diff),
+        **mutant.as_dict(), "killed_by": killed_by, "too_slow": late and bool(killed_by), "tests": tests, "of": of,
+        "seconds": round(seconds, 1), "diff": "\n".join(diff),
     }  # fmt: skip
 
 

@@ -95,6 +95,7 @@ def tried(
     source: str = "",
     only: Mapping[str, float] | None = None,
     watch: bool = False,
+    stop: bool = False,
     cpu_s: float,
     wall_s: float,
     limit_s: float,
@@ -102,7 +103,7 @@ def tried(
     """Run test files with src/equilibra/FILE replaced by `source`.
 
     only: these tests of the files, in this order, until one fails; with what they cost. watch: note lines that run.
-    cpu_s, wall_s: limits of one test. limit_s: of all of them.
+    stop: at the first failure, as with `only`. cpu_s, wall_s: limits of one test. limit_s: of all of them.
     """
     reader, writer = os.pipe()
     pid = os.fork()
@@ -110,7 +111,7 @@ def tried(
         os.close(reader)
         os.setsid()
         try:
-            found = _in_child(tests, file, source, only=only, watch=watch, cpu_s=cpu_s, wall_s=wall_s)
+            found = _in_child(tests, file, source, only=only, watch=watch, stop=stop, cpu_s=cpu_s, wall_s=wall_s)
             told = json.dumps(found).encode()
             while told:
                 told = told[os.write(writer, told) :]
@@ -140,8 +141,8 @@ def tried(
 
 
 def _in_child(
-    tests: Sequence[str], file: str, source: str, *, only: Mapping[str, float] | None, watch: bool, cpu_s: float,
-    wall_s: float,
+    tests: Sequence[str], file: str, source: str, *, only: Mapping[str, float] | None, watch: bool, stop: bool,
+    cpu_s: float, wall_s: float,
 ) -> dict[str, Any]:  # fmt: skip
     import pytest  # noqa: PLC0415
 
@@ -159,7 +160,7 @@ def _in_child(
     os.chdir(ROOT)
     options = ["-q", "-W", "ignore:Module already imported", "-p", "no:cacheprovider", "-p", "no:xdist"]
     options += ["-m", "not slow"]
-    if only is not None:
+    if stop or only is not None:
         options.append("-x")
     code = pytest.main([*options, *tests], plugins=[plugin])
     if code not in (0, 1, 5) and not plugin.failed:

@@ -20,7 +20,8 @@ line, then those that call its function, cheap ones first, until one fails: at m
 they take under a tracer. Files with numba kernels run as plain Python, with tests of at most 5 CPU seconds; the others
 with compiled kernels. A test that takes {limit:g} CPU seconds more than five times what it takes without the mutant
 fails: that is how endless loops end. Failures that time may have caused are tried without the mutant. Property tests
-have 20 examples, slow tests do not run: what survives here may still be killed by `make test-all`."""
+have 20 examples, slow tests do not run. What survives of the planner meets all golden plans (`--golden`). The rest may
+still be killed by `make test-all`."""
 
 
 def write_results(
