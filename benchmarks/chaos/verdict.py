@@ -7,6 +7,7 @@ import re
 from dataclasses import asdict, dataclass
 from hashlib import sha256
 from pathlib import Path
+from signal import SIGINT, SIGTERM
 from typing import Any
 
 from benchmarks.chaos.cases import INJECTIONS, Case
@@ -19,8 +20,8 @@ TIMES = ("seconds", "tokens_per_s", "exposed")
 CAUSES = {
     "kill": r"rank {rank} of {world} was killed by SIGKILL",
     "stop": r"rank {rank} of {world} did not answer and was ended",
-    "pause": r"rank \d+ of {world} (did not answer|failed: RankLostError)",
-    "slow": r"rank \d+ of {world} (did not answer|failed: RankLostError)",
+    "pause": r"rank \d+ of {world} (did not answer|failed: (RankLostError|.* took more than the timeout))",
+    "slow": r"rank \d+ of {world} (did not answer|failed: (RankLostError|.* took more than the timeout))",
     "full": r"No space left on device",
     "limit": r"File too large",
     "term": r"stopped after \d of \d steps|interrupted",
@@ -74,7 +75,7 @@ def verdict(  # noqa: PLR0911 - one for each kind of defect
             return f"defect: --resume ended with {resumed.code}"
         if ended.after_s is None:
             return "defect: ended before anything was injected"
-        if not cause_named(case, ended.text):
+        if not _at_once(ended) and not cause_named(case, ended.text):
             return "defect: the error does not name the cause"
         first = _first(resumed)
         if first < ended.saved:
@@ -83,7 +84,7 @@ def verdict(  # noqa: PLR0911 - one for each kind of defect
         return "defect: other numbers"
     if resumed is None:
         return "finished, same numbers" if ended.after_s is not None else "finished before it happened, same numbers"
-    how = "stopped as told" if ended.code == 130 else "error"
+    how = "stopped as told" if ended.code == 130 or _at_once(ended) else "error"
     again = ", resumed" if _first(resumed) else " before a checkpoint, began again"
     return f"{how}{again}, same numbers"
 
@@ -93,7 +94,7 @@ def _wrong(ended: Ended) -> str:
         return "hung"
     if "Traceback" in ended.text:
         return "printed a traceback"
-    if ended.code not in (0, 1, 2, 130):
+    if ended.code not in (0, 1, 2, 130) and not _at_once(ended):
         return f"ended with {ended.code}"
     return f"left {', '.join(ended.leftovers)}" if ended.leftovers else ""
 

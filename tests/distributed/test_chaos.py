@@ -34,10 +34,11 @@ def test_runs_end_in_time_and_go_on_to_the_same_numbers(tmp_path):
     assert [record["verdict"] for record in records if "same numbers" not in record["verdict"]] == []
 
 
-def ended(code, text="", *, after_s=1.0, saved=1, first=1, leftovers=()):
+def ended(code, text="", *, after_s=1.0, saved=1, first=1, leftovers=(), began=True):
     """A program as it may end: rank 0 saved, or began with, so many steps."""
     stages = [{"kind": "stage", "name": "checkpoint", "step": step} for step in range(saved)]
     notes = {0: [{"kind": "first", "step": first}, *stages, {"kind": "stage", "name": "rollout", "step": saved}]}
+    notes = notes if began else {}
     return Ended(code=code, seconds=3.0, after_s=after_s, text=text, notes=notes, leftovers=list(leftovers))
 
 
@@ -57,6 +58,11 @@ SAME, OTHER = Numbers(("a",), {"model": "1"}), Numbers(("a",), {"model": "2"})
         (ended(1, KILLED.replace("rank 1", "rank 0")), ended(0), SAME, "defect: the error does not name the cause"),
         (ended(1, KILLED, after_s=60.0), ended(0), SAME, "defect: ended 60.0 s after the injection"),
         (ended(None), ended(0), SAME, "defect: the run hung"),
+        (
+            ended(-15, began=False), ended(0, first=0), SAME,
+            "stopped as told before a checkpoint, began again, same numbers",
+        ),
+        (ended(-15), ended(0), SAME, "defect: the run ended with -15"),
         (ended(1, "Traceback (most recent call last):"), ended(0), SAME, "defect: the run printed a traceback"),
         (ended(1, KILLED, leftovers=["process 7"]), ended(0), SAME, "defect: the run left process 7"),
         (ended(1, KILLED), ended(2), None, "defect: --resume ended with 2"),
