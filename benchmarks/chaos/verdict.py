@@ -99,6 +99,11 @@ def _wrong(ended: Ended) -> str:
     return f"left {', '.join(ended.leftovers)}" if ended.leftovers else ""
 
 
+def _at_once(ended: Ended) -> bool:
+    """Whether it was told to end before it had started any rank."""
+    return not ended.notes and ended.code in (-SIGTERM, -SIGINT)
+
+
 def _first(ended: Ended) -> int:
     """The step that a resumed run began with."""
     return next((note["step"] for note in ended.notes.get(0, []) if note["kind"] == "first"), -1)
