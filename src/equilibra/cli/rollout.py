@@ -230,8 +230,8 @@ def _add_run(kinds: Any) -> None:  # noqa: ANN401
     asked.add_argument("--answers", type=positive, default=1, metavar="N", help="answers per prompt (1)")
     asked.add_argument("--tokens", type=positive, default=32, metavar="N", help="longest answer (32)")
     asked.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: greedy (1.0)")
-    asked.add_argument("--rounds", type=positive, default=2, metavar="N", help="times to answer; experts are balanced "
-                       "between them (2)")  # fmt: skip
+    asked.add_argument("--rounds", type=positive, default=2, metavar="N", help="times to answer, each with noise "
+                       "of its own; experts are balanced between them (2)")  # fmt: skip
     asked.add_argument("--seed", type=int, default=0, metavar="N", help="(0)")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_run)
@@ -277,13 +277,9 @@ def run_run(arguments: argparse.Namespace) -> int:
 
 
 def _prompts(arguments: argparse.Namespace, folder: ModelFolder) -> tuple[Text | None, list[NDArray[np.int64]]]:
-    """The prompts' tokens, and the tokenizer if they are texts."""
-    import numpy as np
-
+    """The tokenizer and its prompts' tokens; nothing without --prompt."""
     if not arguments.prompt:
-        random = np.random.default_rng(arguments.seed)
-        size = (arguments.prompts, arguments.prompt_tokens)
-        return None, list(random.integers(0, folder.config.vocab_size, size))
+        return None, []
     from equilibra.integrations.hf import text_of
 
     if not folder.has_tokenizer:
@@ -300,13 +296,14 @@ def _rounds(pool: Any, prompts: list[NDArray[np.int64]], arguments: argparse.Nam
     from equilibra.rl.engine import Request
 
     random = np.random.default_rng([arguments.seed, 1])
-    requests = [
-        Request(tokens=prompt, noise=random.random(arguments.tokens))
-        for prompt in prompts
-        for _ in range(arguments.answers)
-    ]
-    rounds = []
+    rounds, size = [], (arguments.prompts, arguments.prompt_tokens)
     for number in range(arguments.rounds):
+        asked = prompts or list(random.integers(0, pool.model.vocabulary, size))
+        requests = [
+            Request(tokens=prompt, noise=random.random(arguments.tokens))
+            for prompt in asked
+            for _ in range(arguments.answers)
+        ]
         if number:
             pool.rebalance()
         start = perf_counter()
