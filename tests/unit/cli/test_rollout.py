@@ -6,13 +6,13 @@ import pytest
 
 from equilibra.cli.main import main
 
-FEW = ["--prompts", "3", "--prompt-tokens", "5", "--tokens", "4", "--rounds", "2"]
+SOME = ["--prompts", "16", "--prompt-tokens", "16", "--tokens", "8", "--rounds", "2"]
 
 
 def test_answers_and_figures_of_every_round(capsys):
-    assert main(["rollout", "run", "--json", *FEW, "--experts", "2", "--micro-batches", "3"]) == 0
+    assert main(["rollout", "run", "--json", *SOME, "--experts", "2", "--micro-batches", "3"]) == 0
     said = json.loads(capsys.readouterr().out)
-    assert [len(answer["tokens"]) for answer in said["answers"]] == [4, 4, 4]
+    assert [len(answer["tokens"]) for answer in said["answers"]] == [8] * 16
     first, second = said["rounds"]
     assert first["imbalance"] == first["imbalance_without_copies"]
     assert second["imbalance"] < second["imbalance_without_copies"]
