@@ -68,6 +68,7 @@ def _arguments(words: list[str]) -> argparse.Namespace:
         "--set", action="append", default=[], metavar="NAME=VALUE", help="another field of MegatronSetting"
     )
     parser.add_argument("--budget", type=float, default=330.0, metavar="S", help="begin no case after this time (330)")
+    parser.add_argument("--profile", metavar="DIR", help="write a trace of one step of each contender there")
     parser.add_argument("--output", metavar="DIR", help="write megatron-gpu.json and megatron-gpu.md there")
     return parser.parse_args(words)
 
@@ -94,7 +95,7 @@ def _run(asked: argparse.Namespace, cases: list[Case], path: Path, scratch: Path
     for _ in range(STARTS):
         request = Request(
             cases=tuple(cases), device=asked.device, routing=str(scratch), results=str(path), progress=str(progress),
-            made=made, setting=_setting(asked), deadline=deadline,
+            made=made, setting=_setting(asked), deadline=deadline, profile=asked.profile or "",
         )  # fmt: skip
         progress.write_text(cases[0].name)
         try:

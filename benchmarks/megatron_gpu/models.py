@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
+from torch.profiler import record_function
 
 from benchmarks.megatron_gpu.cases import Case, Shape
 from benchmarks.megatron_gpu.clock import Spans
@@ -163,9 +164,11 @@ class Training:
         self.place.meet()
         start = perf_counter()
         if self.balancer is not None:
-            self.steps.append(self.balancer.begin(self._prepared.pop(number, routing)))
+            with record_function("begin"):
+                self.steps.append(self.balancer.begin(self._prepared.pop(number, routing)))
             if following is not None:
-                self._prepared[number + 1] = self.balancer.prepare(following)
+                with record_function("prepare"):
+                    self._prepared[number + 1] = self.balancer.prepare(following)
         planned = perf_counter()
         loss = self._layer_step(routing) if self.case.kind == "layer" else self._gpt_step(number, routing)
         self.place.wait()

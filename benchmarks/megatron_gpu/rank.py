@@ -69,6 +69,8 @@ class Request:
     """of MegatronSetting, for all cases"""
     deadline: float
     """of the monotonic clock; cases that would begin later are left out"""
+    profile: str = ""
+    """folder for a trace of one step of rank 0 of every contender of every timed case; empty: none"""
 
 
 def run(request: Request) -> list[str]:
@@ -226,7 +228,7 @@ class _Bench:
     """One case on one rank."""
 
     def __init__(self, case: Case, place: Place, links: IpcTokens | None, request: Request) -> None:
-        self.case, self.place, self.shape = case, place, SHAPES[case.shape]
+        self.case, self.place, self.shape, self.request = case, place, SHAPES[case.shape], request
         if case.links == "ipc" and (links is None or links.expired):
             raise RuntimeError("there are no links through shared memory")
         self.spans = {name: Spans(place.device) for name in ("experts", "exchange", "products")}
@@ -300,7 +302,20 @@ class _Bench:
                     peaks[name] = self._peak_of(contenders[name], name)
                 else:
                     steps[name].append(self._one(contenders[name], name))
+        if self.request.profile:
+            for name, contender in contenders.items():
+                self._profiled(contender, name)
         return {"steps": steps, "transient_bytes": peaks}
+
+    def _profiled(self, training: Training, name: str) -> None:
+        """One step more, with what rank 0 did in CASE-NAME.json.gz."""
+        if self.place.rank:
+            self._one(training, name)
+            return
+        with torch.profiler.profile() as profile:
+            self._one(training, name)
+        file = f"{self.case.name}-{name.split(',')[-1].split()[0]}.json.gz"
+        profile.export_chrome_trace(str(Path(self.request.profile) / file))
 
     def _peak_of(self, training: Training, name: str) -> int:
         """Bytes that a step needs beyond what is there before it, the most of any rank."""

@@ -62,9 +62,9 @@ class Bench:
     def randn(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype) * 0.02
 
-    def clock(self, work: Work) -> dict[str, float]:
+    def clock(self, work: Work, *, graph: bool = True) -> dict[str, float]:
         """Median and quartiles of a piece of work in microseconds."""
-        run = self._graphed(work) if self.device.type == "cuda" else work
+        run = self.graphed(work) if graph else work
         run()
         times = [self._once(run) for _ in range(self.repeats)]
         low, middle, high = quantiles(times, n=4)
@@ -83,7 +83,10 @@ class Bench:
         torch.cuda.synchronize()
         return float(first.elapsed_time(last)) * 1e3
 
-    def _graphed(self, work: Work) -> Work:
+    def graphed(self, work: Work) -> Work:
+        """The same as a CUDA graph, where there are such."""
+        if self.device.type != "cuda":
+            return work
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         side.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(side):
@@ -109,6 +112,22 @@ class Attention:
     value: Tensor
     hidden: Tensor
     angles: Tensor
+
+    @classmethod
+    def made(cls, model: MoEModel, bench: Bench, caches: Tensor, batch: int, context: int) -> Attention:
+        """With random weights, and these caches."""
+        heads, pairs = model.num_heads, model.cache_heads
+        size = model.attention_width // heads
+        half = batch * pairs * context * size
+        return cls(
+            model=model, batch=batch, context=context,
+            weights={"qkv": bench.randn(model.hidden, (heads + 2 * pairs) * size),
+                     "out": bench.randn(heads * size, model.hidden),
+                     "router": bench.randn(model.hidden, model.num_experts)},
+            key=caches[:half].view(batch, pairs, context, size),
+            value=caches[half : 2 * half].view(batch, pairs, context, size),
+            hidden=bench.randn(batch, model.hidden), angles=bench.randn(2, size // 2),
+        )  # fmt: skip
 
     @property
     def size(self) -> int:
@@ -152,29 +171,23 @@ def _rotated(x: Tensor, angles: Tensor) -> Tensor:
 
 def attention_cases(model: MoEModel, bench: Bench, caches: Tensor, batch: int, context: int) -> list[Case]:
     """The layer with each kind of scores, and the scores alone."""
-    heads, pairs = model.num_heads, model.cache_heads
-    size = model.attention_width // heads
-    half = batch * pairs * context * size
-    layer = Attention(
-        model=model, batch=batch, context=context,
-        weights={"qkv": bench.randn(model.hidden, (heads + 2 * pairs) * size),
-                 "out": bench.randn(heads * size, model.hidden),
-                 "router": bench.randn(model.hidden, model.num_experts)},
-        key=caches[:half].view(batch, pairs, context, size),
-        value=caches[half : 2 * half].view(batch, pairs, context, size),
-        hidden=bench.randn(batch, model.hidden), angles=bench.randn(2, size // 2),
-    )  # fmt: skip
-    query = bench.randn(batch, heads, size)
+    layer = Attention.made(model, bench, caches, batch, context)
+    fastest, alone = fastest_scores(layer, bench)
+    took = bench.clock(lambda: layer.layer(fastest))
+    return [{"kind": "attention", "model": model.name, "batch": batch, "context": context, "scores": fastest,
+             "scores_us": alone, **took}]  # fmt: skip
+
+
+def fastest_scores(layer: Attention, bench: Bench) -> tuple[str, dict[str, float]]:
+    """The fastest kind of scores, and the microseconds of each."""
+    query = bench.randn(layer.batch, layer.model.num_heads, layer.size)
     alone: dict[str, float] = {}
     for kind in ("flash", "grouped", "plain"):
         try:
             alone[kind] = bench.clock(partial(layer.scores, kind, query))["us"]
         except RuntimeError as error:  # a path that this torch does not have
             print(f"{kind}: {str(error).splitlines()[0][:100]}", flush=True)
-    fastest = min(alone, key=lambda kind: alone[kind])
-    took = bench.clock(lambda: layer.layer(fastest))
-    return [{"kind": "attention", "model": model.name, "batch": batch, "context": context, "scores": fastest,
-             "scores_us": alone, **took}]  # fmt: skip
+    return min(alone, key=lambda kind: alone[kind]), alone
 
 
 def experts_cases(model: MoEModel, bench: Bench, tokens: int, share: int) -> list[Case]:
@@ -192,9 +205,7 @@ def experts_cases(model: MoEModel, bench: Bench, tokens: int, share: int) -> lis
         bench.randn(tokens, model.hidden),
         torch.rand(of_row.numel(), 1, device=bench.device, dtype=bench.dtype),
     )
-    first = bench.randn(held, 2 * model.expert_ffn, model.hidden)
-    second = bench.randn(held, model.hidden, model.expert_ffn)
-    products = {"torch": _by_torch(sizes, first, second), **_by_kernels(sizes, first, second, bench)}
+    products = expert_products(model, bench, sizes)
 
     def layer(experts: Callable[[Tensor], Tensor]) -> Tensor:
         return torch.zeros_like(x).index_add_(0, of_row, experts(x[of_row]) * weights)
@@ -211,6 +222,15 @@ def experts_cases(model: MoEModel, bench: Bench, tokens: int, share: int) -> lis
         "active": int((sizes > 0).sum()), "rows": int(sizes.sum()), "products": fastest,
         "products_us": {name: each["us"] for name, each in took.items()}, **took[fastest],
     }]  # fmt: skip
+
+
+def expert_products(
+    model: MoEModel, bench: Bench, sizes: np.ndarray[Any, Any]
+) -> dict[str, Callable[[Tensor], Tensor]]:
+    """Results of so many rows of each expert, by torch and by our kernels."""
+    first = bench.randn(len(sizes), 2 * model.expert_ffn, model.hidden)
+    second = bench.randn(len(sizes), model.hidden, model.expert_ffn)
+    return {"torch": _by_torch(sizes, first, second), **_by_kernels(sizes, first, second, bench)}
 
 
 def _by_torch(sizes: np.ndarray[Any, Any], first: Tensor, second: Tensor) -> Callable[[Tensor], Tensor]:
@@ -264,11 +284,11 @@ def jobs_of(models: list[MoEModel], bench: Bench, caches: Tensor, *, tiny: bool)
     return jobs
 
 
-def measure(*, tiny: bool, limit_s: float) -> dict[str, Any]:
+def measure(names: list[str], *, tiny: bool, limit_s: float) -> dict[str, Any]:
     """The cases as far as they come in the time."""
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     bench = Bench(device=device, dtype=torch.float32 if tiny else torch.bfloat16, repeats=3 if tiny else REPEATS)
-    models = [_small(model_named(name)) if tiny else model_named(name) for name in MODELS]
+    models = [small(model_named(name)) if tiny else model_named(name) for name in names]
     most = max(model.cache_values for model in models)
     size = TINY_BATCHES[-1] * TINY_CONTEXTS[-1] if tiny else BATCHES[-1] * CONTEXTS[-1]
     caches = torch.empty(most * size, device=device, dtype=bench.dtype)
@@ -276,7 +296,8 @@ def measure(*, tiny: bool, limit_s: float) -> dict[str, Any]:
         part.normal_(0, 0.5)
     known = environment()
     result: dict[str, Any] = {
-        "command": "python -m benchmarks.probes.measure_decode --output FILE" + " --tiny" * tiny,
+        "command": "python -m benchmarks.probes.measure_decode --output FILE"
+        + f" --models {','.join(names)}" * (tuple(names) != MODELS) + " --tiny" * tiny,
         "date": known["date"], "commit": known["commit"], "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else known["cpu"],
         "dtype": str(bench.dtype).removeprefix("torch."), "repeats": bench.repeats,
@@ -305,7 +326,8 @@ def _shape(model: MoEModel) -> dict[str, int]:
     return {name: getattr(model, name) for name in names}
 
 
-def _small(model: MoEModel) -> MoEModel:
+def small(model: MoEModel) -> MoEModel:
+    """Of the same name, so small that CPUs run it."""
     return MoEModel(
         name=model.name, num_layers=1, hidden=64, expert_ffn=32, num_experts=8, top_k=2, num_heads=4, cache_heads=2,
         cache_values=2 * 2 * 16, score_width=4 * 16, attention_width=4 * 16, embedding_parameters=64 * 256,
@@ -318,10 +340,11 @@ def main() -> None:
     parser.add_argument("--output", type=Path)
     parser.add_argument("--fit", type=Path, metavar="FILE")
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--models", default=",".join(MODELS), help="comma-separated; their shapes count")
     parser.add_argument("--limit-s", type=float, default=90.0)
     parsed = parser.parse_args()
     if parsed.fit is None:
-        result = measure(tiny=parsed.tiny, limit_s=parsed.limit_s)
+        result = measure(parsed.models.split(","), tiny=parsed.tiny, limit_s=parsed.limit_s)
         print(f"{len(result['cases'])} cases in {result['seconds']} s on {result['device']}", flush=True)
     else:
         measured = json.loads(parsed.fit.read_text())

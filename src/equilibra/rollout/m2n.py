@@ -130,7 +130,7 @@ class SharedMesh:
     def __init__(self, memory: Memory, shape: MeshShape) -> None:
         self.memory, self.shape = memory, shape
         of = shape.senders, shape.receivers, shape.slots
-        words, headers, boxes, trays, _ = self._offsets(shape)
+        words, headers, boxes, trays, end = self._offsets(shape)
         self.sent = memory.numpy(words, of, np.int64)
         """[M, N, S] signals of messages"""
         self.answered = memory.numpy(words + self.sent.nbytes, of, np.int64)
@@ -143,7 +143,7 @@ class SharedMesh:
         self.wake = memory.numpy(after + self.progress.nbytes, (shape.processes,), np.int32)
         """words that senders, then receivers, wait for"""
         self.headers = memory.numpy(headers, (*of, FIXED + 3 * shape.tokens * shape.top_k), np.int32)
-        if boxes < memory.num_bytes:
+        if memory.num_bytes >= end:  # else they are on GPUs
             self.boxes = memory.tensor(boxes, (*of, shape.tokens, shape.width), shape.dtype)
             trays_of = shape.senders, shape.slots, shape.tokens * shape.top_k, shape.width
             self.trays = memory.tensor(trays, trays_of, shape.dtype)
