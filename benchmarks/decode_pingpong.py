@@ -44,7 +44,7 @@ from equilibra.core.model import MoEModel, model_named
 from equilibra.cost.decode import decode_law
 from equilibra.cost.presets import prices_named
 from equilibra.rollout.ends import Ends
-from equilibra.rollout.m2n import Message, MeshShape, Pairs, SharedMesh
+from equilibra.rollout.m2n import MeshShape, Message, Pairs, SharedMesh
 from equilibra.rollout.memory import Memory
 
 MOST = 4
@@ -133,7 +133,8 @@ def attention_work(case: Case, batch: int, tray_PD: Tensor | None) -> tuple[Work
 
     def work() -> None:
         if tray_PD is not None:
-            layer.hidden.add_((tray_PD[: batch * model.top_k].view(batch, model.top_k, -1) * weights).sum(1), alpha=1e-3)
+            rows = tray_PD[: batch * model.top_k].view(batch, model.top_k, -1)
+            layer.hidden.add_((rows * weights).sum(1), alpha=1e-3)
         choice.copy_(layer.layer(kind)[1])
 
     return bench.graphed(work), layer.hidden, choice
@@ -166,7 +167,8 @@ def _expert(case: Case, ends: Ends, pipe: Connection) -> None:
         """A graph that reads the slot's box, which stays where it is."""
         if message.slot not in results:
             out = torch.zeros(token.numel(), case.model.hidden, device=bench.device, dtype=bench.dtype)
-            results[message.slot] = bench.graphed(lambda: out.copy_(products(message.rows_ND.index_select(0, token)))), out
+            work = bench.graphed(lambda: out.copy_(products(message.rows_ND.index_select(0, token))))
+            results[message.slot] = work, out
         return results[message.slot]
 
     rows = bench.randn(case.batch, case.model.hidden)
@@ -236,23 +238,24 @@ def _attention(case: Case, ends: Ends, pipe: Connection) -> None:
 
 def _colocated(case: Case, _ends: None, pipe: Connection) -> None:
     """Attention and experts of m micro-batches at once."""
-    bench, found = case.bench, []
-    for m in range(1, MOST + 1):
-        batch = m * case.batch
-        work, hidden, _ = attention_work(case, batch, None)
-        products, token_P = expert_work(case, batch)
-        token = torch.from_numpy(token_P).to(bench.device)
-        weights = torch.rand(token.numel(), 1, device=bench.device, dtype=bench.dtype)
+    pipe.send([_one_batch(case, m * case.batch) for m in range(1, MOST + 1)])
 
-        def experts() -> Tensor:
-            rows = products(hidden.index_select(0, token)) * weights  # noqa: B023
-            return torch.zeros_like(hidden).index_add_(0, token, rows)  # noqa: B023
 
-        found.append((bench.clock(work, graph=False)["us"], bench.clock(experts)["us"]))
-        del work, hidden, products, experts
-        if bench.device.type == "cuda":
-            torch.cuda.empty_cache()
-    pipe.send(found)
+def _one_batch(case: Case, batch: int) -> tuple[float, float]:
+    """Microseconds of a layer's attention and of its experts."""
+    bench = case.bench
+    if bench.device.type == "cuda":
+        torch.cuda.empty_cache()
+    work, hidden, _ = attention_work(case, batch, None)
+    products, token_P = expert_work(case, batch)
+    token = torch.from_numpy(token_P).to(bench.device)
+    weights = torch.rand(token.numel(), 1, device=bench.device, dtype=bench.dtype)
+
+    def experts() -> Tensor:
+        rows = products(hidden.index_select(0, token)) * weights
+        return torch.zeros_like(hidden).index_add_(0, token, rows)
+
+    return bench.clock(work, graph=False)["us"], bench.clock(experts)["us"]
 
 
 def _main(function: Callable[..., None], case: Case, ends: Ends | None, pipe: Connection, share: int) -> None:
@@ -319,7 +322,8 @@ def measure(case: Case, share: int) -> list[Row]:
             "T_c us": transfer, "reply us": reply, "hidden": "yes" if holds else "no",
             "measured us per layer": micros / case.layers, "expected / measured": expected / micros,
             "tokens per s, over m = 1": m * rows[0]["measured us per layer"] * case.layers / micros if rows else 1.0,
-            **_of_colocated(case, m, alone[m - 1]), "ping-pong over colocated": sum(alone[m - 1]) * case.layers / micros,
+            **_of_colocated(case, m, alone[m - 1]),
+            "ping-pong over colocated": sum(alone[m - 1]) * case.layers / micros,
         })  # fmt: skip
     for pipe, process in both:
         pipe.send("end")
@@ -330,11 +334,10 @@ def measure(case: Case, share: int) -> list[Row]:
 def _of_colocated(case: Case, m: int, took: tuple[float, float]) -> Row:
     model, batch, law = case.model, m * case.batch, decode_law(prices_named("h200"))
     active = len(np.unique(case.chosen(batch)))
-    said = attention_predicted(law, model, batch=batch, context=case.context), experts_predicted(
-        law, model, active=active, rows=batch * model.top_k
-    )
-    return {"colocated us": sum(took), "of it attention": took[0], "law: attention": said[0],
-            "of it experts": took[1], "law: experts": said[1]}  # fmt: skip
+    attention = attention_predicted(law, model, batch=batch, context=case.context)
+    experts = experts_predicted(law, model, active=active, rows=batch * model.top_k)
+    return {"colocated us": sum(took), "of it attention": took[0], "law: attention": attention,
+            "of it experts": took[1], "law: experts": experts}  # fmt: skip
 
 
 def heard(pipe: Connection) -> Any:  # noqa: ANN401

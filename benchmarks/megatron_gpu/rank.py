@@ -314,7 +314,7 @@ class _Bench:
             return
         with torch.profiler.profile() as profile:
             self._one(training, name)
-        file = f"{self.case.name}-{name.split(',')[-1].split()[0]}.json.gz"
+        file = f"{self.case.name}-{name.rsplit(',', 1)[-1].split(maxsplit=1)[0]}.json.gz"
         profile.export_chrome_trace(str(Path(self.request.profile) / file))
 
     def _peak_of(self, training: Training, name: str) -> int:
