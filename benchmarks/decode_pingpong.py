@@ -24,6 +24,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import product
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
@@ -179,7 +180,7 @@ def _expert(case: Case, ends: Ends, pipe: Connection) -> None:
         for message in receiver.ready()[:1]:
             work, out = of_slot(message)
             spans.around(work)
-            replies.around(lambda message=message, out=out: receiver.reply(message, out))  # type: ignore[misc]
+            replies.around(partial(receiver.reply, message, out))
             mark = -1
         if mark < 0:
             continue
