@@ -149,7 +149,7 @@ def expert_work(case: Case, batch: int) -> tuple[Callable[[Tensor], Tensor], NDA
     sizes = np.bincount(chosen.ravel(), minlength=model.num_experts)
     products = expert_products(model, bench, sizes)
     rows = bench.randn(int(sizes.sum()), model.hidden)
-    took = {name: bench.clock(lambda run=run: run(rows))["us"] for name, run in products.items()}
+    took = {name: bench.clock(partial(run, rows))["us"] for name, run in products.items()}
     return products[min(took, key=lambda name: took[name])], order // model.top_k
 
 
