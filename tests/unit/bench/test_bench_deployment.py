@@ -46,7 +46,7 @@ def test_the_probe_measures_and_its_law_can_be_planned_with(tmp_path, monkeypatc
 
 def test_the_probes_ways_of_attention_agree(one_thread):
     bench = measure_decode.Bench(device=torch.device("cpu"), dtype=torch.float32, repeats=3)
-    model = measure_decode._small(model_named("gpt-oss-20b"))
+    model = measure_decode.small(model_named("gpt-oss-20b"))
     caches = torch.randn(2 * 3 * 2 * 8 * 16)
     half = caches.numel() // 2
     layer = measure_decode.Attention(
