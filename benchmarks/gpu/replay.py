@@ -22,11 +22,10 @@ from torch import Tensor
 from benchmarks.gpu.work import Moves, RankWork
 from equilibra.core.errors import BudgetError
 from equilibra.core.model import MoEModel
+from equilibra.execute.experts import Activation, MoESpec
 from equilibra.execute.experts.expert_math import backward, forward
-from equilibra.execute.experts.spec import Activation, MoESpec
 from equilibra.execute.experts.weights import FlatLayout
-from equilibra.execute.kernels import add_in_order, has_triton, multiprocessors
-from equilibra.execute.kernels.parts import ExpertParts, RowWeights
+from equilibra.execute.kernels import ExpertParts, RowWeights, add_in_order, has_triton, multiprocessors
 
 __all__ = ["Clock", "RankTimes", "Replay", "Sizes", "Stamp"]
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from benchmarks.megatron_gpu.clock import Spans
 from equilibra.execute.experts import expert_math
-from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.kernels import Activation, ExpertGradients, ExpertParts, RowWeights
 
 __all__ = ["GroupedExperts"]
 

@@ -20,8 +20,7 @@ import torch
 from torch import Tensor
 
 from benchmarks.megatron_gpu.clock import Spans
-from equilibra.execute.copies.ipc import exchanged
-from equilibra.execute.copies.pinned import signals_of_node
+from equilibra.execute.copies.device_paths import exchanged, signals_of_node
 from equilibra.execute.group import ExpertGroup
 
 __all__ = ["IpcTokens", "route_through"]

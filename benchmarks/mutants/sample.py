@@ -19,8 +19,7 @@ __all__ = ["SOURCE", "Mutant", "mutated", "sample"]
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "equilibra"
 NEED_GPU = (
     "execute/kernels/products.py", "execute/kernels/grouped.py", "execute/kernels/rows.py",
-    "execute/kernels/__init__.py", "execute/copies/device.py", "execute/copies/ipc.py",
-    "execute/copies/pinned.py",
+    "execute/kernels/__init__.py", "execute/copies/device.py", "execute/copies/device_paths.py",
 )  # fmt: skip
 """Triton kernels, and copies between GPUs: the tests in tests/gpu run them"""
 SAME_MEANING = ("Is_Eq", "IsNot_NotEq", "Eq_Is", "NotEq_IsNot")

@@ -250,9 +250,8 @@ def _by_kernels(
     """Ours, where they serve."""
     if bench.device.type != "cuda":
         return {}
-    from equilibra.execute.experts.spec import Activation  # noqa: PLC0415 - torch's kernels suffice without a GPU
-    from equilibra.execute.kernels import grouped  # noqa: PLC0415
-    from equilibra.execute.kernels.parts import ExpertParts  # noqa: PLC0415
+    from equilibra.execute.experts import Activation  # noqa: PLC0415 - torch's kernels suffice without a GPU
+    from equilibra.execute.kernels import ExpertParts, grouped  # noqa: PLC0415
 
     instances = [ExpertParts(first[i], second[i]) for i in range(len(sizes))]
     if not grouped.serves(first[0], instances):

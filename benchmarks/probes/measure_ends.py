@@ -27,9 +27,8 @@ from numpy.typing import NDArray
 
 from benchmarks.probes import measure_kernels
 from benchmarks.probes.measure_kernels import DEVICE, about
-from equilibra.execute.kernels import grouped, products
+from equilibra.execute.kernels import ExpertParts, grouped, products
 from equilibra.execute.kernels.grouped import Groups, Shares
-from equilibra.execute.kernels.parts import ExpertParts
 from equilibra.execute.kernels.shares import Part
 
 SIZES = [

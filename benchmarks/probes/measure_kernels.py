@@ -29,15 +29,12 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.execute.experts import expert_math
-from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.experts import Activation, MoESpec, expert_math
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.kernels import grouped, rows
+from equilibra.execute.kernels import ExpertParts, RowWeights, grouped, rows
 from equilibra.execute.kernels.grouped import Groups, Tile
-from equilibra.execute.kernels.parts import ExpertParts, RowWeights
-from equilibra.execute.moe.functions import Combine, Dispatch, Experts, LayerPass
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE, Combine, Dispatch, Experts, LayerPass
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.trace.routing import RoutingTrace

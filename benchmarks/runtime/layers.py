@@ -31,12 +31,12 @@ from benchmarks.runtime.contenders import Contender
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import GroupPlan, Stage
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.experts import MoESpec
 from equilibra.execute.experts.expert_math import activate
-from equilibra.execute.experts.spec import MoESpec
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import MicroBatch
-from equilibra.execute.moe.layer import BalancedMoE, Router
+from equilibra.execute.moe import BalancedMoE, Router
 from equilibra.execute.runtime import CopySetting, Runtime
 
 __all__ = ["PlainMoE", "RankLayers"]

@@ -28,7 +28,7 @@ from equilibra.cost.rates import Rates
 from equilibra.events.schema import Direction, Events, Kind
 from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.execute.kernels.parts import ExpertParts, RowWeights
+from equilibra.execute.kernels import ExpertParts, RowWeights
 
 __all__ = ["check_results", "check_rows", "measure"]
 

@@ -31,7 +31,7 @@ from equilibra.core.errors import ExecuteError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.state.published import logical_weights
 from equilibra.train.build import build_parts, build_rollout
 
 __all__ = ["measure"]

@@ -17,7 +17,7 @@ from benchmarks.train.contenders import Contender
 from equilibra.core.plan import Stage
 from equilibra.events.schema import Kind
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.state.published import logical_weights
 from equilibra.execute.steps.step import measured_record
 from equilibra.rl.algorithms.algorithm import Algorithm
 from equilibra.rl.learner import Batch, routing_of, total_over

@@ -19,7 +19,7 @@ from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.events.schema import Kind
 from equilibra.execute.copies.transfer import Path
-from equilibra.execute.experts.spec import MoESpec, RouterSpec
+from equilibra.execute.experts import MoESpec, RouterSpec
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting

@@ -24,7 +24,7 @@ from typing import Any
 __all__ = ["Outcome", "run_ranks", "start_ranks", "start_server"]
 
 CONTEXT = multiprocessing.get_context("forkserver")
-PRELOAD = ["torch.distributed", "equilibra.execute.moe.layer", "tests.distributed.preload"]
+PRELOAD = ["torch.distributed", "equilibra.execute.moe", "tests.distributed.preload"]
 
 
 @dataclass(frozen=True)

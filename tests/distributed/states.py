@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import Migration, Placement, contiguous
-from equilibra.execute.experts.spec import MoESpec, RouterSpec
+from equilibra.execute.experts import MoESpec, RouterSpec
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import Runtime
 
 LAYERS, EXPERTS, HIDDEN = 3, 8, 8

@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError, UnreadableError
-from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts import MoESpec
 from equilibra.execute.state import checkpoint as module
 from equilibra.execute.state import checkpoint_files
 from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps

@@ -13,9 +13,9 @@ from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates
 from equilibra.events.run import Run, load_run, save_run
 from equilibra.events.schema import Kind
-from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts import MoESpec
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.report.page import render

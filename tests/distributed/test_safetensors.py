@@ -16,11 +16,11 @@ from tests.distributed.states import EXPERTS, HIDDEN, LAYERS, World, make_world,
 from torch import Tensor
 
 from equilibra.core.errors import BrokenStateError, EquilibraError, InputError
+from equilibra.execute.experts import Activation, MoESpec, RouterSpec
 from equilibra.execute.experts.expert_math import activate
-from equilibra.execute.experts.spec import Activation, MoESpec, RouterSpec
 from equilibra.execute.state import safetensors as module
+from equilibra.execute.state.published import Naming, dense_tensors, naming_of
 from equilibra.execute.state.safetensors import export_safetensors, import_safetensors
-from equilibra.execute.state.safetensors_names import Naming, dense_tensors, naming_of
 
 FFN = 6
 SHAPE = {"hidden": HIDDEN, "expert_ffn": FFN, "num_experts": EXPERTS, "top_k": 2}

@@ -13,8 +13,7 @@ from tests.distributed.test_safetensors import SPECS, all_of, dense_of, error_of
 from torch import Tensor
 
 from equilibra.core.errors import BrokenStateError, InputError, StaleError
-from equilibra.execute.state.safetensors_names import naming_of
-from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.state.published import logical_weights, naming_of
 
 
 def stream_world(folder: Path, nodes: int, per_node: int) -> dict[str, list[tuple[str, str]]]:

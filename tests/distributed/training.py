@@ -28,7 +28,7 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.execute.copies import ipc
+from equilibra.execute.copies import device_paths
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.micro_batch import MicroBatch
@@ -293,6 +293,6 @@ def _sabotage(runtime: Runtime, how: str) -> None:
                 if len(part) > 1:
                     part[[0, 1]] = part[[1, 0]].clone()
     elif how == "pull gradients":
-        ipc.share_a_gpu = lambda *_: False
+        device_paths.share_a_gpu = lambda *_: False
     else:
         raise AssertionError(how)

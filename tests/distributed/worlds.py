@@ -12,8 +12,8 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.execute.experts.spec import Activation, GroupScore, MoESpec, RouterSpec, Score
-from equilibra.execute.moe.layer import BalancedMoE, ReferenceMoE
+from equilibra.execute.experts import Activation, GroupScore, MoESpec, RouterSpec, Score
+from equilibra.execute.moe import BalancedMoE, ReferenceMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.plan.planner import StepProblem
 from equilibra.trace.routing import RoutingTrace, id_dtype

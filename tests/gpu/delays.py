@@ -14,7 +14,7 @@ import torch
 from tests.distributed.training import Gaps, train_case
 
 from equilibra.core.cluster import Cluster
-from equilibra.execute.copies import device, ipc, pinned, standing
+from equilibra.execute.copies import device, device_paths, standing
 from equilibra.execute.copies.segment import Signals
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.experts import expert_math
@@ -25,8 +25,9 @@ MOST_CYCLES = 3_000_000
 """under two milliseconds"""
 QUEUED: list[tuple[Any, str]] = [
     (expert_math, "forward"), (expert_math, "backward"), (ExpertGroup, "all_to_all"), (ExpertGroup, "sum"),
-    (ipc.IpcPath, "pull_weights"), (ipc.IpcPath, "gradients"), (pinned.PinnedPath, "pull_weights"),
-    (pinned.PinnedPath, "push_gradients"), (pinned.PinnedPath, "gradients"), (standing.Sources, "add_gradient"),
+    (device_paths.IpcPath, "pull_weights"), (device_paths.IpcPath, "gradients"),
+    (device_paths.PinnedPath, "pull_weights"), (device_paths.PinnedPath, "push_gradients"),
+    (device_paths.PinnedPath, "gradients"), (standing.Sources, "add_gradient"),
     (standing.StandingStore, "start"), (ExpertWeights, "write_flat"),
 ]  # fmt: skip
 
@@ -72,13 +73,13 @@ def leave_out(what: str) -> None:
     """Negative controls: an order that the streams need is not kept."""
     if what == "waiting for copies":
         device._Arriving.wait = lambda _self: None
-        pull = ipc.IpcPath.pull_weights
+        pull = device_paths.IpcPath.pull_weights
 
         def late(*args: Any, **kwargs: Any) -> None:  # copies start a layer ahead: a short delay ends in time
             torch.cuda._sleep(50 * MOST_CYCLES)
             pull(*args, **kwargs)
 
-        ipc.IpcPath.pull_weights = late
+        device_paths.IpcPath.pull_weights = late
     elif what == "waiting for signals":
         Signals.wait = lambda *_: None
     elif what:
@@ -94,9 +95,9 @@ def delayed_cases(
     delays = Delays(group.world_rank)
     delays.install()
     leave_out(without)
-    share_a_gpu, found = ipc.share_a_gpu, {}
+    share_a_gpu, found = device_paths.share_a_gpu, {}
     for path, pulled in cases:
-        ipc.share_a_gpu = (lambda *_: False) if pulled else share_a_gpu
+        device_paths.share_a_gpu = (lambda *_: False) if pulled else share_a_gpu
         found[path, pulled] = [train_case(seed, group, unrecorded, "", "cuda", (path,)) for seed in seeds]
     group.watch.close()
     return found, delays.count

@@ -16,7 +16,7 @@ from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies.transfer import Path
-from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts import MoESpec
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from equilibra.execute.kernels import grouped
-from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.kernels import ExpertParts, grouped
 
 DEVICE = torch.device("cuda")
 

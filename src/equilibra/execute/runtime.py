@@ -19,11 +19,10 @@ from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import Visit, VisitKey, only_homes, signed_ids
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.copies import Copies, CopySetting
-from equilibra.execute.experts import expert_math
-from equilibra.execute.experts.spec import Activation, MoESpec
+from equilibra.execute.experts import Activation, MoESpec, expert_math
 from equilibra.execute.experts.weights import ExpertWeights, refuse_wrappers
 from equilibra.execute.group import Channel, ExpertGroup
-from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.kernels import ExpertGradients, ExpertParts, RowWeights
 from equilibra.execute.micro_batch import MicroBatch, Tables, on_device
 from equilibra.execute.record import Recorder, direction_now
 

@@ -29,7 +29,7 @@ from equilibra.core.errors import NonFiniteError
 from equilibra.core.plan import Stage
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import MicroBatch
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer
 from equilibra.execute.steps.gradients import clip_gradients, nonfinite_gradients

@@ -20,7 +20,7 @@ from torch import Tensor
 from equilibra.core.errors import InputError
 from equilibra.execute.experts import expert_math
 from equilibra.execute.experts.weights import FlatLayout
-from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.kernels import ExpertParts
 from equilibra.rollout.control import Ask, Loader, Target, apply_setting
 from equilibra.rollout.ends import Ends
 from equilibra.rollout.instances import Instances

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.copies.ipc import handle_of, opened
+from equilibra.execute.copies.device_paths import handle_of, opened
 from equilibra.execute.copies.segment import Signals, register_with_device
 from equilibra.rollout.m2n import SharedMesh, SharedReceiver, SharedSender
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from equilibra.core.checks import check_choice, check_text, check_whole
 from equilibra.core.errors import InputError
 from equilibra.events.imbalance import imbalance
-from equilibra.execute.experts.spec import MoESpec
-from equilibra.execute.state.safetensors_names import Naming
+from equilibra.execute.experts import MoESpec
+from equilibra.execute.state.published import Naming
 from equilibra.rollout.control import Target
 from equilibra.rollout.instances import Instances
 from equilibra.rollout.scheduler import Batch

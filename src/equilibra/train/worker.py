@@ -24,7 +24,7 @@ from transformers.utils import logging as transformers_logging
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup, join_expert_group
-from equilibra.execute.state.stream import logical_weights
+from equilibra.execute.state.published import logical_weights
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.gradients import check_replicated, clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters

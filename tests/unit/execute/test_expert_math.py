@@ -3,10 +3,9 @@
 import pytest
 import torch
 
-from equilibra.execute.experts import expert_math
-from equilibra.execute.experts.spec import Activation, MoESpec
-from equilibra.execute.kernels.parts import ExpertParts, RowWeights
-from equilibra.execute.moe.layer import ReferenceMoE
+from equilibra.execute.experts import Activation, MoESpec, expert_math
+from equilibra.execute.kernels import ExpertParts, RowWeights
+from equilibra.execute.moe import ReferenceMoE
 
 pytestmark = pytest.mark.arithmetic
 

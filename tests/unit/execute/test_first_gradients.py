@@ -9,10 +9,9 @@ from equilibra.core.cluster import Cluster  # noqa: E402
 from equilibra.core.placement import contiguous  # noqa: E402
 from equilibra.core.plan import Stage  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
-from equilibra.execute.experts import expert_math  # noqa: E402
-from equilibra.execute.experts.spec import MoESpec  # noqa: E402
+from equilibra.execute.experts import MoESpec, expert_math  # noqa: E402
 from equilibra.execute.group import join_expert_group  # noqa: E402
-from equilibra.execute.moe.layer import BalancedMoE  # noqa: E402
+from equilibra.execute.moe import BalancedMoE  # noqa: E402
 from equilibra.execute.runtime import Runtime  # noqa: E402
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
 from equilibra.trace.routing import RoutingTrace  # noqa: E402

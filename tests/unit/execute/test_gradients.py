@@ -10,9 +10,9 @@ from torch import nn
 from equilibra.core.cluster import Cluster
 from equilibra.core.errors import ExecuteError, InputError, NonFiniteError
 from equilibra.core.placement import contiguous
-from equilibra.execute.experts.spec import MoESpec, RouterSpec
+from equilibra.execute.experts import MoESpec, RouterSpec
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps
 from equilibra.execute.steps import balancer as balancer_module

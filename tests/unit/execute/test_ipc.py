@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.copies import ipc
+from equilibra.execute.copies import device_paths
 
 
 def test_memory_is_opened_on_the_own_device_not_at_the_senders_number(monkeypatch):
@@ -18,7 +18,7 @@ def test_memory_is_opened_on_the_own_device_not_at_the_senders_number(monkeypatc
 
     monkeypatch.setattr(torch.UntypedStorage, "_new_shared_cuda", new_shared, raising=False)
     handle = {"storage": [3, "AAE=", 24, 0, "Ag==", 0, "Aw==", True], "offset": 2, "shape": [2, 2]}
-    found = ipc.opened(handle, torch.float32, torch.device("cuda", 1))
+    found = device_paths.opened(handle, torch.float32, torch.device("cuda", 1))
     assert asked == [(1, (b"\x00\x01", 24, 0, b"\x02", 0, b"\x03", True))]
     assert found.shape == (2, 2)
     assert found.storage_offset() == 2
@@ -52,7 +52,7 @@ def test_peer_access_is_asked_for_where_it_can_be(names, seen, pairs, wrong, mon
     device = torch.device("cuda", seen.index(names[0]))
     if wrong:
         with pytest.raises(ExecuteError, match="no peer access") as error:
-            ipc.check_peers(node(names, 0), device)
+            device_paths.check_peers(node(names, 0), device)
         assert wrong in str(error.value)
     else:
-        ipc.check_peers(node(names, 0), device)
+        device_paths.check_peers(node(names, 0), device)

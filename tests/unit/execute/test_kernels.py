@@ -18,11 +18,11 @@ import numpy as np
 import torch
 from benchmarks.gpu.copying import copy_beside, read_beside
 from equilibra.execute.kernels import grouped, rows
-from equilibra.execute.moe import functions as laden_module
-from equilibra.execute.moe.functions import Laden
+from equilibra.execute import moe as laden_module
+from equilibra.execute.moe import Laden
 from equilibra.execute.experts import expert_math
-from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts, RowWeights
-from equilibra.execute.experts.spec import Activation
+from equilibra.execute.kernels import ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.experts import Activation
 
 broken = sys.argv[1] == "broken"
 laden_module.on_gpu = lambda rows: True  # it is for kernels to do, on a GPU or not

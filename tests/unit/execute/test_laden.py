@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from equilibra.execute.moe.functions import ALIGNED, Laden  # noqa: E402
+from equilibra.execute.moe import ALIGNED, Laden  # noqa: E402
 
 T, K = 6, 3
 

@@ -11,9 +11,9 @@ from torch.utils.checkpoint import checkpoint
 from equilibra.core.cluster import Cluster
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
-from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts import MoESpec
 from equilibra.execute.group import join_expert_group
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.trace.routing import RoutingTrace

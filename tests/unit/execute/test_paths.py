@@ -17,11 +17,11 @@ from equilibra.core.visit import VisitKey  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
 from equilibra.execute.copies.copies import Copies  # noqa: E402
 from equilibra.execute.copies.device import DeviceEngine  # noqa: E402
-from equilibra.execute.copies.ipc import share_a_gpu  # noqa: E402
+from equilibra.execute.copies.device_paths import share_a_gpu  # noqa: E402
 from equilibra.execute.copies.transfer import Path  # noqa: E402
-from equilibra.execute.experts.spec import MoESpec  # noqa: E402
+from equilibra.execute.experts import MoESpec  # noqa: E402
 from equilibra.execute.group import Ready, join_expert_group  # noqa: E402
-from equilibra.execute.moe.layer import BalancedMoE  # noqa: E402
+from equilibra.execute.moe import BalancedMoE  # noqa: E402
 from equilibra.execute.runtime import CopySetting, Runtime  # noqa: E402
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting  # noqa: E402
 from equilibra.trace.routing import RoutingTrace  # noqa: E402

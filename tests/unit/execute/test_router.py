@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from equilibra.core.errors import InputError
-from equilibra.execute.experts.spec import GroupScore, MoESpec, RouterSpec, Score
-from equilibra.execute.moe.layer import ReferenceMoE, Router, choose_experts
+from equilibra.execute.experts import GroupScore, MoESpec, RouterSpec, Score
+from equilibra.execute.moe import ReferenceMoE, Router, choose_experts
 
 SIZE = {"hidden": 6, "expert_ffn": 3, "num_experts": 8, "top_k": 3}
 

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.execute.state.safetensors_read import write_others
+from equilibra.execute.state.safetensors import write_others
 
 
 def test_a_file_that_cannot_be_written_is_named(tmp_path):

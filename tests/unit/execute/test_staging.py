@@ -4,7 +4,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from equilibra.execute.copies.collective import Staging  # noqa: E402
+from equilibra.execute.copies.transfer import Staging  # noqa: E402
 from equilibra.execute.group import Ready, Then  # noqa: E402
 
 ROW = torch.zeros(6, dtype=torch.float64)

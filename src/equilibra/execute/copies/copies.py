@@ -21,13 +21,11 @@ from equilibra.core.errors import InputError
 from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import CopyList, Stage, VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
-from equilibra.execute.copies.collective import CollectiveEngine
 from equilibra.execute.copies.device import DeviceEngine, banks_of, streams_are_serial
+from equilibra.execute.copies.device_paths import BothPath, IpcPath, PinnedPath, ipc_works
 from equilibra.execute.copies.host import HostEngine
-from equilibra.execute.copies.ipc import BothPath, IpcPath, ipc_works
-from equilibra.execute.copies.pinned import PinnedPath
 from equilibra.execute.copies.standing import Sources, StandingStore
-from equilibra.execute.copies.transfer import Path, SpareSlots, TransferEngine, copied_of
+from equilibra.execute.copies.transfer import CollectiveEngine, Path, SpareSlots, TransferEngine, copied_of
 from equilibra.execute.experts.weights import HomeExperts
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.record import Moment, Recorder

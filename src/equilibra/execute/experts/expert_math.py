@@ -21,8 +21,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from equilibra.execute.kernels import grouped
-from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.kernels import Activation, ExpertGradients, ExpertParts, RowWeights, grouped
 
 __all__ = ["activate", "activation_gradient", "backward", "forward"]
 

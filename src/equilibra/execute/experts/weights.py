@@ -22,9 +22,8 @@ from torch.nn.modules.module import register_module_module_registration_hook
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from equilibra.core.errors import InputError, StaleError
-from equilibra.execute.experts.spec import MoESpec
-from equilibra.execute.kernels import add_in_order
-from equilibra.execute.kernels.parts import ExpertGradients, ExpertParts
+from equilibra.execute.experts import MoESpec
+from equilibra.execute.kernels import ExpertGradients, ExpertParts, add_in_order
 
 __all__ = ["ExpertWeights", "FlatLayout", "HomeExperts", "refuse_wrappers"]
 

@@ -1,24 +1,66 @@
-"""Triton kernels: grouped products over instances' rows, and rows to tokens and back.
+"""Operands and launches of the Triton kernels: grouped products over instances' rows, and rows to tokens and back.
 
-Here are their launches and asynchronous uploads of small tables. Without a GPU or Triton, torch operations compute the
-same.
+Symbols: N rows, D width, F inner width. Without a GPU or Triton, torch operations compute the same.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from enum import StrEnum
 from functools import cache
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["Upload", "add_in_order", "has_triton", "launch", "multiprocessors", "on_gpu", "row_kernels"]
+
+class Activation(StrEnum):
+    """Activation between an expert's two matrices."""
+
+    SWIGLU = "swiglu"
+    """silu(gate) * up; gate is the first half of the columns"""
+    CLAMPED_SWIGLU = "clamped-swiglu"
+    """gpt-oss: (up + 1) * gate * sigmoid(1.702 gate), gate at most 7, up within 7"""
+
+
+class ExpertParts(NamedTuple):
+    """Parameters of one instance, or their gradients."""
+
+    gate_up: Tensor
+    """[2F, D]"""
+    down: Tensor
+    """[D, F]"""
+    gate_up_bias: Tensor | None = None
+    """[2F]"""
+    down_bias: Tensor | None = None
+    """[D]"""
+
+
+class ExpertGradients(NamedTuple):
+    """Gradient buffers of one instance; None for parts that are not trained."""
+
+    gate_up: Tensor | None = None
+    """[2F, D]"""
+    down: Tensor | None = None
+    """[D, F]"""
+    gate_up_bias: Tensor | None = None
+    """[2F]"""
+    down_bias: Tensor | None = None
+    """[D]"""
+
+
+class RowWeights(NamedTuple):
+    """Weights that combine applies to rows' results, and the buffer for their gradients."""
+
+    values_N: Tensor
+    """float32 or wider"""
+    gradients_N: Tensor
+
 
 KNOWN = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -19,8 +19,16 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import ExecuteError
-from equilibra.execute.kernels import Upload, has_triton, launch, multiprocessors
-from equilibra.execute.kernels.parts import Activation, ExpertGradients, ExpertParts, RowWeights
+from equilibra.execute.kernels import (
+    Activation,
+    ExpertGradients,
+    ExpertParts,
+    RowWeights,
+    Upload,
+    has_triton,
+    launch,
+    multiprocessors,
+)
 from equilibra.execute.kernels.shares import launches_of
 
 __all__ = ["Groups", "backward", "expect", "forward", "serves"]

@@ -41,8 +41,7 @@ from equilibra.execute.state.checkpoint_files import (
     verify,
     write_shard,
 )
-from equilibra.execute.state.checkpoint_load import Loading
-from equilibra.execute.state.checkpoint_state import Snapshot, Trained
+from equilibra.execute.state.checkpoint_state import Loading, Snapshot, Trained
 
 __all__ = ["Checkpoints", "Loaded", "Saving", "checkpoint_steps", "remove_checkpoint"]
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.execute.experts.weights import FlatLayout
-from equilibra.execute.kernels.parts import ExpertParts
+from equilibra.execute.kernels import ExpertParts
 from equilibra.integrations.hf.attention import HFAttention, build_attention
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder, open_model_folder

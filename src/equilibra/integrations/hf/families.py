@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.execute.experts.spec import Activation, MoESpec, RouterSpec, Score
-from equilibra.execute.state.safetensors_names import Naming, naming_of
+from equilibra.execute.experts import Activation, MoESpec, RouterSpec, Score
+from equilibra.execute.state.published import Naming, naming_of
 
 __all__ = ["FAMILIES", "Family", "family_of", "moe_layers"]
 

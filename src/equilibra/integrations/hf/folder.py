@@ -34,7 +34,7 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from equilibra.core.errors import InputError
-from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts import MoESpec
 from equilibra.integrations.hf.families import Family, family_of
 from equilibra.integrations.routing_formats.model import read_config
 

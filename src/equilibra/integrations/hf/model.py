@@ -18,10 +18,10 @@ from equilibra.core.errors import InputError
 from equilibra.core.placement import Placement, contiguous
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe.layer import BalancedMoE
+from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import Runtime
+from equilibra.execute.state.published import Naming, dense_tensors
 from equilibra.execute.state.safetensors import export_safetensors, import_safetensors
-from equilibra.execute.state.safetensors_names import Naming, dense_tensors
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
 

@@ -21,10 +21,9 @@ from transformers import DynamicCache
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
 from equilibra.core.errors import InputError
-from equilibra.execute.experts import expert_math
-from equilibra.execute.experts.spec import Activation
-from equilibra.execute.kernels.parts import ExpertParts
-from equilibra.execute.state.safetensors_names import Naming
+from equilibra.execute.experts import Activation, expert_math
+from equilibra.execute.kernels import ExpertParts
+from equilibra.execute.state.published import Naming
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
 from equilibra.integrations.hf.published import dense_weights

@@ -26,10 +26,10 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.placement import contiguous
 from equilibra.execute.copies.copies import CopySetting
-from equilibra.execute.experts.spec import MoESpec
+from equilibra.execute.experts import MoESpec
 from equilibra.execute.experts.weights import ExpertWeights
 from equilibra.execute.group import ExpertGroup
-from equilibra.execute.moe.functions import run_visit
+from equilibra.execute.moe import run_visit
 from equilibra.execute.record import direction_now
 from equilibra.execute.runtime import Runtime
 from equilibra.integrations.hf.families import family_of, moe_layers

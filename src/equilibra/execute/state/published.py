@@ -1,4 +1,4 @@
-"""Tensor names of MoE layers in the published files of model families, and how they map to our parts.
+"""Weights under their published names: what model families call them, and a stream of them all.
 
 Symbols: H homes on this rank, E experts, D width, F inner width.
 
@@ -6,22 +6,29 @@ Symbols: H homes on this rank, E experts, D width, F inner width.
     gpt-oss                                 one tensor for all experts, transposed, gate and up interleaved:
                                             gate_up [E, D, 2F], down [E, F, D], and biases [E, 2F], [E, D]
 
-An entry is a view of a parameter with axes in the file's order, so that one list serves writing and reading.
+`logical_weights` gives them to a rollout engine inside the training processes, dense tensors first, then experts layer
+by layer in logical order:
+
+    for name, value in logical_weights(runtime, naming_of("qwen3-moe"), dense):
+        engine.load(name, value)                                        # on all ranks, in step
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
+import numpy as np
+import torch
 from torch import Tensor
 
-from equilibra.core.errors import InputError
-from equilibra.execute.experts.spec import MoESpec
-from equilibra.execute.kernels.parts import ExpertParts
-from equilibra.execute.moe.layer import BalancedMoE
-
-__all__ = ["NAMINGS", "Entry", "Naming", "dense_tensors", "naming_of"]
+from equilibra.core.errors import InputError, StaleError
+from equilibra.execute.experts import MoESpec
+from equilibra.execute.group import Channel
+from equilibra.execute.kernels import ExpertParts
+from equilibra.execute.moe import BalancedMoE
+from equilibra.execute.runtime import Runtime
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -151,3 +158,85 @@ def dense_tensors(layers: Iterable[BalancedMoE], naming: Naming) -> dict[str, Te
             for matrix, value in (("gate_proj", gate), ("up_proj", up), ("down_proj", moe.shared.down.weight)):
                 found[naming.name(naming.shared, layer, "a shared expert", matrix=matrix)] = value
     return found
+
+
+def logical_weights(
+    runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], *, wait: Callable[[], None] = lambda: None
+) -> Iterator[tuple[str, Tensor]]:
+    """Yield every weight by its published name, on every rank; the call and each iteration are collective.
+
+    dense: everything but experts, by name; equal on every rank. Experts are gathered one layer at a time within the
+    expert-parallel group, so a rank holds one extra layer. Yielded tensors are copies on the weights' device and may be
+    kept. All ranks must iterate to the end or stop together, else the others raise RankLostError after the timeout.
+    Weights and homes must not change meanwhile.
+
+    wait: called before each layer is gathered: a collective with a longer timeout, where some ranks do more with the
+    tensors than others, such as writing to disk.
+    """
+    runtime.check_whole("stream weights")
+    group, layers = runtime.group, range(len(runtime.weights))
+
+    def prepare() -> tuple[Tensor, Tensor]:
+        _check_names(runtime, naming, dense)
+        return room_for_a_layer(runtime)
+
+    room = group.all_succeed(prepare, what="streaming weights")
+    described = [repr(naming), *(f"{name} {value.dtype} {list(value.shape)}" for name, value in dense.items())]
+    group.agree(hashlib.sha256("\n".join(described).encode()).hexdigest()[:32], what="the weights to stream")
+    version, placement = runtime.version, runtime.placement
+    for name, value in dense.items():
+        yield name, value.detach().clone(memory_format=torch.contiguous_format)
+    for layer in layers:
+        if runtime.version != version or runtime.placement != placement:
+            raise StaleError("weights or homes have changed during the stream: stream weights between steps")
+        wait()
+        gather_layer(runtime, layer, room)
+        yield from tensors_of_layer(runtime, naming, layer, room[1])
+
+
+def _check_names(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:
+    """Raise InputError if the naming does not fit the model, or a dense tensor has an expert's name."""
+    for layer in range(len(runtime.weights)):
+        for expert in range(runtime.spec.num_experts):
+            for name in naming.names_of_expert(runtime.spec, layer, expert):
+                if name in dense:
+                    raise InputError(f"two tensors would be called {name}: rename the dense tensor")
+
+
+def room_for_a_layer(runtime: Runtime, *, receives: bool = True) -> tuple[Tensor, Tensor]:
+    """Buffers [H, P] to send a layer's home experts and [E, P] to receive a layer, allocated before any exchange."""
+    like, most = runtime.weights[0], max(weights.experts.size for weights in runtime.weights)
+    sent, received = (
+        torch.empty(number, like.layout.size, dtype=like.dtype, device=like.device)
+        for number in (most, runtime.spec.num_experts if receives else 0)
+    )
+    return sent, received
+
+
+def gather_layer(runtime: Runtime, layer: int, room: tuple[Tensor, Tensor], *, target: int | None = None) -> None:
+    """Collective: gather a layer's experts into the buffer of `target`, or of every rank, by home and number."""
+    group, weights, home = runtime.group, runtime.weights[layer], runtime.placement.home_of_expert[layer]
+    rows = room[0][: weights.experts.size]
+    for row, expert in enumerate(weights.experts.tolist()):
+        weights.write_flat(expert, rows[row])
+    what = f"gathering the experts of MoE layer {layer}"
+    if target is None:
+        group.all_gather(Channel.STANDING, rows, room[1], what=what).wait()
+        return
+    here = group.rank == target
+    received = np.bincount(home, minlength=group.num_ranks).tolist() if here else [0] * group.num_ranks
+    sent = [len(rows) if rank == target else 0 for rank in range(group.num_ranks)]
+    group.all_to_all(Channel.STANDING, rows, sent, room[1][: sum(received)], received, what=what).wait()
+
+
+def tensors_of_layer(runtime: Runtime, naming: Naming, layer: int, rows_EP: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yield copies of a gathered layer's tensors by expert number."""
+    row_of_expert = np.argsort(np.argsort(runtime.placement.home_of_expert[layer], kind="stable")).tolist()
+    experts = runtime.weights[layer].layout.experts(rows_EP)
+    entries = [naming.entries(runtime.spec, layer, e, experts[row]) for e, row in enumerate(row_of_expert)]
+    if naming.stacked:
+        for of_name in zip(*entries, strict=True):
+            yield of_name[0].name, torch.stack([entry.value.reshape(entry.shape) for entry in of_name])
+    else:
+        for entry in (entry for of_expert in entries for entry in of_expert):
+            yield entry.name, entry.value.reshape(entry.shape).clone()
