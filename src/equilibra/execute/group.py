@@ -32,11 +32,6 @@ from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
 from equilibra.execute.watch import ADVICE, STORE_S, Watch, first_line, nccl_of, without_torch_watchdog
 
-__all__ = [
-    "Channel", "ExpertGroup", "Pending", "Ready", "Then", "device_name", "join_expert_group", "lost_rank_is_an_error",
-    "new_group", "patient_group", "watch_over",
-]  # fmt: skip
-
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """renamed in torch 2.13"""

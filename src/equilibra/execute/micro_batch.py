@@ -20,8 +20,6 @@ from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import ReceiveTable, SendTable, Stage, Visit, VisitKey
 from equilibra.execute.experts.weights import ExpertWeights
 
-__all__ = ["MicroBatch", "Tables", "on_device", "to_device"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Tables:

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 from equilibra.core.visit import VisitKey
 from equilibra.events.schema import EVENT, Direction, Kind, Resource
 
-__all__ = ["Moment", "Recorder", "Span", "direction_now", "mark"]
-
 Moment = float | torch.cuda.Event
 """seconds of perf_counter, or a timing event in a stream"""
 Span = tuple[Moment, Moment]

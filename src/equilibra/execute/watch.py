@@ -33,8 +33,6 @@ from torch._C._distributed_c10d import Store
 from equilibra.core.environment import environment_with
 from equilibra.core.errors import RankLostError
 
-__all__ = ["ADVICE", "STORE_S", "Watch", "first_line", "nccl_of", "without_torch_watchdog"]
-
 TICK_S = 0.2
 """interval of the thread's checks"""
 ANSWER_S = 2.0

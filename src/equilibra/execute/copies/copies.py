@@ -30,8 +30,6 @@ from equilibra.execute.experts.weights import HomeExperts
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.record import Moment, Recorder
 
-__all__ = ["Copies", "CopySetting"]
-
 LINKS = {path: Resource.HOST_LINK if path is Path.HOST else Resource.COPY_ENGINE for path in Path}
 
 

@@ -35,8 +35,6 @@ from equilibra.execute.copies.transfer import Copied, TransferEngine
 from equilibra.execute.group import ExpertGroup, Pending, Ready
 from equilibra.execute.record import mark
 
-__all__ = ["DeviceEngine", "DevicePath", "banks_of", "streams_are_serial"]
-
 
 class DevicePath(Protocol):
     """Where a GPU pulls from. Every call queues its work on the current stream."""

@@ -26,8 +26,6 @@ from equilibra.execute.copies.segment import PAGE, map_of_node, pages, view_of
 from equilibra.execute.copies.transfer import Copied, TransferEngine
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready, Then
 
-__all__ = ["HostEngine"]
-
 
 class HostEngine(TransferEngine):
     """Copies through one segment per node."""

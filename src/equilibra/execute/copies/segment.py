@@ -25,11 +25,6 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError, ExecuteError
 from equilibra.execute.group import ExpertGroup
 
-__all__ = [
-    "PAGE", "Signals", "create_segment", "map_of_node", "open_segment", "pages", "register_with_device", "unregister",
-    "view_of",
-]  # fmt: skip
-
 GREATER_OR_EQUAL = 0
 FOREVER = np.iinfo(np.int64).max
 

@@ -23,8 +23,6 @@ from equilibra.execute.group import Channel, ExpertGroup, Pending
 from equilibra.execute.kernels import add_in_order
 from equilibra.execute.record import Moment
 
-__all__ = ["Sources", "StandingStore"]
-
 
 class StandingStore:
     """The standing copies of one plan."""

@@ -23,8 +23,6 @@ from torch.nn import functional
 
 from equilibra.execute.kernels import Activation, ExpertGradients, ExpertParts, RowWeights, grouped
 
-__all__ = ["activate", "activation_gradient", "backward", "forward"]
-
 
 def activate(kind: Activation, h_N2F: Tensor) -> Tensor:
     """[N, F] activation of the first product."""

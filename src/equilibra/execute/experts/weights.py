@@ -25,8 +25,6 @@ from equilibra.core.errors import InputError, StaleError
 from equilibra.execute.experts import MoESpec
 from equilibra.execute.kernels import ExpertGradients, ExpertParts, add_in_order
 
-__all__ = ["ExpertWeights", "FlatLayout", "HomeExperts", "refuse_wrappers"]
-
 ALIGNMENT = 8
 """values: 16 bytes of the narrowest dtype"""
 SAMPLE = 64

@@ -31,8 +31,6 @@ from equilibra.execute.kernels import (
 )
 from equilibra.execute.kernels.shares import launches_of
 
-__all__ = ["Groups", "backward", "expect", "forward", "serves"]
-
 TYPES = (torch.bfloat16, torch.float16)
 BM = 128
 """rows of a tile"""

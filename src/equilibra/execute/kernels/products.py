@@ -27,9 +27,6 @@ import inspect
 import triton
 import triton.language as tl
 
-__all__ = ["activation_gradient", "bias_gradient", "bias_products", "first_product", "gradients", "product"]
-
-
 COUNTS = ["num_tiles", "kept_from", "kept_to", "unit", "bias_unit", "down_unit", "gate_up_unit", "weights",
           "biases", "sums", "down_sums", "gate_up_sums"]  # fmt: skip
 TABLES = ["places", "bias_places", "down_places", "gate_up_places", "tiles", "offsets", "work", "shares", "like",

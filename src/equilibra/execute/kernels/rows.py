@@ -20,8 +20,6 @@ from torch import Tensor
 
 from equilibra.execute.kernels import launch, multiprocessors
 
-__all__ = ["add_in_order", "plain_sum", "spread", "weighted_sum"]
-
 
 def spread(
     tokens_TD: Tensor, row_of_pair_TK: Tensor, rows_ND: Tensor, pairs_TK: Tensor | None = None,

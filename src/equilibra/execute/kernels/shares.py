@@ -27,8 +27,6 @@ import numpy as np
 
 from equilibra.core.kernel import inlined, kernel
 
-__all__ = ["Part", "launches_of", "shares_of"]
-
 
 class Part(IntEnum):
     """Parts of a launch, in the order of computation."""

@@ -43,8 +43,6 @@ from equilibra.execute.state.checkpoint_files import (
 )
 from equilibra.execute.state.checkpoint_state import Loading, Snapshot, Trained
 
-__all__ = ["Checkpoints", "Loaded", "Saving", "checkpoint_steps", "remove_checkpoint"]
-
 # --- the folder of a run's checkpoints ---
 # Only world rank 0 changes it. A kill at any moment leaves every complete checkpoint complete (see the names in
 # `checkpoint_files`). A checkpoint newer than the one this run resumed from is set aside, never deleted.

@@ -39,8 +39,6 @@ from torch.distributed.checkpoint.planner import SavePlan
 from equilibra.core.atomic import cannot, flush_to_disk
 from equilibra.core.errors import InputError
 
-__all__ = ["Manifest", "StoredTensor", "finish", "read_manifest", "read_tensors", "verify", "write_shard"]
-
 FORMAT, VERSION = "equilibra-checkpoint", 1
 MANIFEST = "manifest.json"
 FILE_NAME = re.compile(r"\.?[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*")

@@ -32,8 +32,6 @@ from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.runtime import Runtime
 
-__all__ = ["Carried", "LayerMove", "Migrated", "layer_move", "migrate", "optimizer_tensors"]
-
 ALIGNMENT = 16
 """bytes; columns start at multiples of it"""
 

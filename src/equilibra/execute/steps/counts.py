@@ -21,8 +21,6 @@ from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["Route", "StepCounts", "check_routing", "gather_counts", "recorded_experts", "send_sequences"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Route:

@@ -23,11 +23,6 @@ from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.checkpoint_state import nonfinite
 from equilibra.execute.steps.masters import LOW
 
-__all__ = [
-    "check_experts_are_whole", "check_replicated", "clip_gradients", "dense_parameters", "gradient_norm", "gradient_of",
-    "is_sharded", "nonfinite_gradients", "sharded_and_summed", "sum_dense_gradients",
-]  # fmt: skip
-
 # --- equal dense weights ---
 # Ranks seeded differently, or loaded from different files, train different models without any collective failing.
 # So ranks compare hashes of their dense weights, computed on the device.

@@ -21,8 +21,6 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.execute.group import Channel
 from equilibra.execute.runtime import Runtime
 
-__all__ = ["LOW", "Attached", "float32_masters", "masters_or_parameters"]
-
 LOW = (torch.bfloat16, torch.float16)
 
 Masters = dict[nn.Parameter, nn.Parameter]

@@ -35,8 +35,6 @@ from equilibra.plan.step import Equilibra, late_stages
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["BalancerSetting", "OwnSchedule", "PlannedStep", "cache_folder", "own_schedule", "plan_of_counts", "warm"]
-
 SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
 
 

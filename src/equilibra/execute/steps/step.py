@@ -26,8 +26,6 @@ from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.counts import Route, StepCounts, send_sequences
 from equilibra.execute.steps.planning import PlannedStep
 
-__all__ = ["Step", "begin_step", "executed_rows", "measured_record"]
-
 # --- the record of a measured step ---
 
 
