@@ -111,7 +111,7 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
     all of a copy's time counts.
     """
     weights, group = layers.runtime.weights[0], layers.group
-    kind, home = layers.runtime.activation, weights.homes()[:1]
+    kind, home = layers.runtime.spec.activation, weights.homes()[:1]
     problems = case.load.num_experts * case.load.num_micro_batches
     num_rows = max(case.num_tokens * case.top_k // problems, 1)
     rows_ND = torch.randn(num_rows, weights.spec.hidden)

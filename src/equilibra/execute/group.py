@@ -63,7 +63,6 @@ class Pending(Protocol):
 
     def wait(self) -> None:
         """Wait until it is done; RankLostError if it cannot finish."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -71,12 +70,12 @@ class Ready:
     """An operation that is already done."""
 
     def wait(self) -> None:
-        """Return at once."""
+        pass
 
 
 @dataclass(eq=False)
 class Then:
-    """An operation with something to do once it is done: the first `wait` does it."""
+    """An operation followed by an action of the host, which the first `wait` does."""
 
     moving: Pending
     action: Callable[[], None] | None
@@ -115,7 +114,7 @@ class _Work:
 
 
 _Trial = Callable[[dist.ProcessGroup, torch.device], object]
-"""moves one value between ranks as an operation does"""
+"""moves one value between all ranks that an operation connects"""
 
 
 def _try_exchange(group: dist.ProcessGroup, device: torch.device) -> None:
@@ -347,9 +346,7 @@ def patient_group(group: ExpertGroup, *, timeout_s: float, what: str) -> ExpertG
 
 
 def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGroup:
-    """Collective over all processes, a multiple of the cluster's ranks: this one's group; without torch.distributed,
-    alone.
-    """
+    """Collective over all processes, a multiple of the cluster's ranks; a group of one without torch.distributed."""
     check_number("timeout_s", timeout_s, above=0, high=1e6, below=True)
     world = dist.get_world_size() if dist.is_available() and dist.is_initialized() else 1
     size = cluster.num_ranks
@@ -363,13 +360,12 @@ def join_expert_group(cluster: Cluster, *, timeout_s: float = 300.0) -> ExpertGr
     me, per_node = dist.get_rank(), cluster.ranks_per_node
     groups = [list(range(first, first + size)) for first in range(0, world, size)]
     nodes = [list(range(first, first + per_node)) for first in range(0, world, per_node)]
-    replicas = [list(range(first, world, size)) for first in range(size)]
     members = {
         Channel.DISPATCH: groups, Channel.STANDING: groups, Channel.COPIES: nodes, Channel.GRADIENTS: nodes,
         Channel.CONTROL: [list(range(world))], Channel.DENSE: [list(range(world))],
     }  # fmt: skip
     if world > size:
-        members[Channel.REPLICAS] = replicas
+        members[Channel.REPLICAS] = [list(range(first, world, size)) for first in range(size)]
     channels = {}
     with lost_rank_is_an_error("joining the expert-parallel group"):
         for channel, parts in members.items():

@@ -5,7 +5,7 @@ Symbols: T tokens of this rank in the micro-batch, L layers, K experts per token
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol, Self
@@ -85,14 +85,10 @@ def on_device(visit: Visit, sent: SendTable, received: ReceiveTable, rank: int, 
 class Running(Protocol):
     """What MicroBatch needs of the Runtime."""
 
+    weights: list[ExpertWeights]
     current: MicroBatch | None
+    armed: GroupPlan | None
     most_table_bytes: int
-
-    @property
-    def weights(self) -> Sequence[ExpertWeights]: ...
-
-    @property
-    def armed(self) -> GroupPlan | None: ...
 
 
 class MicroBatch:

@@ -391,7 +391,7 @@ class Experts(torch.autograd.Function):
         instances = runtime.instances(key, visit.direction)
         with runtime.recorder.span(Kind.EXPERTS, Resource.COMPUTE, key, visit.direction, tokens=visit.tables.num_rows):
             y, h = expert_math.forward(
-                runtime.activation, rows_ND, visit.tables.instance_sizes, instances, keep=any(ctx.needs_input_grad)
+                runtime.spec.activation, rows_ND, visit.tables.instance_sizes, instances, keep=any(ctx.needs_input_grad)
             )
         ctx.save_for_backward(rows_ND, h)
         return y

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from equilibra.core.visit import VisitKey
+from equilibra.core.visit import CopyList, VisitKey
 from equilibra.events.schema import EVENT, Direction, Kind, Resource
 
 Moment = float | torch.cuda.Event
@@ -39,7 +39,7 @@ def direction_now() -> Direction:
 
 
 class Recorder:
-    """Collects the spans of a step."""
+    """Collects the spans of a step on this rank."""
 
     def __init__(
         self, rank: int, *, on: bool = True,
@@ -96,14 +96,12 @@ class Recorder:
             self._rows.append((about, start, end))
 
     def moved(
-        self, kind: Kind, resource: Resource, key: VisitKey, span: Span, experts: NDArray[np.int32],
-        peers: NDArray[np.int32], *, num_bytes: int,
-    ) -> None:  # fmt: skip
-        """Record one event per expert that has arrived."""
-        start, end = span
+        self, kind: Kind, resource: Resource, key: VisitKey, span: Span, copies: CopyList, *, num_bytes: int
+    ) -> None:
+        """Record one event per copy held here that has arrived, or whose gradient has returned."""
         direction = Direction.BACKWARD if kind in (Kind.FLASH_GRADIENT, Kind.STANDING_GRADIENT) else Direction.FORWARD
-        for expert, peer in zip(experts.tolist(), peers.tolist(), strict=True):
-            self.add(kind, resource, key, direction, start, end, num_bytes=num_bytes, peer=peer, expert=expert)
+        for expert, peer in zip(copies.held_expert.tolist(), copies.held_origin.tolist(), strict=True):
+            self.add(kind, resource, key, direction, *span, num_bytes=num_bytes, peer=peer, expert=expert)
 
     def taken(self) -> NDArray[np.void]:
         for _, *span in self._rows:

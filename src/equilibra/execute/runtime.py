@@ -19,7 +19,7 @@ from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import Visit, VisitKey, only_homes, signed_ids
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.copies import Copies, CopySetting
-from equilibra.execute.experts import Activation, MoESpec, expert_math
+from equilibra.execute.experts import MoESpec, expert_math
 from equilibra.execute.experts.weights import ExpertWeights, refuse_wrappers
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.kernels import ExpertGradients, ExpertParts, RowWeights
@@ -59,7 +59,8 @@ class Runtime:
         """why the state in memory must not be used"""
         self.most_table_bytes = 0
         """peak memory of a micro-batch's routing and tables since the plan was armed"""
-        self._armed: GroupPlan | None = None
+        self.armed: GroupPlan | None = None
+        """the plan under execution"""
         self._copies: Copies | None = None
 
     # --- set up ---
@@ -77,16 +78,6 @@ class Runtime:
         return self.weights[0].spec
 
     @property
-    def activation(self) -> Activation:
-        return self.spec.activation
-
-    @property
-    def _narrow(self) -> torch.dtype:
-        """Dtype of expert numbers on the way from the device to tables."""
-        dtype: torch.dtype = getattr(torch, signed_ids(self.placement.num_experts).name)
-        return dtype
-
-    @property
     def gpu(self) -> torch.device | None:
         """The GPU that computes the experts; None on the host."""
         device = self.weights[0].device if self.weights else None
@@ -95,7 +86,7 @@ class Runtime:
     # --- plans ---
 
     def arm(self, armed: GroupPlan) -> None:
-        """Execute this plan from now on; homes must have moved already."""
+        """Collective: execute this plan from now on; homes must have moved already."""
         if armed.plan.placement != self.placement:
             raise InputError("a plan was armed before its homes had moved")
         armed.plan.check(armed.load, spare_slots=self.setting.spare_slots)
@@ -104,23 +95,18 @@ class Runtime:
             self._copies.close()
             self._copies = None
         if self._copies is None:
-            self.group.agree(self._description(), what="how copies are kept and what experts are")
+            text = f"{self.setting} {self.spec} {self.weights[0].dtype} {len(self.weights)}"
+            self.group.agree(
+                f"settings {sha256(text.encode()).hexdigest()[:16]}: {text}",
+                what="how copies are kept and what experts are",
+            )
             self._copies = Copies(self.group, self.weights, self.setting, self.recorder)
         self._copies.arm(armed)
-        self._armed, self.most_table_bytes = armed, 0
+        self.armed, self.most_table_bytes = armed, 0
         self._offer_weights()
 
-    def _description(self) -> str:
-        """Everything about copies and experts that must be equal on every rank."""
-        text = f"{self.setting} {self.spec} {self.weights[0].dtype} {len(self.weights)}"
-        return f"settings {sha256(text.encode()).hexdigest()[:16]}: {text}"
-
-    @property
-    def armed(self) -> GroupPlan | None:
-        return self._armed
-
     def check_whole(self, asked: str = "") -> None:
-        """Raise BrokenStateError if the state in memory is mixed; asked: what cannot be done then."""
+        """Raise BrokenStateError if an interrupted load or move left mixed state; asked: what cannot be done then."""
         if self.broken is not None:
             raise BrokenStateError(f"cannot {asked}: {self.broken}" if asked else self.broken)
 
@@ -129,7 +115,7 @@ class Runtime:
         self.bring_gradients_home()
         if self._copies is not None:
             self._copies.forget()
-        self._armed = None
+        self.armed = None
 
     def weights_changed(self) -> None:
         """Collective, after weights changed: drop all copies and publish the new weights."""
@@ -141,7 +127,7 @@ class Runtime:
     def _offer_weights(self) -> None:
         for weights in self.weights:
             weights.note_version()
-        if self._armed is not None and self._copies is not None:
+        if self.armed is not None and self._copies is not None:
             self._copies.offer(self.version)
 
     def __deepcopy__(self, _memo: dict[int, object]) -> Runtime:
@@ -173,7 +159,7 @@ class Runtime:
 
     def tables(self, layer: int, experts_TK: Tensor) -> Tables:
         """Where this layer's rows go: from the plan if it covers them, else from counts that ranks exchange."""
-        micro_batch, armed = self.current, self._armed
+        micro_batch, armed = self.current, self.armed
         if micro_batch is None or armed is None:
             return self._counted_tables(only_homes(self.placement, self.key(layer)), experts_TK)
         visit = armed.plan.visit(*micro_batch.key(layer))
@@ -190,7 +176,8 @@ class Runtime:
     def _counted_tables(self, visit: Visit, experts_TK: Tensor) -> Tables:
         """Every source tells every rank how many rows its instances get."""
         group, rank, layer = self.group, self.group.rank, visit.key.layer
-        sent = visit.send_table(experts_TK.to(self._narrow).cpu().numpy(), rank)
+        narrow: torch.dtype = getattr(torch, signed_ids(self.placement.num_experts).name)
+        sent = visit.send_table(experts_TK.to(narrow).cpu().numpy(), rank)
         experts_of_rank = [visit.on_rank(r) for r in range(group.num_ranks)]
         mine = experts_of_rank[rank]
         told = torch.from_numpy(np.concatenate([sent.counts_RE[r, of] for r, of in enumerate(experts_of_rank)]))
@@ -221,7 +208,7 @@ class Runtime:
 
     def _copies_of(self, key: VisitKey) -> Copies | None:
         """The copies, if the visit belongs to a planned micro-batch."""
-        return self._copies if self._armed is not None and key.micro_batch >= 0 else None
+        return self._copies if self.armed is not None and key.micro_batch >= 0 else None
 
     # --- backward ---
 
@@ -247,7 +234,7 @@ class Runtime:
 
         try:
             expert_math.backward(
-                self.activation, saved, tables.instance_sizes, instances, wanted, dx_ND, weighted=weighted,
+                self.spec.activation, saved, tables.instance_sizes, instances, wanted, dx_ND, weighted=weighted,
                 num_first=num_first, num_last=len(instances) - num_kept, after_last=send,
             )  # fmt: skip
         except BaseException:
@@ -265,14 +252,20 @@ class Runtime:
         self.bring_gradients_home()
         if self.group.num_groups > 1:
             start = self.recorder.now()
-            self._sum_over_replicas()
+            what = "summing experts' gradients over data-parallel groups"
+            sums = [
+                self.group.sum(Channel.REPLICAS, gradient, what=what) for weights in self.weights
+                for name in weights.names if (gradient := weights.gradient_of(name)) is not None
+            ]  # fmt: skip
+            for under_way in sums:
+                under_way.wait()
             self.recorder.add(
                 Kind.REDUCE, Resource.NIC, VisitKey.once(), Direction.BACKWARD, start, self.recorder.now()
             )
 
     def bring_gradients_home(self) -> None:
-        """Collective: add gradients of copies to those of their homes."""
-        if self._copies is not None and self._armed is not None:
+        """Collective: add gradients of copies to their homes'."""
+        if self._copies is not None and self.armed is not None:
             self._copies.finish_returns()
             self._copies.return_standing()
             self._copies.finish_reads()
@@ -280,23 +273,12 @@ class Runtime:
 
     def discard_gradients(self) -> None:
         """Drop the gradients of experts, including those of copies."""
-        if self._copies is not None and self._armed is not None:
+        if self._copies is not None and self.armed is not None:
             self._copies.finish_returns()
             self._copies.standing.gradients_CP.zero_()
         for weights in self.weights:
             weights.drop_gradients()
         self.gradients_under_way = False
-
-    def _sum_over_replicas(self) -> None:
-        sums = []
-        for weights in self.weights:
-            for name in weights.names:
-                gradient = weights.gradient_of(name)
-                if gradient is not None:
-                    what = "summing experts' gradients over data-parallel groups"
-                    sums.append(self.group.sum(Channel.REPLICAS, gradient, what=what))
-        for under_way in sums:
-            under_way.wait()
 
     def memory_bytes(self) -> dict[str, int]:
         copies = self._copies.memory_bytes() if self._copies is not None else dict.fromkeys(MEMORY, 0)
@@ -313,4 +295,4 @@ class Runtime:
     def close(self) -> None:
         if self._copies is not None:
             self._copies.close()
-            self._copies = self._armed = None
+            self._copies = self.armed = None

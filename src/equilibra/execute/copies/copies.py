@@ -1,8 +1,8 @@
-"""Copies on this rank: prefetch them ahead of the layers that need them, and return their gradients.
+"""Copies on this rank: prefetched ahead of the layers that need them, and their gradients returned.
 
 Every rank runs the same program, so collective calls come in the same order everywhere. Prefetching follows the order
 of visits: next layers in the forward pass, previous ones in the backward pass, then the next micro-batch; frameworks
-with an order of their own say which comes next. A wrong guess costs a fetch, never a result. The update never
+with an order of their own say which visit comes next. A wrong guess costs a fetch, never a result. The update never
 prefetches across the end of a mini-batch, where weights change.
 """
 
@@ -21,7 +21,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.plan import GroupPlan
 from equilibra.core.visit import CopyList, Stage, VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
-from equilibra.execute.copies.device import DeviceEngine, banks_of, streams_are_serial
+from equilibra.execute.copies.device import DeviceEngine, streams_are_serial
 from equilibra.execute.copies.device_paths import BothPath, IpcPath, PinnedPath, ipc_works
 from equilibra.execute.copies.host import HostEngine
 from equilibra.execute.copies.standing import Sources, StandingStore
@@ -130,7 +130,7 @@ class Copies:
         if path is Path.COLLECTIVE:
             return CollectiveEngine(self.group, num_slots=slots, row=row, gradient_dtype=dtype)
         if row.device.type == "cuda":
-            banks_2SP = banks_of(slots, row, dtype)
+            banks_2SP = torch.zeros(2, slots, row.numel(), dtype=dtype, device=row.device)
             if path is Path.HOST:
                 return DeviceEngine(self.group, banks_2SP, row, PinnedPath(self.group, banks_2SP, row))
             if path is Path.IPC:
@@ -155,12 +155,13 @@ class Copies:
     def offer(self, version: int) -> None:
         """Publish this version of the weights for copying."""
         self.version = version
-        ahead = self.setting.prefetch_depth + 1 if set(self._path.values()) <= {Path.COLLECTIVE} else len(self.weights)
+        one_sided = bool(set(self._path.values()) - {Path.COLLECTIVE})
+        ahead = len(self.weights) if one_sided else self.setting.prefetch_depth + 1
         for layer in range(min(ahead, len(self.weights))):  # what is published may be made of standing copies
             self.standing.start(layer)
         if self.armed is None:
             return
-        for layer, weights in enumerate(self.weights) if set(self._path.values()) - {Path.COLLECTIVE} else ():
+        for layer, weights in enumerate(self.weights) if one_sided else ():
             weights.check_version(layer)  # other ranks read them from now on
         for path in dict.fromkeys(self._path.values()):
             stages = [stage for stage in Stage if self._path[stage] is path]
@@ -178,15 +179,12 @@ class Copies:
         start = self.recorder.now()
         arrived = self.standing.wait(key.layer)
         if arrived is not None:
-            once = VisitKey.once(key.layer, key.stage)
-            span = (self.standing.asked[key.layer], self.recorder.now())
-            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, span,
-                                arrived.held_expert, arrived.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
+            once, span = VisitKey.once(key.layer, key.stage), (self.standing.asked[key.layer], self.recorder.now())
+            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, span, arrived, num_bytes=self._row.nbytes)
         copies, path = self.list_of(key), self._path[key.stage]
         taken = self._slots.take(key, copies, self._engines[path], self.version)
         if taken.span is not None:
-            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], key, taken.span, copies.held_expert,
-                                copies.held_origin, num_bytes=self._row.nbytes)  # fmt: skip
+            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], key, taken.span, copies, num_bytes=self._row.nbytes)
         if len(taken.rows_nP) or self.standing.num_held(key.layer):
             self.recorder.add(Kind.WAIT, Resource.COMPUTE, key, direction, start, self.recorder.now())
         for there in self._order(key, direction):
@@ -234,18 +232,19 @@ class Copies:
     # --- gradients ---
 
     def settle(self, layer: int) -> None:
-        """Before a layer's gradients are written: wait for what is being added to them."""
+        """Wait for what is being added to a layer's gradients, before they are written."""
         if layer in self._summing:  # in other layers sums may still be under way
             self._finish_sums()
 
     def flash_gradients(self, key: VisitKey) -> list[Any]:
+        """Buffers for the gradients of a visit's flash copies."""
         self._end_return()
         self.settle(key.layer)
         engine = self._engines[self._path[key.stage]]
         return self.weights[key.layer].layout.experts(engine.gradient_slots(self.list_of(key)))
 
     def send_gradients(self, key: VisitKey) -> None:
-        """Start returning those gradients to their homes."""
+        """Start returning the gradients of a visit's flash copies to their homes."""
         copies = self.list_of(key)
         moving = self._engines[self._path[key.stage]].give_back(copies)
         self._returning = _Return(moving=moving, key=key, copies=copies, started=self.recorder.now())
@@ -267,20 +266,18 @@ class Copies:
             if done.copies.num_in_node:
                 self._summing.add(done.key.layer)
             span = getattr(done.moving, "span", (done.started, self.recorder.now()))
-            self.recorder.moved(Kind.FLASH_GRADIENT, Resource.COPY_ENGINE, done.key, span,
-                                done.copies.held_expert, done.copies.held_origin,
-                                num_bytes=self._gradient_bytes)  # fmt: skip
+            link, num_bytes = Resource.COPY_ENGINE, self._gradient_bytes
+            self.recorder.moved(Kind.FLASH_GRADIENT, link, done.key, span, done.copies, num_bytes=num_bytes)
 
     def return_standing(self, layers: Collection[int] | None = None) -> None:
         """Collective: add gradients of standing copies to their homes'. layers: None for all."""
         start = self.recorder.now()
         layers = self.standing.layers if layers is None else layers
         self.standing.give_back(layers)
-        span = (start, self.recorder.now())
+        span, num_bytes = (start, self.recorder.now()), self._gradient_bytes
         for held in map(self.standing.list_of, layers):
             once = VisitKey.once(held.layer)
-            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held.held_expert, held.held_origin,
-                                num_bytes=self._gradient_bytes)  # fmt: skip
+            self.recorder.moved(Kind.STANDING_GRADIENT, Resource.NIC, once, span, held, num_bytes=num_bytes)
 
     @property
     def _gradient_bytes(self) -> int:

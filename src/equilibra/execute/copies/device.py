@@ -49,19 +49,15 @@ class DevicePath(Protocol):
 
     def publish(self, copied: Copied, source: Sources) -> None:
         """Collective: make new weights available to pull."""
-        ...
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:
         """Fill slots with the copies this rank holds."""
-        ...
 
     def push_gradients(self, bank: int, count: int) -> None:
         """Make the first `count` gradients of this rank's bank available to their origins."""
-        ...
 
     def gradients(self, copies: CopyList, bank: int, rows_kP: Tensor) -> list[Tensor]:
         """Gradients of other ranks' copies of this rank's instances, by holder and expert: pulled or in place."""
-        ...
 
     def close(self) -> None: ...
 
@@ -69,11 +65,6 @@ class DevicePath(Protocol):
 def streams_are_serial() -> bool:
     """Whether the environment gives all streams of a GPU one queue, as Megatron's launchers may."""
     return os.environ.get("CUDA_DEVICE_MAX_CONNECTIONS") == "1"
-
-
-def banks_of(num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> Tensor:
-    """[2, S, P] zeros for gradients of the copies that a rank holds."""
-    return torch.zeros(2, num_slots, row.numel(), dtype=gradient_dtype, device=row.device)
 
 
 class DeviceEngine(TransferEngine):

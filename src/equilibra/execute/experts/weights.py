@@ -67,7 +67,6 @@ class HomeExperts(Protocol):
     @property
     def gradient_dtype(self) -> torch.dtype:
         """Of copies' gradients: float32, or the weights' if it is wider"""
-        ...
 
     @property
     def device(self) -> torch.device: ...
@@ -75,29 +74,23 @@ class HomeExperts(Protocol):
     @property
     def learns(self) -> bool:
         """Whether any part is trained; equal on every rank."""
-        ...
 
     def memory(self) -> list[Tensor]:
         """The tensors that hold the weights, equally many on every rank."""
-        ...
 
     def place(self, slot: int, part: int) -> tuple[int, int]:
         """Where a part of the expert in a slot is: which tensor of `memory`, and which row of it."""
-        ...
 
     def slot_of(self, expert: int) -> int: ...
 
     def check_version(self, layer: int) -> None:
         """Raise StaleError if the weights are not those that copies may be made of; wait for them if they come."""
-        ...
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:
         """Copy an expert into its flat form."""
-        ...
 
     def add_gradient(self, expert: int, *rows_P: Tensor) -> None:
         """Add flat gradients to that of a home expert, in order."""
-        ...
 
 
 class ExpertWeights(nn.Module):
