@@ -303,7 +303,7 @@ def ahead_against_late(case: Case) -> dict[str, Any]:
         "weights": max(float((value - weights[name]).abs().max()) for name, value in late.weights().items()),
         "visits ahead": sum(one.num_ahead for one in layers),
         "visits late": sum(one.num_late for one in layers),
-        "left": ahead.balancer.copies.found.num_arriving,
+        "left": ahead.balancer.copies.found._slots.num_arriving,
     }
 
 
@@ -382,9 +382,9 @@ def cut_off() -> dict[str, Any]:
         with contextlib.suppress(TypeError):
             ahead._replayed(ahead.model, 1, ahead.routing(1))
         ahead.layers[0].combine, ahead._begun = combine, 0
-        left.append(ahead.balancer.copies.found.num_arriving)
+        left.append(ahead.balancer.copies.found._slots.num_arriving)
         ahead.balancer.end()
-        left.append(ahead.balancer.copies.found.num_arriving)
+        left.append(ahead.balancer.copies.found._slots.num_arriving)
     for found, one in zip(losses, (late, ahead), strict=True):
         found.append(one.step(1))
     return {"losses": losses, "left": left}

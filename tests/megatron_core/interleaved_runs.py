@@ -89,7 +89,7 @@ def against_plain(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": losses, "weights": _gap(plain, balanced), "weights of late": _gap(late, balanced),
         "copies": balanced.copies, "visits ahead": sum(one.num_ahead for one in layers),
-        "left": balanced.balancer.copies.found.num_arriving,
+        "left": balanced.balancer.copies.found._slots.num_arriving,
     }  # fmt: skip
 
 

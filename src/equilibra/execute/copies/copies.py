@@ -200,11 +200,6 @@ class Copies:
         """Whether a visit's flash copies are here or on their way."""
         return self._slots.has(key)
 
-    @property
-    def num_arriving(self) -> int:
-        """Visits whose flash copies are on their way."""
-        return self._slots.num_arriving
-
     def list_of(self, key: VisitKey) -> CopyList:
         found = self.lists.get(key)
         if found is None:

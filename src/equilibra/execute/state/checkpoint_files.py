@@ -38,6 +38,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 
 from equilibra.core.atomic import cannot, flush_to_disk
 from equilibra.core.errors import InputError
+from equilibra.execute.watch import first_line
 
 FORMAT, VERSION = "equilibra-checkpoint", 1
 MANIFEST = "manifest.json"
@@ -103,20 +104,17 @@ def disk_errors(verb: str, path: Path) -> Iterator[None]:
             cause = cause.__context__
         if isinstance(cause, OSError):
             raise cannot(verb, path, cause) from error
-        first_line = (str(error).strip() or type(error).__name__).splitlines()[0]
-        raise InputError(f"cannot {verb} {path}: {first_line}") from error
+        raise InputError(f"cannot {verb} {path}: {first_line(error)}") from error
 
 
 def write_shard(folder: Path, state: Mapping[str, Tensor], rank: int) -> None:
     """Write this rank's tensors, and a note of them for `finish`. On disk when it returns."""
-    note: dict[str, Any] = {"tensors": {}, "files": {}}
     with disk_errors("write", folder):
         if not folder.is_dir():
             raise InputError(f"rank {rank} cannot see {folder}, which rank 0 made: ranks must share a file system")
-        for key, stored in _write_tensors(folder, dict(state), rank).items():
-            note["tensors"][key] = asdict(stored)
-        for name in {stored["file"] for stored in note["tensors"].values()}:
-            note["files"][name] = asdict(_stored_file(folder / name))
+        tensors = {key: asdict(stored) for key, stored in _write_tensors(folder, dict(state), rank).items()}
+        names = {stored["file"] for stored in tensors.values()}
+        note = {"tensors": tensors, "files": {name: asdict(_stored_file(folder / name)) for name in names}}
         _write_bytes(_note(folder, rank), json.dumps(note).encode())
 
 
@@ -135,7 +133,7 @@ def _write_tensors(folder: Path, state: dict[str, Tensor], rank: int) -> dict[st
     for result in writer.write_data(planner.finish_plan(plan), planner).wait():
         key, where = result.index.fqn, result.storage_data
         found[key] = StoredTensor(
-            dtype=_dtype_name(state[key].dtype), shape=tuple(state[key].shape), file=where.relative_path,
+            dtype=str(state[key].dtype).removeprefix("torch."), shape=tuple(state[key].shape), file=where.relative_path,
             first=where.offset, num_bytes=where.length,
         )  # fmt: skip
     return found
@@ -248,10 +246,6 @@ def _metadata(tensors: Mapping[str, StoredTensor]) -> Metadata:
 
 def _origin(stored: StoredTensor) -> torch.Size:
     return torch.Size([0] * len(stored.shape))
-
-
-def _dtype_name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
 
 
 def _note(folder: Path, rank: int) -> Path:

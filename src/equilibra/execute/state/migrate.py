@@ -121,20 +121,6 @@ Carried = Callable[[nn.Parameter], Mapping[str, Tensor]]
 DEFAULT_STAGING_BYTES = 256 << 20
 
 
-@dataclass(kw_only=True)
-class Migrated:
-    """Statistics of a migration."""
-
-    num_moves: int
-    """experts that changed home, over all ranks of the group"""
-    num_bytes: int = 0
-    """sent by this rank"""
-    num_exchanges: int = 0
-    """all-to-all calls"""
-    staging_bytes: int
-    """temporary memory on this rank"""
-
-
 def optimizer_tensors(
     optimizer: torch.optim.Optimizer, masters: Mapping[nn.Parameter, Tensor] | None = None
 ) -> Carried:
@@ -152,7 +138,7 @@ def optimizer_tensors(
 
 def migrate(
     runtime: Runtime, migration: Migration, carried: Carried | None = None, *, max_bytes: int = DEFAULT_STAGING_BYTES
-) -> Migrated:
+) -> None:
     """Collective, between optimizer steps: move experts to their homes in `migration.after`; max_bytes: of staging."""
     runtime.check_whole()
     group = runtime.group
@@ -165,23 +151,25 @@ def migrate(
         lambda: _staging(checked.staging_bytes, runtime.weights[0].device),
         what=f"taking {checked.staging_bytes} bytes of memory to move homes",
     )
-    done, moved = Migrated(num_moves=migration.num_moves, staging_bytes=checked.staging_bytes), list[LayerMove]()
+    moved: list[LayerMove] = []
     with _broken_if_cut_off(runtime, moved, len(checked.moves)):
         for move in checked.moves:
-            begin = perf_counter()
-            num_bytes = _move_layer(group, move, checked.tensors[move.layer], staging, done)
-            _record(runtime, move, num_bytes, begin)
+            begin, tensors = perf_counter(), checked.tensors[move.layer]
+            for rows_HB in tensors:
+                width = width_of(move, rows_HB.shape[1], staging.numel())
+                for first in range(0, rows_HB.shape[1], width):
+                    move_columns(group, move, rows_HB[:, first : first + width], staging)
+            _record(runtime, move, sum(rows_HB.shape[1] for rows_HB in tensors), begin)
             moved.append(move)
         group.all_succeed(lambda: None, what="hearing from all ranks that their homes have moved")
         for layer, weights in enumerate(runtime.weights):
             weights.experts = np.flatnonzero(migration.after.home_of_expert[layer] == group.rank).astype(np.int32)
         runtime.placement = migration.after
     runtime.weights_changed()
-    return done
 
 
 class _Checked(NamedTuple):
-    """What is to be done, once it is known that it can be."""
+    """What a migration will do, once it is known that it can."""
 
     moves: list[LayerMove]
     tensors: dict[int, list[Tensor]]
@@ -191,7 +179,7 @@ class _Checked(NamedTuple):
 
 
 def _checked(runtime: Runtime, migration: Migration, carried: Carried | None, max_bytes: int) -> _Checked:
-    """Look at everything and change nothing."""
+    """Raise InputError or BudgetError if homes cannot move; changes nothing."""
     _check_moment(runtime, migration)
     hashed = hashlib.sha256(f"{max_bytes}".encode())
     for placement in (migration.before, migration.after):
@@ -209,7 +197,7 @@ def _checked(runtime: Runtime, migration: Migration, carried: Carried | None, ma
 
 
 def _check_moment(runtime: Runtime, migration: Migration) -> None:
-    """Whether homes can move now, from where they are."""
+    """Raise InputError if homes cannot move now, or not from where they are."""
     if migration.before != runtime.placement:
         raise InputError(
             "cannot move homes: the migration starts from another placement than the one the experts are at; plan it "
@@ -255,29 +243,13 @@ def _tensors_of(runtime: Runtime, layer: int, carried: Carried | None) -> tuple[
 
 
 def _staging(num_bytes: int, device: torch.device) -> Tensor:
-    """The only memory that a migration takes."""
+    """The only memory that a migration allocates."""
     return torch.empty(num_bytes, dtype=torch.uint8, device=device)
-
-
-def _move_layer(
-    group: ExpertGroup, move: LayerMove, tensors: list[Tensor], staging: Tensor, done: Migrated
-) -> int:  # fmt: skip
-    """Move everything of one layer; returns the bytes of one expert."""
-    expert_bytes = 0
-    for rows_HB in tensors:
-        num_columns = rows_HB.shape[1]
-        expert_bytes += num_columns
-        width = width_of(move, num_columns, staging.numel())
-        for first in range(0, num_columns, width):
-            move_columns(group, move, rows_HB[:, first : first + width], staging)
-            done.num_exchanges += 1
-    done.num_bytes += expert_bytes * len(move.leaving_slots)
-    return expert_bytes
 
 
 @contextmanager
 def _broken_if_cut_off(runtime: Runtime, moved: list[LayerMove], num_layers: int) -> Iterator[None]:
-    """Whatever ends the block early leaves experts in two places or none: mark it, and say so."""
+    """Mark the runtime broken if the block ends early, because experts are then in two places or none."""
     try:
         yield
     except BaseException as error:

@@ -33,7 +33,7 @@ from equilibra.execute.runtime import Runtime
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Entry:
-    """A tensor in a file, or one expert's row of it."""
+    """A tensor in a file, or one expert's row of it, as a view of a parameter: to write, or to read into."""
 
     name: str
     """in the file"""
@@ -74,7 +74,7 @@ class Naming:
         return bool(self.stacked_gate_up)
 
     def with_layers(self, numbers: Iterable[int]) -> Naming:
-        """For a model in which not every layer is an MoE layer."""
+        """The naming of a model in which only these layers are MoE layers."""
         return replace(self, layer_numbers=tuple(numbers))
 
     def name(self, template: str, layer: int, what: str, *, expert: int = 0, matrix: str = "") -> str:
@@ -177,7 +177,12 @@ def logical_weights(
     group, layers = runtime.group, range(len(runtime.weights))
 
     def prepare() -> tuple[Tensor, Tensor]:
-        _check_names(runtime, naming, dense)
+        spec = runtime.spec
+        for layer in layers:
+            for expert in range(spec.num_experts):
+                twice = next((name for name in naming.names_of_expert(spec, layer, expert) if name in dense), None)
+                if twice is not None:
+                    raise InputError(f"two tensors would be called {twice}: rename the dense tensor")
         return room_for_a_layer(runtime)
 
     room = group.all_succeed(prepare, what="streaming weights")
@@ -192,15 +197,6 @@ def logical_weights(
         wait()
         gather_layer(runtime, layer, room)
         yield from tensors_of_layer(runtime, naming, layer, room[1])
-
-
-def _check_names(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor]) -> None:
-    """Raise InputError if the naming does not fit the model, or a dense tensor has an expert's name."""
-    for layer in range(len(runtime.weights)):
-        for expert in range(runtime.spec.num_experts):
-            for name in naming.names_of_expert(runtime.spec, layer, expert):
-                if name in dense:
-                    raise InputError(f"two tensors would be called {name}: rename the dense tensor")
 
 
 def room_for_a_layer(runtime: Runtime, *, receives: bool = True) -> tuple[Tensor, Tensor]:

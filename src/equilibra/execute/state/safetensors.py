@@ -127,7 +127,7 @@ def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, den
 
 
 def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_bytes: int) -> list[_File]:
-    """Files and their tensors; equal on all ranks."""
+    """The files of an export and their tensors; equal on all ranks."""
     check_whole("max_file_bytes", max_bytes, low=1, high=None)
     layers, ranks, size = range(len(runtime.weights)), runtime.group.num_ranks, runtime.weights[0].dtype.itemsize
     found = _split(0, ((name, value.nbytes) for name, value in dense.items()), max_bytes)
@@ -234,7 +234,7 @@ def _write_index(part: Path, files: list[_File], others: list[str]) -> None:
 
 
 def read_entries(folder: Path, wanted: Iterable[tuple[Row, Entry]], *, fill: bool) -> None:
-    """Check, or fill, every entry; anything wrong with a file is an InputError that names it."""
+    """Check the file's tensor of every entry, or copy it there; what is wrong is an InputError that names the file."""
     of_file: dict[str, list[tuple[Row, Entry]]] = {}
     file_of = _index(folder)
     for row, entry in wanted:
@@ -281,7 +281,7 @@ def _index(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise InputError(f"{path} is no index of safetensors: it needs a weight_map of names ({error!r})") from error
     for value in set(names.values()):
-        if Path(value).name != value or value in {"", ".", ".."}:
+        if not _is_plain(value):
             raise InputError(f"{path} names the file {value!r:.80}, which is not in its folder")
     return names
 
@@ -324,18 +324,14 @@ def check_replaceable(folder: Path) -> None:
     if not folder.is_dir():
         return
     named = _others_of(folder)
-    foreign = [path.name for path in folder.iterdir() if not (_is_own(path, named) and _is_file(path))]
+    foreign = [path.name for path in folder.iterdir() if not _is_own(path, named)]
     if foreign:
         raise InputError(f"cannot export to {folder}: it also holds {min(foreign)}; export to a new folder")
 
 
 def _is_own(path: Path, named: list[str]) -> bool:
     is_weights = path.name.startswith("model-") and path.name.endswith(".safetensors")
-    return is_weights or path.name == INDEX or path.name in named
-
-
-def _is_file(path: Path) -> bool:
-    return path.is_file() and not path.is_symlink()
+    return (is_weights or path.name in {INDEX, *named}) and path.is_file() and not path.is_symlink()
 
 
 def _others_of(folder: Path) -> list[str]:
