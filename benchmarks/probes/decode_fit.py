@@ -23,8 +23,8 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
 from equilibra.cost.calibrate import not_negative
-from equilibra.cost.decode import CACHE_BYTES, SHARP, DecodeLaw
-from equilibra.cost.prices import ExpertLaw, row_bytes
+from equilibra.cost.decode import CACHE_BYTES, ROW_NUMBERS, SHARP, DecodeLaw
+from equilibra.cost.prices import ExpertLaw
 
 __all__ = ["DecodeFit", "attention_predicted", "experts_predicted", "fit_decode"]
 
@@ -87,8 +87,15 @@ def attention_predicted(law: DecodeLaw, model: MoEModel, *, batch: int, context:
 def experts_predicted(law: DecodeLaw, model: MoEModel, *, active: int, rows: int) -> float:
     """Microseconds of a measured expert layer: as `decode.experts_us` on one rank."""
     of, factor = law.experts, law.factor_of_experts.get(f"{model.hidden}x{model.expert_ffn}", 1.0)
-    products = active * of.instance_us(model) + rows * of.row_us(model, backward=False)
+    moved = _row_kb(model) / of.row_gb_per_s if of.row_gb_per_s else 0.0
+    products = active * of.instance_us(model) + rows * (moved + 2 * model.expert_parameters * 1e-6 / of.tflops)
     return of.fixed_us + factor * _larger(active * of.weights_us(model), products, law.expert_bend)
+
+
+def _row_kb(model: MoEModel) -> float:
+    """KB that a row moves."""
+    of_hidden, of_ffn = ROW_NUMBERS
+    return (of_hidden * model.hidden + of_ffn * model.expert_ffn) * model.weight_bytes * 1e-3
 
 
 def _larger(a: float, b: float, bend: float) -> float:
@@ -171,7 +178,7 @@ def _fit_experts(cases: Sequence[Case], tflops: float) -> ExpertLaw:
     us = np.array([case["us"] for case in cases])
     shapes, rows = [case["shape"] for case in cases], np.array([case["rows"] for case in cases], np.float64)
     weights = np.array([case["active"] * model.expert_bytes * 1e-3 for case, model in zip(cases, shapes, strict=True)])
-    moved = rows * [row_bytes(model) * 1e-3 for model in shapes]
+    moved = rows * [_row_kb(model) for model in shapes]
     products = rows * [2 * model.expert_parameters * 1e-6 / tflops for model in shapes]
     few = rows / np.array([case["active"] for case in cases])
     best, least = ExpertLaw(fixed_us=0, weight_gb_per_s=1, row_gb_per_s=1, tflops=tflops), np.inf

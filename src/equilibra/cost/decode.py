@@ -39,10 +39,13 @@ from equilibra.cost.presets import prices_named
 from equilibra.cost.prices import ExpertLaw, Prices
 
 __all__ = [
-    "CACHE_BYTES", "DecodeLaw", "Numbers", "attention_us", "cached_tokens", "check_decodes", "decode_law",
-    "experts_us", "larger", "load_law", "nodes_of_token", "outer_us", "slowest_tokens", "transfer_us",
+    "CACHE_BYTES", "ROW_NUMBERS", "DecodeLaw", "Numbers", "attention_us", "cached_tokens", "check_decodes",
+    "decode_law", "experts_us", "larger", "load_law", "nodes_of_token", "outer_us", "slowest_tokens", "transfer_us",
 ]  # fmt: skip
 
+ROW_NUMBERS = 9, 6
+"""numbers that a row reads and writes, in hidden and FFN widths: gathered (2, 0), multiplied (1, 2), activated (0, 3),
+multiplied (1, 1), weighted (2, 0), added up (3, 0)"""
 CACHE_BYTES = 2
 """bytes of one cached number: bf16"""
 SHARP = 64.0
@@ -233,7 +236,8 @@ def experts_us(
     rows = imbalance * tokens * model.top_k / nodes
     experts = law.experts
     weights = active * model.expert_bytes / tensor * 1e-3
-    moved = rows * (2 * model.hidden + 6 * model.expert_ffn / tensor) * model.weight_bytes * 1e-3
+    of_hidden, of_ffn = ROW_NUMBERS
+    moved = rows * (of_hidden * model.hidden + of_ffn * model.expert_ffn / tensor) * model.weight_bytes * 1e-3
     products = _over(moved, experts.row_gb_per_s) + _over(
         2 * rows * model.expert_parameters / tensor * 1e-6, experts.tflops
     )
