@@ -53,7 +53,6 @@ def start_server() -> None:
             "equilibra.train.worker",
             "equilibra.train.preload",
             "equilibra.plan.baselines",
-            "equilibra.rl.algorithms.registry",
             "benchmarks.chaos.worker",
         ]
     )

@@ -19,7 +19,7 @@ from equilibra.events.schema import Kind
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.published import logical_weights
 from equilibra.execute.steps.step import measured_record
-from equilibra.rl.algorithms.algorithm import Algorithm
+from equilibra.rl.algorithms import Algorithm
 from equilibra.rl.learner import Batch, routing_of, total_over
 from equilibra.rl.rollout import Rollout
 from equilibra.rl.sample import Sample

@@ -17,7 +17,7 @@ import numpy as np
 
 from equilibra.core.errors import NonFiniteError
 from equilibra.events.run import PlannerRecord
-from equilibra.rl.algorithms.algorithm import Algorithm
+from equilibra.rl.algorithms import Algorithm
 from equilibra.rl.learner import Batch, Learner, total_over
 from equilibra.rl.loss import Total
 from equilibra.rl.mismatch import Mismatch, MismatchCheck, measure_mismatch

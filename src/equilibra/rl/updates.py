@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.algorithm import Algorithm, Target
+from equilibra.rl.algorithms import Algorithm, Target
 from equilibra.rl.learner import Learner, LossSums, Predictions
 from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
 from equilibra.rl.sample import Sample

@@ -27,8 +27,7 @@ from equilibra.integrations.sglang.engine import SGLangEngine
 from equilibra.integrations.vllm.engine import VLLMEngine
 from equilibra.integrations.vllm.interface import import_vllm
 from equilibra.integrations.vllm.server import VLLMServerEngine
-from equilibra.rl.algorithms.algorithm import Algorithm
-from equilibra.rl.algorithms.registry import algorithm_named
+from equilibra.rl.algorithms import Algorithm, algorithm_named
 from equilibra.rl.engine import Engine
 from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.mismatch import unit_roundoff

@@ -23,7 +23,7 @@ from equilibra.core.errors import InputError
 from equilibra.execute.steps.balancer import Balancer
 from equilibra.integrations.differences import Difference, apart, gradient_limit, largest, of_all_ranks
 from equilibra.integrations.hf import ShardedModel
-from equilibra.rl.algorithms.algorithm import Target
+from equilibra.rl.algorithms import Target
 from equilibra.rl.learner import Batch, Learner, total_over
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Clock, Observer

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.grpo import Grpo, group_advantages
+from equilibra.rl.algorithms import Grpo, group_advantages
 from equilibra.rl.loss import Average, Ratio
 from equilibra.rl.sample import Sample
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from equilibra.rl.algorithms.grpo import Grpo, Gspo
+from equilibra.rl.algorithms import Grpo, Gspo
 from equilibra.rl.loss import Average, Ratio, policy_loss, token_weights
 
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.ppo import Ppo, token_rewards, whitened
+from equilibra.rl.algorithms import Ppo, token_rewards, whitened
 from equilibra.rl.sample import Sample
 
 

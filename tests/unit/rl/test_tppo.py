@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms.ppo import Tppo
+from equilibra.rl.algorithms import Tppo
 from equilibra.rl.sample import Sample
 
 
