@@ -11,7 +11,7 @@ A batch of prompts x answers is filled in one of two ways:
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Protocol
@@ -25,12 +25,10 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.rl.engine import Engine, Generation, Request
 from equilibra.rl.learner import total_over
 from equilibra.rl.observe import Clock
-from equilibra.rl.recording import ModelShape, load_rollout, save_rollout
+from equilibra.rl.recording import ModelShape, load_rollout
 from equilibra.rl.sample import Sample
 from equilibra.rl.tasks.task import Problem, Task
 from equilibra.rl.tasks.timed import TimedTask
-
-__all__ = ["EngineSource", "RecordedSource", "Recording", "Rollout", "RolloutSetting", "Words", "share_of_rank"]
 
 
 class Words(Protocol):
@@ -185,25 +183,17 @@ class Rollout:
         return [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recording:
-    """A folder that every rollout is written to."""
-
-    folder: Path
-    """created if missing"""
-    model: ModelShape
-    about: Mapping[str, object]
-    """task and seed"""
-
-
 class EngineSource:
     """Samples from an engine; unfinished answers are carried from window to window."""
 
     def __init__(
         self, rollout: Rollout, group: ExpertGroup, weights: Callable[[], Iterable[tuple[str, Tensor]]], *,
-        num_held_out: int, windowed: bool, record: Recording | None = None,
+        num_held_out: int, windowed: bool, record: Callable[[int, Sequence[Sample]], object] | None = None,
     ) -> None:  # fmt: skip
-        """group: with a timeout long enough for rollouts. weights: the policy's, by published names."""
+        """group: with a timeout long enough for rollouts. weights: the policy's, by published names.
+
+        record: called with every step and its samples.
+        """
         self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
         self.num_held_out, self.windowed = num_held_out, windowed
         self.carried: list[Sample] = rollout.places() if windowed else []
@@ -219,10 +209,7 @@ class EngineSource:
         if self.windowed:
             self.carried = self.rollout.succeed(rewarded)
         if self.record is not None:
-            save_rollout(
-                self.record.folder, step, rewarded, rank=self.group.world_rank, world_size=self.group.world_size,
-                model=self.record.model, about=self.record.about,
-            )  # fmt: skip
+            self.record(step, rewarded)
         return rewarded
 
     def new_weights(self, version: int) -> None:

@@ -34,8 +34,8 @@ from equilibra.rl.loop import Source, Trainer, train
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
-from equilibra.rl.recording import ModelShape
-from equilibra.rl.rollout import EngineSource, RecordedSource, Recording, share_of_rank
+from equilibra.rl.recording import ModelShape, save_rollout
+from equilibra.rl.rollout import EngineSource, RecordedSource, share_of_rank
 from equilibra.rl.tasks.timed import TimedTask
 from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
@@ -279,7 +279,10 @@ def source_of(parts: Parts, model: ShardedModel, folder: Path) -> Source:
     record = None
     if config.debug.record:
         about = {"task": parts.task.name, "seed": config.run.seed}
-        record = Recording(folder=Path(config.debug.record), model=shape, about=about)
+        record = partial(
+            save_rollout, Path(config.debug.record), rank=parts.group.world_rank, world_size=parts.group.world_size,
+            model=shape, about=about,
+        )  # fmt: skip
 
     def weights() -> Iterator[tuple[str, Tensor]]:
         wait = partial(parts.patient.barrier, what="waiting for a rank that hands weights over")

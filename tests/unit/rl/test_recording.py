@@ -13,6 +13,7 @@ import pytest
 
 from equilibra.cli.main import main
 from equilibra.core.errors import InputError
+from equilibra.rl import recording
 from equilibra.rl.recording import (
     ModelShape,
     convert_rollout,
@@ -20,7 +21,6 @@ from equilibra.rl.recording import (
     read_about,
     read_samples,
     recorded_steps,
-    sample_file,
     save_rollout,
     to_trace,
     write_samples,
@@ -151,9 +151,9 @@ def test_groups_with_gaps_are_dealt_out_in_turn(tmp_path):
 def test_only_the_groups_asked_for_are_kept(tmp_path, monkeypatch):
     save(tmp_path, rollout(groups=6, answers=1))
     kept = []
-    rows = sample_file._rows
+    rows = recording._rows
     monkeypatch.setattr(
-        sample_file,
+        recording,
         "_rows",
         lambda array, *mask: kept.append((array.name, len(rows(array, *mask)))) or rows(array, *mask),
     )
@@ -247,14 +247,6 @@ def test_a_folder_of_another_run(tmp_path):
 def test_shapes_that_no_model_has(changes):
     with pytest.raises(InputError):
         replace(MODEL, **changes)
-
-
-def test_ranks_and_steps_that_there_are_not(tmp_path):
-    for rank, world_size, step in ((2, 2, 0), (-1, 2, 0), (0, 1, -1)):
-        with pytest.raises(InputError, match="count from 0"):
-            save_rollout(tmp_path, step, [], rank=rank, world_size=world_size, model=MODEL, about={})
-    with pytest.raises(InputError, match="no rank 3 of 2"):
-        load_rollout(tmp_path, 0, model=MODEL, rank=3, world_size=2)
 
 
 @pytest.mark.parametrize(
