@@ -30,7 +30,7 @@ import numpy as np
 
 from equilibra.core import checks
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.task import Problem, check_number, hash_of_prompt
+from equilibra.rl.tasks import Problem, check_number, hash_of_prompt
 
 __all__ = ["ReasoningGymTask", "dataset_names", "reasoning_gym_task"]
 

@@ -27,8 +27,7 @@ from equilibra.rl.learner import total_over
 from equilibra.rl.observe import Clock
 from equilibra.rl.recording import ModelShape, load_rollout
 from equilibra.rl.sample import Sample
-from equilibra.rl.tasks.task import Problem, Task
-from equilibra.rl.tasks.timed import TimedTask
+from equilibra.rl.tasks import Problem, Task, TimedTask
 
 
 class Words(Protocol):

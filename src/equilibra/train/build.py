@@ -29,12 +29,11 @@ from equilibra.integrations.vllm.interface import import_vllm
 from equilibra.integrations.vllm.server import VLLMServerEngine
 from equilibra.rl.algorithms import Algorithm, algorithm_named
 from equilibra.rl.engine import Engine
+from equilibra.rl.jsonl import jsonl_task
 from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.mismatch import unit_roundoff
 from equilibra.rl.rollout import Rollout, RolloutSetting
-from equilibra.rl.tasks.jsonl import jsonl_task
-from equilibra.rl.tasks.task import Task, reward_function
-from equilibra.rl.tasks.timed import TimedTask
+from equilibra.rl.tasks import Task, TimedTask, reward_function
 from equilibra.rollout.on_ranks import PoolOfRanks
 from equilibra.rollout.pool import Pool
 from equilibra.rollout.setting import PoolSetting

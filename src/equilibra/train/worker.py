@@ -36,7 +36,7 @@ from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
 from equilibra.rl.recording import ModelShape, save_rollout
 from equilibra.rl.rollout import EngineSource, RecordedSource, share_of_rank
-from equilibra.rl.tasks.timed import TimedTask
+from equilibra.rl.tasks import TimedTask
 from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
 from equilibra.rollout.on_ranks import PoolOfRanks

@@ -14,7 +14,7 @@ import pytest
 from equilibra.core.errors import InputError
 from equilibra.integrations import reasoning_gym as ours
 from equilibra.integrations.reasoning_gym import dataset_names, reasoning_gym_task
-from equilibra.rl.tasks.task import Problem, hash_of_prompt
+from equilibra.rl.tasks import Problem, hash_of_prompt
 
 SMALL = {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}
 """one-digit sums: some 160 of them"""

@@ -10,9 +10,9 @@ import sys
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks import jsonl
-from equilibra.rl.tasks.jsonl import jsonl_task
-from equilibra.rl.tasks.task import hash_of_prompt
+from equilibra.rl import jsonl
+from equilibra.rl.jsonl import jsonl_task
+from equilibra.rl.tasks import hash_of_prompt
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_both_sides_have_at_least_one(write, count, share, held_out):
 def test_another_process_gets_the_same(write):
     path = write(sums(50))
     script = (
-        "import sys\nfrom equilibra.rl.tasks.jsonl import jsonl_task\ntask = jsonl_task(sys.argv[1], seed=7)\n"
+        "import sys\nfrom equilibra.rl.jsonl import jsonl_task\ntask = jsonl_task(sys.argv[1], seed=7)\n"
         "print([task.problem(n).prompt for n in range(100)] + [task.held_out(n).prompt for n in range(5)])"
     )
     task = jsonl_task(path, seed=7)
@@ -194,8 +194,6 @@ def test_no_file_at_all(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     with pytest.raises(InputError, match="must be a file"):
         jsonl_task(tmp_path / "pipe")
-    with pytest.raises(InputError, match="null"):
-        jsonl_task("a\0b")
 
 
 @pytest.mark.parametrize(("lines", "number"), [(b"", 0), (b"\n \n", 0), ([GOOD], 1), ([GOOD, GOOD], 1)])
@@ -204,17 +202,8 @@ def test_too_few_problems(write, lines, number):
         jsonl_task(write(lines))
 
 
-@pytest.mark.parametrize("share", [0, 1, -0.1, 2, float("nan")])
-def test_shares_that_leave_nothing(write, share):
-    with pytest.raises(InputError, match="share of held-out problems"):
-        jsonl_task(write(sums(10)), held_out_share=share)
-
-
-def test_numbers_and_seeds(write):
-    path = write(sums(10))
-    with pytest.raises(InputError, match="seed must be a whole number from 0"):
-        jsonl_task(path, seed=-1)
-    task = jsonl_task(path)
+def test_numbers_that_there_are_not(write):
+    task = jsonl_task(write(sums(10)))
     with pytest.raises(InputError, match="no problem -1"):
         task.problem(-1)
     with pytest.raises(InputError, match="no held-out problem 1"):

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.rl.tasks.jsonl import final_answer, jsonl_task, same_final_answer
-from equilibra.rl.tasks.task import Problem, RewardFunction, check_number, hash_of_prompt, reward_function
+from equilibra.rl.jsonl import final_answer, jsonl_task, same_final_answer
+from equilibra.rl.tasks import Problem, RewardFunction, check_number, hash_of_prompt, reward_function
 
 
 def test_hash_of_prompt_is_the_published_sha256():

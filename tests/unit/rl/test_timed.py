@@ -15,8 +15,7 @@ from tests.references.scorers import STALLS, Hostile, broken
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.reasoning_gym import reasoning_gym_task
-from equilibra.rl.tasks.task import Problem
-from equilibra.rl.tasks.timed import TimedTask
+from equilibra.rl.tasks import Problem, TimedTask
 
 PROBLEM = Problem(number=7, prompt="a question", answer="1")
 

@@ -1,1 +1,0 @@
-"""Tasks: problems, and rewards for their answers."""
