@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -148,7 +149,7 @@ def _opened(
 
 def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
     """Run all steps; returns whether the run was told to stop earlier."""
-    from equilibra.train.plain_log import LogFile
+    from equilibra.train.metrics import append_line
     from equilibra.train.processes import launch
     from equilibra.train.rank import Job
 
@@ -162,7 +163,7 @@ def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
         raise
     except EquilibraError as error:
         if asked.is_first:
-            LogFile(asked.folder.log)(f"{type(error).__name__}: {error}")
+            append_line(asked.folder.log, f"{type(error).__name__}: {error}")
         raise
     except KeyboardInterrupt:
         if asked.folder.has_checkpoint:
@@ -174,8 +175,7 @@ def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
 
 def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
     """The live view on a terminal, plain lines elsewhere; with --json on stderr."""
-    from equilibra.train.metrics_file import read_history
-    from equilibra.train.plain_log import PlainLog, to_stream
+    from equilibra.train.metrics import PlainLog, read_history
 
     steps, stream = asked.config.run.steps, sys.stderr if arguments.json else sys.stdout
     if not asked.is_first:
@@ -194,13 +194,12 @@ def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
         if can_draw(stream):
             history = read_history(asked.folder.metrics)
             return LiveView(title=f"equilibra train · {asked.folder.path}", steps=steps, history=history, stream=stream)
-    return PlainLog(to_stream(stream), steps=steps)
+    return PlainLog(partial(print, file=stream, flush=True), steps=steps)
 
 
 def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
     """Print the summary as a table or JSON, and how to continue a stopped run."""
-    from equilibra.train.metrics_file import read_history
-    from equilibra.train.plain_log import summary, summary_table
+    from equilibra.train.metrics import read_history, summary, summary_table
 
     folder, steps = asked.folder, asked.config.run.steps
     history = read_history(folder.metrics)

@@ -1,12 +1,11 @@
-"""The clock of a step, and observers of a run: world rank 0 has real ones, the others one that ignores everything."""
+"""The clock of a step, and the observers of a run: real ones on world rank 0, one that ignores everything elsewhere."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from operator import methodcaller
 from time import perf_counter
-
-__all__ = ["Clock", "Observer"]
 
 
 class Clock:
@@ -48,3 +47,35 @@ class Observer:
 
     def close(self) -> None:
         """Release files and the terminal."""
+
+
+class Relay(Observer):
+    """Passes every call on to `hear`, as a `methodcaller` that repeats it on another observer; it can be pickled."""
+
+    def __init__(self, hear: Callable[[methodcaller], object]) -> None:
+        self._hear = hear
+
+    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
+        self._hear(methodcaller("stage", name, step=step, done=done, total=total))
+
+    def step(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._hear(methodcaller("step", step, _plain(metrics)))
+
+    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
+        self._hear(methodcaller("evaluated", step, _plain(metrics)))
+
+    def note(self, text: str) -> None:
+        self._hear(methodcaller("note", text))
+
+    def close(self) -> None:
+        self._hear(methodcaller("close"))
+
+
+def several(*observers: Observer) -> Relay:
+    """One observer for several: it passes everything on to them, in order."""
+    return Relay(lambda call: [call(one) for one in observers])
+
+
+def _plain(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Python floats, which any process can unpickle without numpy."""
+    return {name: float(value) for name, value in metrics.items()}

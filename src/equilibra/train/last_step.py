@@ -42,7 +42,7 @@ from equilibra.simulate.predict import PREDICTED, predict
 from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.times import Pricing
 from equilibra.train.build import Parts
-from equilibra.train.metrics_file import curves, read_history
+from equilibra.train.metrics import curves, read_history
 
 __all__ = ["LastStep", "paced", "window_of"]
 

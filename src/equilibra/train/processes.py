@@ -19,6 +19,7 @@ from multiprocessing import forkserver, resource_tracker
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import send_handle
+from operator import methodcaller
 from pathlib import Path
 from random import SystemRandom
 from time import monotonic
@@ -28,7 +29,7 @@ from equilibra.core.errors import ExecuteError, InputError
 from equilibra.cost.files import prices_of
 from equilibra.rl.observe import Observer
 from equilibra.train.config import ClusterConfig
-from equilibra.train.rank import SIGNALS, STOP, Done, Failure, Interrupts, Job, failure_of, rank_main, run_rank
+from equilibra.train.rank import SIGNALS, STOP, Failure, Interrupts, Job, failure_of, rank_main, run_rank
 from equilibra.train.run_folder import FolderLock
 
 __all__ = ["NODES", "Place", "launch", "place_under_torchrun", "run_processes"]
@@ -52,7 +53,7 @@ class _Rank:
     number: int
     process: BaseProcess
     pipe: Connection
-    ending: Done | Failure | None = None
+    ending: Failure | str | None = None
     """its last message"""
     ended_at: float = 0.0
     """when that arrived"""
@@ -66,9 +67,8 @@ class _Rank:
         try:
             while self.speaks and self.pipe.poll():
                 said = self.pipe.recv()
-                if isinstance(said, tuple):
-                    method, arguments, keywords = said
-                    getattr(screen, method)(*arguments, **keywords)
+                if isinstance(said, methodcaller):
+                    said(screen)
                 else:
                     self.ending, self.ended_at = said, monotonic()
         except (EOFError, OSError):

@@ -16,6 +16,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from multiprocessing.connection import Connection, wait
 from multiprocessing.reduction import recv_handle
@@ -26,22 +27,16 @@ from typing import Any, Self
 
 from equilibra.core.errors import InputError, RankLostError
 from equilibra.integrations.tensorboard import TensorBoard
-from equilibra.rl.observe import Observer
+from equilibra.rl.observe import Observer, Relay, several
 from equilibra.train.config import TrainConfig
-from equilibra.train.metrics_file import MetricsFile
-from equilibra.train.plain_log import LogFile, PlainLog, Several
+from equilibra.train.metrics import MetricsFile, PlainLog, append_line
 from equilibra.train.run_folder import RunFolder
-
-__all__ = [
-    "REPEAT_S", "SIGNALS", "STOP", "Done", "Failure", "Interrupts", "Job", "Told", "failure_of", "rank_main",
-    "run_rank",
-]  # fmt: skip
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REPEAT_S = 2.0
 """seconds in which further SIGTERMs count as the same one"""
-STOP = "stop"
-"""message that stops a rank after its step"""
+STOP, DONE = "stop", "done"
+"""messages: to a rank, to stop after its step; from a rank, that its worker returned"""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
 """errors of folders that cannot be written: not our defect"""
 
@@ -88,15 +83,6 @@ class Job:
     """module:function that trains; imported only by the ranks"""
 
 
-Told = tuple[str, tuple[Any, ...], Mapping[str, Any]]
-"""a call of one of the screen's methods: its name, arguments and keywords"""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Done:
-    """The worker returned."""
-
-
 @dataclass(frozen=True, kw_only=True)
 class Failure:
     """Why a rank failed."""
@@ -124,11 +110,11 @@ def run_rank(job: Job, rank: int, *, screen: Observer, stop: Callable[[], bool])
     """Train as this world rank; only rank 0 reports, to files and to the screen."""
     module, _, function = job.worker.partition(":")
     worker: Callable[..., None] = getattr(import_module(module), function)
-    metrics, files, observer = MetricsFile(job.folder.metrics), Several([]), Several([])
+    metrics, files, observer = MetricsFile(job.folder.metrics), Observer(), Observer()
     if rank == 0:
-        log = PlainLog(LogFile(job.folder.log), steps=job.config.run.steps)
-        files = Several([metrics, log, TensorBoard(job.folder.tensorboard)])
-        observer = Several([files, screen])
+        log = PlainLog(partial(append_line, job.folder.log), steps=job.config.run.steps)
+        files = several(metrics, log, TensorBoard(job.folder.tensorboard))
+        observer = several(files, screen)
     try:
         worker(
             job.config, job.folder.path, resume=job.resume, observer=observer, stop=stop, say=observer.note,
@@ -138,41 +124,13 @@ def run_rank(job: Job, rank: int, *, screen: Observer, stop: Callable[[], bool])
         files.close()
 
 
-class _Teller(Observer):
-    """A screen that sends everything over a pipe."""
-
-    def __init__(self, pipe: Connection) -> None:
-        self._pipe = pipe
-
-    def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        self._tell("stage", name, step=step, done=done, total=total)
-
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell("step", step, _plain(metrics))
-
-    def evaluated(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._tell("evaluated", step, _plain(metrics))
-
-    def note(self, text: str) -> None:
-        self._tell("note", text)
-
-    def _tell(self, method: str, *arguments: object, **keywords: object) -> None:
-        told: Told = (method, arguments, keywords)
-        self._pipe.send(told)
-
-
-def _plain(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Python floats, which need no library to be unpickled."""
-    return {name: float(value) for name, value in metrics.items()}
-
-
 def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Connection, job: Job) -> None:
     """Entry point of a rank's process."""
     stop = Event()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     signal.signal(signal.SIGTERM, lambda *_: stop.set())  # the parent ends us through the pipe
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
-    ending: Done | Failure = Done()
+    ending: Failure | str = DONE
     try:
         recv_handle(pipe)  # the run folder's lock, held while this process lives
         Thread(target=_listen, args=(pipe, stop), daemon=True).start()
@@ -181,7 +139,7 @@ def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Con
         import_module(job.worker.partition(":")[0])
         if "torch" in sys.modules:
             sys.modules["torch"].set_num_threads(threads)
-        run_rank(job, rank, screen=_Teller(pipe), stop=stop.is_set)
+        run_rank(job, rank, screen=Relay(pipe.send), stop=stop.is_set)
     except BaseException as error:  # noqa: BLE001 - the parent must hear of every error
         ending = failure_of(error)
         if not isinstance(error, InputError):
@@ -192,7 +150,7 @@ def rank_main(rank: int, environment: Mapping[str, str], threads: int, pipe: Con
     for stream in (sys.stdout, sys.stderr):
         with suppress(OSError, ValueError):
             stream.flush()
-    os._exit(0 if isinstance(ending, Done) else 1)  # a lost peer must not keep the process in gloo's destructors
+    os._exit(0 if ending == DONE else 1)  # a lost peer must not keep the process in gloo's destructors
 
 
 def _listen(pipe: Connection, stop: Event) -> None:

@@ -22,8 +22,7 @@ from rich.table import Table
 from rich.text import Text
 
 from equilibra.rl.observe import Observer
-from equilibra.train.metrics_file import STAGE, History
-from equilibra.train.plain_log import STARTING
+from equilibra.train.metrics import STAGE, STARTING, History
 
 __all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
 

@@ -25,7 +25,7 @@ from equilibra.simulate.times import Pricing
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import FREE_GB_PER_S, LastStep, paced
-from equilibra.train.metrics_file import MAX_POINTS, History, MetricsFile, curves
+from equilibra.train.metrics import MAX_POINTS, History, MetricsFile, curves
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 MODEL = MoEModel(name="qwen3_moe", num_layers=3, hidden=64, expert_ffn=32, num_experts=16, top_k=4)

@@ -3,23 +3,24 @@
 import io
 import json
 import math
+from functools import partial
 
 import pytest
 from rich.console import Console
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.tensorboard import TensorBoard
-from equilibra.rl.observe import Observer
-from equilibra.train.metrics_file import History, MetricsFile, read_history
-from equilibra.train.plain_log import (
+from equilibra.rl.observe import Observer, several
+from equilibra.train.metrics import (
     EXPLAINED,
-    LogFile,
+    History,
+    MetricsFile,
     PlainLog,
-    Several,
+    append_line,
+    read_history,
     step_line,
     summary,
     summary_table,
-    to_stream,
 )
 from equilibra.train.run_folder import RunFolder
 from equilibra.train.view import LiveView, Picture, can_draw, draw, sparkline
@@ -89,7 +90,10 @@ def test_a_torn_line_is_not_read_and_does_not_take_the_next_one(tmp_path):
 
 
 def test_a_file_that_cannot_be_written_is_one_line(tmp_path):
-    for observer in (MetricsFile(tmp_path / "no" / "file"), PlainLog(LogFile(tmp_path / "no" / "log"), steps=1)):
+    for observer in (
+        MetricsFile(tmp_path / "no" / "file"),
+        PlainLog(partial(append_line, tmp_path / "no" / "log"), steps=1),
+    ):
         with pytest.raises(InputError, match=r"cannot write .*: No such file or directory"):
             observer.step(0, {})
     (tmp_path / "file").write_text("")
@@ -131,7 +135,7 @@ def test_lines_without_some_metrics():
 
 def test_plain_log_tells_steps_evaluations_and_what_takes_long():
     stream = io.StringIO()
-    log = PlainLog(to_stream(stream), steps=60)
+    log = PlainLog(partial(print, file=stream), steps=60)
     log.stage("start", step=0)
     log.stage("start", step=0)
     for done in range(201):
@@ -151,7 +155,7 @@ def test_plain_log_tells_steps_evaluations_and_what_takes_long():
 
 def test_log_file_appends(tmp_path):
     for text in ("a", "b"):
-        LogFile(tmp_path / "log.txt")(text)
+        append_line(tmp_path / "log.txt", text)
     assert (tmp_path / "log.txt").read_text() == "a\nb\n"
 
 
@@ -195,7 +199,7 @@ def test_several_tell_and_close_all():
         def close(self) -> None:
             said.append("closed")
 
-    observer = Several([PlainLog(said.append, steps=2), Several([Closed(said.append, steps=2)]), Observer()])
+    observer = several(PlainLog(said.append, steps=2), several(Closed(said.append, steps=2)), Observer())
     observer.stage("start", step=0)
     observer.step(0, {"reward": 1.0})
     observer.evaluated(1, {"reward_held_out": 0.5})

@@ -18,7 +18,7 @@ import pytest
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.train import processes
 from equilibra.train.config import ClusterConfig, RunConfig, TaskConfig, TrainConfig
-from equilibra.train.metrics_file import History, read_history
+from equilibra.train.metrics import History, read_history
 from equilibra.train.processes import Place, launch, place_under_torchrun
 from equilibra.train.rank import REPEAT_S, Interrupts, Job, failure_of
 from equilibra.train.run_folder import FolderLock, RunFolder, begin_run
@@ -249,7 +249,7 @@ from dataclasses import replace
 from pathlib import Path
 from equilibra.train.config import RunConfig, TaskConfig, TrainConfig
 from equilibra.train.processes import launch
-from equilibra.train.plain_log import PlainLog
+from equilibra.train.metrics import PlainLog
 from equilibra.train.rank import Job
 from equilibra.train.run_folder import begin_run
 config = TrainConfig(run=RunConfig(steps=1000), task=TaskConfig(options={"sleep_s": 0.3}))
