@@ -16,8 +16,6 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["UNKNOWN", "Engine", "Generation", "Request", "seed_of"]
-
 UNKNOWN = -1
 """version of weights that did not come from this run"""
 

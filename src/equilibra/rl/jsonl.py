@@ -25,8 +25,6 @@ from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
 from equilibra.rl.tasks import Problem, check_number, hash_of_prompt
 
-__all__ = ["JsonlTask", "final_answer", "jsonl_task", "same_final_answer"]
-
 MARK, BOX = "####", r"\boxed{"
 FRACTION = re.compile(r"\\[dt]?frac\{(-?[0-9]+)\}\{([0-9]+)\}")
 UNSIGNED = r"(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]{1,3}(?!\w))?|\.[0-9]+"

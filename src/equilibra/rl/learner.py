@@ -38,11 +38,6 @@ from equilibra.rl.sample import Sample
 from equilibra.rl.vocabulary import Padded, chunk_of, padded, token_logprobs
 from equilibra.trace.routing import RoutingTrace, narrow_ids
 
-__all__ = [
-    "Batch", "Language", "Learner", "Loss", "LossSums", "Predictions", "Skipped", "routing_of",
-    "total_over",
-]  # fmt: skip
-
 LOG = logging.getLogger(__name__)
 
 

@@ -25,8 +25,6 @@ from equilibra.rl.observe import Clock, Observer
 from equilibra.rl.sample import Sample
 from equilibra.rl.updates import POLICY_SUMS, Critic, MiniBatches, policy_columns, policy_loss_of
 
-__all__ = ["Source", "Trainer", "step_metrics", "train"]
-
 
 class Source(Protocol):
     """Where samples come from: an engine or a recording."""

@@ -25,11 +25,6 @@ from torch import Tensor
 from equilibra.core.checks import check_choice, check_number, check_whole
 from equilibra.core.errors import InputError
 
-__all__ = [
-    "Average", "Divergence", "LossSetting", "PolicyLoss", "Ratio", "Total", "policy_loss", "token_weights",
-    "value_loss",
-]  # fmt: skip
-
 Total = Callable[[NDArray[np.float64]], NDArray[np.float64]]
 """collective: sums an array over all ranks"""
 

@@ -29,8 +29,6 @@ from equilibra.core.errors import MismatchError
 from equilibra.execute.group import ExpertGroup
 from equilibra.rl.sample import Sample
 
-__all__ = ["Mismatch", "MismatchCheck", "measure_mismatch", "mismatch_limit", "unit_roundoff"]
-
 PER_LAYER = 4.0
 """mean difference that one layer explains, in unit roundoffs"""
 LAST = 16.0

@@ -16,8 +16,6 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 
-__all__ = ["Sample", "Segment"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Segment:

@@ -20,8 +20,6 @@ from equilibra.rl.learner import Learner, LossSums, Predictions
 from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
 from equilibra.rl.sample import Sample
 
-__all__ = ["POLICY_SUMS", "Critic", "MiniBatches", "policy_columns", "policy_loss_of", "value_columns", "value_loss_of"]
-
 POLICY_SUMS = ("loss", "policy", "kl", "divergence", "entropy", "clipped", "weight")
 """statistics of the policy loss; a rank whose group ran nothing reports none"""
 

@@ -20,8 +20,6 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-__all__ = ["CHUNK_BYTES", "Padded", "chunk_of", "padded", "token_logprobs"]
-
 CHUNK_BYTES = 256 << 20
 """bytes of one chunk's logits in float32; the peak is about three times as much"""
 

@@ -39,11 +39,6 @@ from equilibra.rollout.pool import Pool
 from equilibra.rollout.setting import PoolSetting
 from equilibra.train.config import Option, TrainConfig
 
-__all__ = [
-    "Parts", "algorithm_of", "balancer_setting", "build_engine", "build_learner", "build_model_of", "build_parts",
-    "build_rollout", "check_engine", "cluster_of", "model_folder_of", "pool_setting", "task_of",
-]  # fmt: skip
-
 # Which engine answers: embedded, attention and expert processes, vLLM on the ranks, or servers of vLLM or SGLang.
 
 WEIGHTS = "engine-weights"

@@ -27,11 +27,6 @@ from equilibra.core.checks import shown
 from equilibra.core.errors import InputError
 from equilibra.train.config import TrainConfig
 
-__all__ = [
-    "changed_options", "check_resumable", "config_from_table", "load_config", "option_docs", "option_types",
-    "options_text", "toml_text", "with_absolute_paths", "with_overrides",
-]  # fmt: skip
-
 COLUMN = 38
 """column where explanations begin"""
 WIDTH = 120

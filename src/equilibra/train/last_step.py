@@ -44,8 +44,6 @@ from equilibra.simulate.times import Pricing
 from equilibra.train.build import Parts
 from equilibra.train.metrics import curves, read_history
 
-__all__ = ["LastStep", "paced", "window_of"]
-
 FREE_GB_PER_S = 1e9
 EXPERTS_FORWARD, EXPERTS_BACKWARD, DENSE, EXCHANGE = "experts_forward", "experts_backward", "dense", "exchange"
 STATIC = "static"

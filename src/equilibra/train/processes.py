@@ -32,8 +32,6 @@ from equilibra.train.config import ClusterConfig
 from equilibra.train.rank import SIGNALS, STOP, Failure, Interrupts, Job, failure_of, rank_main, run_rank
 from equilibra.train.run_folder import FolderLock
 
-__all__ = ["NODES", "Place", "launch", "place_under_torchrun", "run_processes"]
-
 MOST_PROCESSES = 128
 """most ranks on one machine"""
 GRACE_S = 6.0

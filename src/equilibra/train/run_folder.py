@@ -29,8 +29,6 @@ from equilibra.core.errors import InputError
 from equilibra.train.config import TrainConfig
 from equilibra.train.config_files import load_config, toml_text
 
-__all__ = ["FolderLock", "RunFolder", "begin_run", "default_output", "reopen_run"]
-
 PATIENCE_S = 15.0
 """seconds to wait for the ranks of a killed run to end"""
 WORTHLESS = {"config.toml", "log.txt", ".lock", "output", "tensorboard", "start"}

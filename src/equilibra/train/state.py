@@ -25,8 +25,6 @@ from equilibra.rl.learner import Learner
 from equilibra.rl.recording import read_samples, write_samples
 from equilibra.rl.sample import Sample
 
-__all__ = ["State"]
-
 
 class State:
     """The checkpoints of a run."""

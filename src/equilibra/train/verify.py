@@ -33,8 +33,6 @@ from equilibra.train.build import Parts, balancer_setting, build_model_of, build
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import device_of, joined_group, source_of
 
-__all__ = ["FILE", "read_differences", "run_verify"]
-
 FILE = "verify.json"
 
 

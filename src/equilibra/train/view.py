@@ -24,8 +24,6 @@ from rich.text import Text
 from equilibra.rl.observe import Observer
 from equilibra.train.metrics import STAGE, STARTING, History
 
-__all__ = ["LiveView", "Picture", "can_draw", "draw", "sparkline"]
-
 REFRESHES_PER_S = 3.0
 """a redraw takes 3 to 6 ms of a core that ranks need"""
 PACE_OVER = 10

@@ -45,8 +45,6 @@ from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep
 from equilibra.train.state import State
 
-__all__ = ["device_of", "joined_group", "run_worker", "source_of"]
-
 FIRST_PROBLEM = 1 << 24
 """number of the first warm-up problem, far from those of RL"""
 RAMP = 20
