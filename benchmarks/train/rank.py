@@ -49,7 +49,7 @@ def measure(setting: TrainSetting, folder: Path, group: ExpertGroup, tell: Calla
     rates = measured_prices(setting, group)
     every = {contender.name: contender for contender in contenders(parts, setting, rates)}
     bench = Bench(
-        rollout=build_rollout(parts), algorithm=parts.algorithm, group=group, mini_batches=setting.mini_batches,
+        rollout=build_rollout(parts, folder), algorithm=parts.algorithm, group=group, mini_batches=setting.mini_batches,
         seed=setting.seed,
     )  # fmt: skip
     model = every[STATIC].model

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import partial
 from importlib.resources import files
 from pathlib import Path
 
 import torch
-from torch import nn
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.execute.copies.copies import CopySetting
@@ -39,19 +38,17 @@ from equilibra.rollout.pool import Pool
 from equilibra.rollout.setting import PoolSetting
 from equilibra.train.config import Option, TrainConfig
 
-# Which engine answers: embedded, attention and expert processes, vLLM on the ranks, or servers of vLLM or SGLang.
-
 WEIGHTS = "engine-weights"
-"""default folder of handed-over weights, in the run folder"""
+"""folder in the run folder for weights on their way to an engine, unless rollout.weights_folder is set"""
 DEFAULT_OPTIONS: dict[str, dict[str, Option]] = {"spell_backward": {"min_word_len": 3, "max_word_len": 5}}
-"""defaults of tasks, for small models"""
+"""options of reasoning-gym tasks that a small model can learn"""
 TOKENIZER_TEXTS = 512
-"""problems to train a tokenizer on"""
+"""problems that train a tokenizer, for a model folder without one"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Parts:
-    """What models, learners and rollouts are built from."""
+    """What a rank's models, learners and rollouts are built from."""
 
     config: TrainConfig
     group: ExpertGroup
@@ -65,15 +62,11 @@ class Parts:
     algorithm: Algorithm
 
 
-def cluster_of(config: TrainConfig) -> Cluster:
-    """The ranks of one expert-parallel group."""
-    return Cluster(num_nodes=config.cluster.nodes, ranks_per_node=config.cluster.ranks_per_node)
-
-
 def model_folder_of(config: TrainConfig) -> ModelFolder:
     """The folder of the embedded model or of the user's.
 
-    vLLM has no heads of 16 on CPUs, so with it the embedded model has four heads of 32 instead of eight of 16.
+    On CPUs vLLM has no kernel for heads of size 16. So under vLLM the embedded model has four heads of 32 instead of
+    eight of 16.
     """
     if config.model.source == "embedded":
         name = "embedded_wide_heads" if config.rollout.engine == "vllm" else "embedded"
@@ -85,15 +78,15 @@ def task_of(config: TrainConfig) -> Task:
     """The problems, with the user's reward if given."""
     task, seed = config.task, config.run.seed
     options = {**DEFAULT_OPTIONS.get(task.name, {}), **task.options}
-    own: Task = (
-        jsonl_task(task.path, seed=seed) if task.kind == "jsonl" else reasoning_gym_task(task.name, options, seed=seed)
-    )
+    make: Callable[[], Task] = partial(reasoning_gym_task, task.name, options, seed=seed)
+    if task.kind == "jsonl":
+        make = partial(jsonl_task, task.path, seed=seed)
+    own = make()
     if task.reward:
         reward_function(task.reward)  # report errors now
         return TimedTask(own, partial(reward_function, task.reward, own.name), limit_s=task.score_timeout_s)
     if task.kind == "jsonl":
         return own  # only compares text: needs no time limit
-    make = partial(reasoning_gym_task, task.name, options, seed=seed)
     return TimedTask(own, make, limit_s=task.score_timeout_s)
 
 
@@ -126,8 +119,6 @@ def build_parts(config: TrainConfig, group: ExpertGroup, device: torch.device) -
 def _check_rollout(config: TrainConfig, task: Task, text: Text) -> None:
     """Refuse now what would fail only after the warm-up."""
     rollout, number = config.rollout, config.algorithm.mini_batches
-    if not config.debug.replay:
-        check_engine(config)
     groups = rollout.prompts * (rollout.answers if rollout.window else 1)
     if number > groups:
         raise InputError(
@@ -136,6 +127,7 @@ def _check_rollout(config: TrainConfig, task: Task, text: Text) -> None:
         )
     if config.debug.replay:
         return
+    check_engine(config)
     tokens = text.prompt(task.problem(0).prompt).size
     if tokens > rollout.max_prompt_tokens:
         raise InputError(
@@ -161,29 +153,29 @@ def build_model_of(parts: Parts, *, value: bool = False) -> ShardedModel:
 
 def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value: bool = False) -> Learner:
     """A model with its balancer and optimizer; frozen without a learning rate."""
-    config = parts.config
-    optimizer, masters = None, {}
-    if lr is not None:
-        low = parts.dtype in (torch.bfloat16, torch.float16)
-        masters = float32_masters(model) if low else {}
-        learning: list[nn.Parameter] = masters_or_parameters(model, masters)
-        optimizer = torch.optim.AdamW(
-            learning, lr=lr, betas=(config.optimizer.beta1, config.optimizer.beta2), eps=config.optimizer.epsilon,
-            weight_decay=config.optimizer.weight_decay,
-        )  # fmt: skip
-    else:
+    config, chosen = parts.config, parts.config.optimizer
+    optimizer, masters, planner = None, {}, config.balance.planner
+    if lr is None:
+        planner = "static"
         model.requires_grad_(requires_grad=False)
-    setting = balancer_setting(config, config.balance.planner if lr is not None else "static")
+    else:
+        if parts.dtype is torch.bfloat16:
+            masters = float32_masters(model)
+        optimizer = torch.optim.AdamW(
+            masters_or_parameters(model, masters), lr=lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.epsilon,
+            weight_decay=chosen.weight_decay,
+        )  # fmt: skip
+    setting = balancer_setting(config, planner)
     return Learner(
         model=model, balancer=Balancer(model.runtime, setting, optimizer=optimizer, masters=masters),
         optimizer=optimizer, pad=parts.text.pad, device=parts.device, temperature=config.rollout.temperature,
-        max_norm=config.optimizer.max_norm, lr=lr or 0.0, warm_up_steps=config.optimizer.warm_up_steps, values=value,
-        skipped=Skipped(config.optimizer.max_skipped_steps),
+        max_norm=chosen.max_norm, lr=lr or 0.0, warm_up_steps=chosen.warm_up_steps, values=value,
+        skipped=Skipped(chosen.max_skipped_steps),
     )  # fmt: skip
 
 
 def balancer_setting(config: TrainConfig, planner: str) -> BalancerSetting:
-    """How steps are planned."""
+    """How the planner plans a step."""
     balance = config.balance
     return BalancerSetting(
         tokens_per_rank=balance.tokens_per_rank, planner=planner, hardware=balance.hardware,
@@ -191,19 +183,17 @@ def balancer_setting(config: TrainConfig, planner: str) -> BalancerSetting:
     )  # fmt: skip
 
 
-def build_rollout(parts: Parts, run: Path | None = None) -> Rollout:
+def build_rollout(parts: Parts, run: Path) -> Rollout:
     """Build this rank's engine and its share of the rollout. run: the run folder."""
     rollout = parts.config.rollout
-    engine = build_engine(parts, run)
     setting = RolloutSetting(
         seed=parts.config.run.seed, prompts=rollout.prompts, answers=rollout.answers,
         max_prompt_tokens=rollout.max_prompt_tokens, max_answer_tokens=rollout.max_answer_tokens,
-        temperature=rollout.temperature, window=rollout.window,
-        reward_cut_off=rollout.reward_cut_off,
+        temperature=rollout.temperature, window=rollout.window, reward_cut_off=rollout.reward_cut_off,
     )  # fmt: skip
     return Rollout(
-        engine=engine, task=parts.task, words=parts.text, setting=setting, rank=parts.group.world_rank,
-        world=parts.group.world_size,
+        engine=build_engine(parts, run), task=parts.task, words=parts.text, setting=setting,
+        rank=parts.group.world_rank, world=parts.group.world_size,
     )  # fmt: skip
 
 
@@ -219,21 +209,16 @@ def check_engine(config: TrainConfig) -> None:
             f"rollout.server is for sglang and vllm, but rollout.engine is {rollout.engine}: set one of them"
         )
     if rollout.engine == "disaggregated":
-        _check_pool(config)
+        longest, room = rollout.max_prompt_tokens + rollout.max_answer_tokens, pool_setting(config).kv_tokens
+        if longest > room:
+            raise InputError(
+                f"rollout.max_prompt_tokens + rollout.max_answer_tokens is {longest}, but an attention process has "
+                f"{room} tokens of KV cache: raise kv_tokens in rollout.options"
+            )
     elif rollout.options and (rollout.engine != "vllm" or rollout.server):
         raise InputError(
             "rollout.options are for the disaggregated engine and vLLM on the ranks, but rollout.engine is "
             f"{rollout.engine}{' with rollout.server' if rollout.server else ''}: remove them"
-        )
-
-
-def _check_pool(config: TrainConfig) -> None:
-    setting, rollout = pool_setting(config), config.rollout
-    longest, room = rollout.max_prompt_tokens + rollout.max_answer_tokens, setting.kv_tokens
-    if longest > room:
-        raise InputError(
-            f"rollout.max_prompt_tokens + rollout.max_answer_tokens is {longest}, but an attention process has "
-            f"{room} tokens of KV cache: raise kv_tokens in rollout.options"
         )
 
 
@@ -246,7 +231,7 @@ def pool_setting(config: TrainConfig) -> PoolSetting:
             f"rollout.options has no {', '.join(sorted(unknown))} for the disaggregated engine: use "
             f"{', '.join(sorted(known))}"
         )
-    return PoolSetting(**options)  # type: ignore[arg-type]  # it checks them
+    return PoolSetting(**options)  # type: ignore[arg-type]  # checks their types
 
 
 def _addresses(text: str) -> list[str]:
@@ -256,8 +241,8 @@ def _addresses(text: str) -> list[str]:
     return found
 
 
-def build_engine(parts: Parts, run: Path | None) -> Engine:
-    """The engine of this rank. run: the run folder."""
+def build_engine(parts: Parts, run: Path) -> Engine:
+    """The engine of this rank: embedded, attention and expert processes, vLLM, or servers. run: the run folder."""
     rollout, text, group = parts.config.rollout, parts.text, parts.patient
     if rollout.engine == "embedded":
         return Replica(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end, pad=text.pad)
@@ -265,11 +250,8 @@ def build_engine(parts: Parts, run: Path | None) -> Engine:
         model = pool_model(parts.folder, dtype=parts.dtype, device=parts.device, end=text.end)
         setting = pool_setting(parts.config)
         start = partial(Pool, setting, model, timeout_s=parts.config.run.timeout_s)
-        roundoff = unit_roundoff(parts.dtype, setting.device_of(0, model).type)
-        return PoolOfRanks(group, start, roundoff=roundoff)
-    if not rollout.weights_folder and run is None:
-        raise InputError(f"the engine {rollout.engine} needs a folder for new weights: set rollout.weights_folder")
-    folder = Path(rollout.weights_folder) if rollout.weights_folder else Path(str(run)) / WEIGHTS
+        return PoolOfRanks(group, start, roundoff=unit_roundoff(parts.dtype, setting.device_of(0, model).type))
+    folder = Path(rollout.weights_folder) if rollout.weights_folder else run / WEIGHTS
     shapes = model_from_config(parts.folder.config.to_dict())
     dtype = torch.float32 if rollout.engine == "vllm" and parts.dtype == torch.float64 else parts.dtype
     files = {"config.json": parts.folder.config_file(dtype), **text.files()}

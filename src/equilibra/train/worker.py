@@ -22,6 +22,7 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
+from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.published import logical_weights
@@ -40,7 +41,7 @@ from equilibra.rl.tasks import TimedTask
 from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
 from equilibra.rollout.on_ranks import PoolOfRanks
-from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout, cluster_of
+from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep
 from equilibra.train.state import State
@@ -161,9 +162,10 @@ def joined_group(config: TrainConfig, device: torch.device) -> Iterator[ExpertGr
     if world > 1 and not given:
         backend = "nccl" if device.type == "cuda" else "gloo"
         dist.init_process_group(backend, timeout=timedelta(seconds=config.run.timeout_s))
+    cluster = Cluster(num_nodes=config.cluster.nodes, ranks_per_node=config.cluster.ranks_per_node)
     failed = True
     try:
-        with join_expert_group(cluster_of(config), timeout_s=config.run.timeout_s) as group:
+        with join_expert_group(cluster, timeout_s=config.run.timeout_s) as group:
             yield group
         failed = False
     finally:
