@@ -32,11 +32,11 @@ BelowOne = Annotated[float, partial(check_number, high=1, below=True)]
 Seconds = Annotated[float, partial(check_number, above=0, high=1e6, below=True)]
 Text = Annotated[str, check_text]
 OF_TYPE = {bool: check_flag, str: partial(check_text, empty=True), Mapping[str, Option]: check_table}
-"""checks of fields whose type says all"""
+"""checks of fields that are annotated with a plain type"""
 
 
 class Section:
-    """A section of a file; its fields are checked as their annotation says, or by their type."""
+    """A section of a file. Checks of a field come from its annotation, else from its type."""
 
     section: ClassVar[str]
     checks: ClassVar[dict[str, Any]]
@@ -83,7 +83,7 @@ class RolloutConfig(Section, section="rollout"):
     weights_folder: str = ""
     """sglang and vllm: shared folder for new weights; empty: engine-weights in the run folder"""
     mismatch: Annotated[str, partial(check_choice, choices=("stop", "warn"))] = "stop"
-    """if the engine's log-probabilities show other weights than the trainer's: stop, or warn and continue"""
+    """if the engine's log-probabilities show that it lacks the trainer's weights: stop, or warn and continue"""
     mismatch_limit: NotNegative = 0.0
     """allowed mean difference of log-probabilities, 0 or more; 0: what rounding explains"""
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -107,7 +107,7 @@ class RunConfig(Section, section="run"):
     timeout_s: Seconds = 120.0
     """seconds without progress in a training step after which a rank counts as lost, above 0"""
     checkpoint_timeout_s: Seconds = 1800.0
-    """the same while a checkpoint is written or read: seconds that the slowest disk may take, above 0"""
+    """the same while a checkpoint is written or read; allows for the slowest disk, above 0"""
     checkpoint_every: Whole = 20
     """steps between checkpoints; 0: only at the end and when the run is stopped"""
     keep: Count = 2
@@ -231,19 +231,19 @@ class BalanceConfig(CopyLimits, Section, section="balance"):
     """What the balancer may do."""
 
     planner: Text = "equilibra"
-    """who plans a step; static switches balancing off"""
+    """planner of every step; static switches balancing off"""
     hardware: Text = "auto"
-    """prices that plans are made for: auto (those of the GPU, where it is known), a preset (a100, h100, h200, b200,
-    nvl72), or a file that equilibra doctor or calibrate wrote"""
+    """prices that the planner uses: auto (those of this GPU, if known), a preset (a100, h100, h200, b200, nvl72), or a
+    file written by equilibra doctor or calibrate"""
     tokens_per_rank: Count = 1024
-    """token budget of a rank's part of a micro-batch, from 1 on"""
+    """tokens of a micro-batch per rank, at least 1"""
     prefetch_depth: Whole = 1
-    """layers that copies come ahead, from 0 on"""
+    """layers ahead of which copies are fetched, 0 or more"""
     path: Annotated[str, partial(check_choice, choices=("collective", "host", "ipc", "both", "auto"))] = "collective"
-    """where flash copies come from: collective (the rank that is home), host (memory of the machine); on GPUs also ipc
-    (the other GPU's memory), both (the two at once) or auto (as the plan needs)"""
+    """how flash copies travel: collective (sent by the home rank) or host (through host memory); on GPUs also ipc (read
+    from the other GPU's memory), both (host and ipc at once) or auto (as the plan needs)"""
     move_sequences: bool = True
-    """whether sequences may run on other ranks than those that generated them"""
+    """true: sequences may run on other ranks than the ones that generated them"""
 
     def __post_init__(self) -> None:
         CopyLimits.__post_init__(self)

@@ -1,7 +1,7 @@
 """Configurations as text: TOML files, `section.key=value` on the command line, and `equilibra train --options`.
 
 A written file reads back as the same value. Errors are one line; unknown names come with the nearest valid one. Values
-on the command line are TOML; a bare word is text, and options of type text take any text as it is. A key inside a table
+on the command line are TOML. A bare word is text, and text options take any text as it is. A key inside a table
 (`task.options.max_digits=2`) adds to the table.
 """
 
@@ -35,7 +35,7 @@ CHANGEABLE = (
     "balance.*", "rollout.server", "rollout.server_timeout_s", "rollout.weights_folder", "rollout.mismatch",
     "rollout.mismatch_limit", "rollout.timeout_s", "task.score_timeout_s",
 )  # fmt: skip
-"""options that may change on resume: none of them changes the results"""
+"""options that may change on resume, because none of them changes results"""
 MOST_BYTES = 1 << 20
 """largest configuration file"""
 BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
@@ -65,8 +65,9 @@ def _bytes(path: Path) -> bytes:
             what = "a folder" if path.is_dir() else "not a regular file"
             raise InputError(f"cannot read {path}: it is {what}; give a TOML file")
         if status.st_size > MOST_BYTES:
-            size = f"{status.st_size:,} bytes, but configurations have at most {MOST_BYTES:,}"
-            raise InputError(f"cannot read {path}: it has {size}")
+            raise InputError(
+                f"cannot read {path}: it has {status.st_size:,} bytes, but configurations have at most {MOST_BYTES:,}"
+            )
         return path.read_bytes()
     except OSError as error:
         raise cannot("read", path, error) from error
@@ -147,7 +148,7 @@ def _unknown(what: str, name: str) -> InputError:
 
 
 def _nearest(name: str) -> list[str]:
-    """Options and sections that may be meant: within the section, else any of that key."""
+    """The options or sections that the user may mean: in the same section first, then any with such a key."""
     section, _, key = name.partition(".")
     types = option_types()
     dotted = [f"{one}.{entry}" for one in types for entry in types[one]]

@@ -1,9 +1,9 @@
-"""Start a run: all ranks as processes of this machine, or, under torchrun, the one rank that this process is.
+"""Start a run: all ranks as processes of this machine or, under torchrun, this process as its rank.
 
 Ranks are forked from a server that has loaded the worker's libraries once. Ctrl-C or SIGTERM stops every rank after its
-step; a second one kills them. Schedulers send SIGTERM to every process of the job: the server ignores it, ranks stop
+step; a second signal kills them. Schedulers send SIGTERM to every process of a job: the server ignores it, ranks stop
 after their step, and this process decides when they end. When a rank fails or dies, the others get a few seconds to
-notice and are then killed; one error names the rank and the reason.
+report and are then killed; one error names the rank and the reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from equilibra.train.run_folder import FolderLock
 MOST_PROCESSES = 128
 """most ranks on one machine"""
 GRACE_S = 6.0
-"""seconds in which the other ranks may report the loss or its cause"""
+"""seconds that the other ranks get to report the loss of one, or its cause"""
 TERMINATE_S = 2.0
 """seconds in which ranks end by themselves after their pipe is closed"""
 TICK_S = 0.2
@@ -75,10 +75,6 @@ class _Rank:
             self.ended = True
             if self.ending is None:
                 self.ending, self.ended_at = _death(code), monotonic()
-
-    def tell(self, what: str) -> None:
-        with suppress(OSError):
-            self.pipe.send(what)
 
 
 def _death(code: int) -> Failure:
@@ -142,7 +138,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
         )
         try:
             process.start()
-        except (OSError, EOFError) as error:  # the server ended: a library cannot be loaded
+        except (OSError, EOFError) as error:  # the server ended, because a library cannot be loaded
             raise ExecuteError(f"cannot start rank {number}: {error or 'the worker cannot be loaded'}") from error
         theirs.close()
         yield _Rank(number=number, process=process, pipe=mine)
@@ -152,7 +148,7 @@ def _started(job: Job, world: int, lock: FolderLock) -> Iterator[_Rank]:
 
 
 def _free_port() -> int:
-    """A port that nobody uses, below those that systems give to connections: until ranks listen, none may take it."""
+    """A free port, below the range that systems hand out to connections: none may take it until ranks listen."""
     for port in SystemRandom().sample(PORTS, len(PORTS)):
         with socket.socket() as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
@@ -172,9 +168,9 @@ def _holding_interrupts() -> Iterator[None]:
 
 
 def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, timeout_s: float) -> list[_Rank]:
-    """Listen until all ranks ended, GRACE_S after a failure, or until a rank has been stopped for the timeout.
+    """Listen until all ranks ended, until GRACE_S after a failure, or until a rank was held by SIGSTOP for the timeout.
 
-    Returns the ranks still running, or those of them that are stopped: the others may be waiting for them without end.
+    Returns the ranks that still run; only the held ones, if there are any, because the others may just wait for them.
     """
     told, deadline, stopped = False, float("inf"), dict[_Rank, float]()
     while running := [rank for rank in ranks if not rank.ended]:
@@ -189,7 +185,8 @@ def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, ti
             told = True
             screen.note(STOPPING)
             for rank in running:
-                rank.tell(STOP)
+                with suppress(OSError):  # a dead one is noticed later
+                    rank.pipe.send(STOP)
         now = monotonic()
         stopped = {rank: stopped.get(rank, now) for rank in running if _is_stopped(rank.process)}
         if any(isinstance(rank.ending, Failure) for rank in ranks):
@@ -199,12 +196,12 @@ def _listen(ranks: Sequence[_Rank], screen: Observer, interrupts: Interrupts, ti
         elif stopped:
             deadline = min(stopped.values()) + timeout_s + GRACE_S
         else:
-            deadline = float("inf")  # a stopped one goes on
+            deadline = float("inf")  # a stopped rank went on
     return []
 
 
 def _is_stopped(process: BaseProcess) -> bool:
-    """Whether SIGSTOP holds it, where Linux tells."""
+    """Whether SIGSTOP holds the process; False where there is no /proc."""
     try:
         return Path(f"/proc/{process.pid}/stat").read_text().rpartition(")")[2].split()[0] == "T"
     except OSError:
@@ -236,22 +233,17 @@ def _raise_failure(job: Job, ranks: Sequence[_Rank], hung: Sequence[_Rank]) -> N
     resume = f"continue with: equilibra train --resume {folder.path}"
     if causes and causes[0][1].is_input:
         raise InputError(causes[0][1].text + (f"; {resume}" if folder.has_checkpoint else ""))
-    what = ""
-    if causes:
-        rank, failure = causes[0]
-        what = f"rank {rank.number} of {world} {_said(failure)}"
-    elif hung:
+    if hung and not causes:
         numbers = ", ".join(str(rank.number) for rank in hung)
         what = f"rank {numbers} of {world} did not answer and was ended"
         what += f" (rank {failed[0][0].number}: {failed[0][1].text})" if failed else ""
     elif failed:
-        what = f"rank {failed[0][0].number} of {world} {_said(failed[0][1])}"
-    if what:
-        raise ExecuteError(f"{what}; {resume} (output of the ranks: {folder.output})")
-
-
-def _said(failure: Failure) -> str:
-    return failure.text if failure.text.startswith(("was ", "ended ")) else f"failed: {failure.text}"
+        rank, failure = (causes or failed)[0]
+        said = failure.text if failure.text.startswith(("was ", "ended ")) else f"failed: {failure.text}"
+        what = f"rank {rank.number} of {world} {said}"
+    else:
+        return
+    raise ExecuteError(f"{what}; {resume} (output of the ranks: {folder.output})")
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -67,7 +67,7 @@ class FolderLock:
     """Held from construction until closed, or until every process with its file has ended."""
 
     def __init__(self, folder: RunFolder, *, patience_s: float = PATIENCE_S) -> None:
-        """Take the lock. If its owner has died, wait: the ranks are about to end."""
+        """Take the lock; if its owner has died, wait for the ranks that still hold it."""
         path = folder.path / ".lock"
         try:
             self.file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -87,7 +87,7 @@ class FolderLock:
     def _taken(self) -> bool:
         try:
             fcntl.flock(self.file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except OSError as error:  # otherwise a file system without locks
+        except OSError as error:  # any other error: a file system without locks
             return not isinstance(error, BlockingIOError)
         return True
 

@@ -1,14 +1,14 @@
-"""Does balancing change a run's numbers? Run its passes with and without it, and compare.
+"""Does balancing change a run's numbers? Run the passes of a step with and without balancing, and compare.
 
-Both times the weights, the answers and their routing are the same, and nothing is trained. Compared are the
-log-probabilities of the answers and the gradients of a policy loss with random advantages, which are never all zero.
-Ranks run other sequences under another plan, so results agree up to rounding (`integrations.differences`).
+Both use the same weights, answers and routing; nothing is trained. Compared are the log-probabilities of the answers
+and the gradients of a policy loss. Its advantages are random, because real ones may all be zero. Under another plan
+ranks run other sequences, so results agree up to rounding (`integrations.differences`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -42,12 +42,8 @@ def read_differences(folder: Path) -> tuple[list[Difference], dict[str, Any]]:
     return [Difference(**one) for one in found.pop("differences")], found
 
 
-def run_verify(
-    config: TrainConfig, folder: Path, *, resume: bool, observer: Observer, stop: Callable[[], bool],
-    say: Callable[[str], None] = print, cut: Callable[[int], None] = lambda _step: None,
-) -> None:  # fmt: skip
-    """Collective: compare, and write the result to the folder on world rank 0. Arguments as of `run_worker`."""
-    del resume, stop, say, cut
+def run_verify(config: TrainConfig, folder: Path, *, observer: Observer, **_: object) -> None:
+    """Collective: compare, and write the result to the folder on world rank 0. Takes the arguments of `run_worker`."""
     device = device_of(config)
     with joined_group(config, device) as group:
         parts = build_parts(config, group, device)

@@ -85,6 +85,10 @@ def run_worker(
         cut(first)
         last = LastStep(parts, folder)
 
+        def stopping() -> bool:
+            """Collective: whether any rank was told to stop."""
+            return bool(np.concatenate(group.gather(np.array([stop()]), what="asking whether to stop")).any())
+
         def save(step: int) -> None:
             state.save(step, source.carried if isinstance(source, EngineSource) and windowed else None)
 
@@ -95,7 +99,7 @@ def run_worker(
             places=config.rollout.prompts * config.rollout.answers if parts.algorithm.windowed else 0,
             source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
             critic=None if critic is None else Critic(critic),
-            reference=reference, save=save, keep_record=last.keep, observer=observer, stop=_agreed(group, stop),
+            reference=reference, save=save, keep_record=last.keep, observer=observer, stop=stopping,
         )  # fmt: skip
         done = train(trainer, first)
         observer.stage("report", step=done)
@@ -172,16 +176,6 @@ def joined_group(config: TrainConfig, device: torch.device) -> Iterator[ExpertGr
         nccl = dist.is_initialized() and dist.get_backend() == dist.Backend.NCCL
         if dist.is_initialized() and not given and not (failed and nccl):  # NCCL would wait for lost ranks
             dist.destroy_process_group()
-
-
-def _agreed(group: ExpertGroup, stop: Callable[[], bool]) -> Callable[[], bool]:
-    """A collective function: whether any rank was told to stop."""
-
-    def agreed() -> bool:
-        said = group.gather(np.array([stop()]), what="asking whether to stop")
-        return bool(np.concatenate(said).any())
-
-    return agreed
 
 
 def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, folder: Path, observer: Observer) -> None:
