@@ -42,7 +42,7 @@ def read_differences(folder: Path) -> tuple[list[Difference], dict[str, Any]]:
     return [Difference(**one) for one in found.pop("differences")], found
 
 
-def run_verify(config: TrainConfig, folder: Path, *, observer: Observer, **_: object) -> None:
+def run_verify(config: TrainConfig, folder: Path, *, observer: Observer, **_others: object) -> None:
     """Collective: compare, and write the result to the folder on world rank 0. Takes the arguments of `run_worker`."""
     device = device_of(config)
     with joined_group(config, device) as group:
