@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.suite import Row, Setting
-from equilibra.core.cluster import Cluster
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MODELS, MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.cost.presets import prices_named
 from equilibra.plan.planner import Planner
 from equilibra.simulate.entry import Question, simulate

@@ -29,11 +29,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.load import StepLoad, imbalance
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.history import rank_load_by_shares, shares_of
 from equilibra.plan.micro_batch import balance
 from equilibra.plan.planner import StepProblem, planner_named

@@ -15,7 +15,7 @@ from time import perf_counter
 from benchmarks.cells import SLOTS, Case, knobs_of_prompts, mean_of_seeds, metrics_of, row_of
 from benchmarks.plots import plot_paper
 from benchmarks.suite import Row, Setting, Suite
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits
 from equilibra.core.plan import StepPlan
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra

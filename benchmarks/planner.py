@@ -23,11 +23,10 @@ from benchmarks.problems import (
 )
 from benchmarks.steps import ablation, growth, planners, whole_step
 from benchmarks.suite import Row, Setting, Suite
-from equilibra.core.cluster import Cluster
-from equilibra.core.load import StepLoad
+from equilibra.core.load import StepLoad, imbalance
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.plan.solve import over_sources, solve_problems
 from equilibra.plan.step import Equilibra

@@ -10,11 +10,10 @@ from numpy.typing import NDArray
 
 from benchmarks.exact import exact_makespan
 from benchmarks.suite import Setting
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import Schedule, SequenceLoad, StepLoad, step_load
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, imbalance, step_load
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.micro_batch import balance
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.open import load_trace

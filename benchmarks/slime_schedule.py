@@ -22,11 +22,9 @@ from typing import Any
 import numpy as np
 from tests.references import slime_schedule
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.load import Schedule, SequenceLoad, step_load
-from equilibra.core.placement import Placement
+from equilibra.core.load import Schedule, SequenceLoad, imbalance, step_load
+from equilibra.core.placement import Cluster, Placement
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.integrations.slime.schedule import DpSchedule, build_dp_schedule
 from equilibra.plan.pack import cell_cost
 from equilibra.plan.planner import StepProblem, planner_named

@@ -15,11 +15,11 @@ import numpy as np
 
 from benchmarks.problems import MIDDLE, SMALL, file_order_load, flash_per_layer, sequences_of
 from benchmarks.suite import Row, Setting
-from equilibra.core.cluster import Cluster
+from equilibra.core.load import imbalance
 from equilibra.core.model import MODELS
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import Planner, StepProblem, planner_named, planner_names
 from equilibra.plan.step import Equilibra

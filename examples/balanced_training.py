@@ -16,11 +16,11 @@ import torch.distributed as dist
 from torch import multiprocessing
 
 from equilibra import Cluster, MoEModel, RoutingTrace
+from equilibra.core.load import imbalance
 from equilibra.core.placement import contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.events.run import PlannerRecord, Run, save_run
 from equilibra.execute import (
     BalancedMoE,

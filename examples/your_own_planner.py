@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from equilibra import Cluster, StepPlan
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
 from equilibra.plan.entry import step_problem
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.plan.step import Equilibra

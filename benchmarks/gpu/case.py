@@ -18,10 +18,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.problems import evenly_spread, static_imbalance
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad, step_load
 from equilibra.core.model import MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.simulate.scenario import file_order_schedule, joined, ranks_for_longest
 from equilibra.trace.count import micro_batches_in_file_order
 from equilibra.trace.routing import Recording

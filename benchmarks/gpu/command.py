@@ -136,7 +136,7 @@ def models_asked(arguments: argparse.Namespace) -> list[MoEModel]:
     from benchmarks.gpu.case import MODELS
     from equilibra.core.errors import InputError
     from equilibra.core.model import MoEModel
-    from equilibra.cost.files import load_model
+    from equilibra.cost.presets import load_model
 
     if (arguments.hidden is None) != (arguments.ffn is None):
         raise InputError("--hidden and --ffn go together")

@@ -23,11 +23,10 @@ import numpy as np
 
 from benchmarks.gpu.case import Case, GpuSetting
 from benchmarks.gpu.work import STILL, Moves, RankWork, Works, balanced_works, moves_of, works_of
-from equilibra.core.load import StepLoad
+from equilibra.core.load import StepLoad, imbalance
 from equilibra.core.plan import StepPlan
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Eplb, Static, UltraEP
 from equilibra.plan.planner import Planner, StepProblem
 from equilibra.plan.step import Equilibra

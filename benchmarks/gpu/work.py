@@ -16,8 +16,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
 
 __all__ = ["STILL", "Moves", "RankWork", "Works", "balanced_works", "moves_of", "works_of"]

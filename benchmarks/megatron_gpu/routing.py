@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from benchmarks.cells import MIXED
 from benchmarks.megatron_gpu.cases import Shape
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
 from equilibra.trace.synth import SynthShape, synthesize
 
 __all__ = ["balanced_ids", "rank_imbalance", "skewed_ids"]

@@ -25,8 +25,7 @@ import triton
 from numpy.typing import NDArray
 
 from benchmarks.suite import environment
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.experts import Activation, MoESpec, expert_math

@@ -20,7 +20,7 @@ from benchmarks.gpu.replay import Replay, Sizes
 from benchmarks.gpu.work import STILL, Moves, RankWork
 from benchmarks.suite import environment
 from equilibra.core.model import MoEModel
-from equilibra.cost.files import load_model
+from equilibra.cost.presets import load_model
 
 HOMES = {"gpt-oss-20b": 4, "qwen3-30b-a3b": 4, "qwen3-235b-a22b": 8, "deepseek-v3": 8}
 ROWS, OF_COPY = 16_384, 1_100

@@ -20,9 +20,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from benchmarks.problems import evenly_spread
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, StepLoad, step_load
+from equilibra.core.placement import Cluster
 from equilibra.simulate.scenario import file_order_schedule
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.routing import Recording, RoutingTrace, id_dtype

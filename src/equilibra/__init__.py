@@ -12,12 +12,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from equilibra.core.cluster import Cluster as Cluster
     from equilibra.core.errors import EquilibraError as EquilibraError
     from equilibra.core.errors import InputError as InputError
     from equilibra.core.load import SequenceLoad as SequenceLoad
     from equilibra.core.load import StepLoad as StepLoad
     from equilibra.core.model import MoEModel as MoEModel
+    from equilibra.core.placement import Cluster as Cluster
     from equilibra.core.placement import Placement as Placement
     from equilibra.core.plan import StepPlan as StepPlan
     from equilibra.plan.entry import plan_step as plan_step
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from equilibra.trace.routing import RoutingTrace as RoutingTrace
 
 _HOME_OF_NAME = {
-    "Cluster": "equilibra.core.cluster",
+    "Cluster": "equilibra.core.placement",
     "Equilibra": "equilibra.plan.step",
     "EquilibraError": "equilibra.core.errors",
     "InputError": "equilibra.core.errors",

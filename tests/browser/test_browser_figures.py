@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
 from equilibra.events.run import Run
 from equilibra.report.figures import label_of
 from equilibra.report.timeline import kind_totals

@@ -6,11 +6,10 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.model import model_named
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.planner import (

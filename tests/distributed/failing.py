@@ -10,8 +10,7 @@ import numpy as np
 import torch
 from tests.distributed.worlds import RandomPlanner, balanced_stack, loss_of, random_batch, random_spec, reference_stack
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies.transfer import Path

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.steps.balancer import Balancer
 from equilibra.execute.steps.gradients import check_replicated, clip_gradients, gradient_norm

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute import CopySetting, join_expert_group

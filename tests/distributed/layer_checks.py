@@ -12,9 +12,8 @@ from tests.distributed.worlds import RandomPlanner, balanced_stack, loss_of, ran
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.events.schema import Kind

@@ -10,9 +10,8 @@ from tests.distributed.training import Gaps, compare_weights, logprob, update
 from tests.distributed.worlds import Batch, RandomPlanner, balanced_stack, random_batch, random_spec, reference_stack
 from tests.protocol.recorded import Journal
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import GroupPlan, Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies.copies import Copies

@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import Migration, Placement, contiguous
+from equilibra.core.placement import Cluster, Migration, Placement, contiguous
 from equilibra.execute.experts import MoESpec, RouterSpec
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe import BalancedMoE

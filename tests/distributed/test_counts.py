@@ -5,9 +5,8 @@ import pytest
 import torch
 from tests.distributed.ranks import run_ranks
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.model import MoEModel
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates

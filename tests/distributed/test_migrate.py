@@ -18,9 +18,8 @@ import torch.distributed as dist
 from tests.distributed.ranks import collect, run_ranks, start_ranks
 from tests.distributed.states import EXPERTS, World, make_world, merged, to
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError
-from equilibra.core.placement import Migration, Placement
+from equilibra.core.placement import Cluster, Migration, Placement
 from equilibra.events.schema import Kind, Resource
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.state import migrate as module

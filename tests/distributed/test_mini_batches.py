@@ -7,7 +7,7 @@ from tests.distributed.mini_batches import mini_batch_cases, mini_batch_errors
 from tests.distributed.ranks import run_ranks
 from tests.protocol.recorded import ASKED
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.execute.copies.transfer import Path
 
 ROUNDING = 1e-9

@@ -4,7 +4,7 @@ import pytest
 from tests.distributed.ranks import run_ranks
 from tests.distributed.training import train_cases
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 
 ROUNDING = 1e-9
 """relative, in float64: outputs, gradients and norms before the weights have changed"""

@@ -8,9 +8,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.execute.experts import Activation, GroupScore, MoESpec, RouterSpec, Score
 from equilibra.execute.moe import BalancedMoE, ReferenceMoE

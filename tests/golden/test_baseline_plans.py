@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from tests.golden.test_plans import loads, summary
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.cost.rates import Rates
 from equilibra.plan.baselines.online import LeastLoaded, UltraEP
 from equilibra.plan.planner import Planner, StepProblem, planner_named

@@ -10,12 +10,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import model_named
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.files import prices_of
+from equilibra.cost.presets import prices_of
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import StepProblem, planner_named

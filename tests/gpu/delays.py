@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from tests.distributed.training import Gaps, train_case
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.execute.copies import device, device_paths, standing
 from equilibra.execute.copies.segment import Signals
 from equilibra.execute.copies.transfer import Path

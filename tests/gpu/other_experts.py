@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import nn
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import GroupPlan, Stage
 from equilibra.core.visit import VisitKey
 from equilibra.cost.rates import Rates

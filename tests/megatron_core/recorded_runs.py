@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from tests.megatron_core import layer_runs, models
 
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits
+from equilibra.core.load import imbalance
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.integrations.megatron import MegatronSetting, balance, copies, set_replay
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.open import load_trace

@@ -13,8 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import linprog
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.plan.across import serve_across
 from equilibra.plan.micro_batch import (
     EXPERT,

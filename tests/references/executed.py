@@ -16,10 +16,9 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.visit import ReceiveTable, SendTable, Visit
 from equilibra.cost.presets import prices_named

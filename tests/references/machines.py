@@ -5,10 +5,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.planner import StepProblem

@@ -10,9 +10,9 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.load import imbalance, spread
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.events.imbalance import imbalance, spread
 from equilibra.events.run import PASSES, PlannerRecord, Run
 from equilibra.events.schema import EVENT, Direction, Events, Kind, Resource, event_table
 from equilibra.plan.entry import step_problem

@@ -7,8 +7,8 @@ from dataclasses import replace
 import numpy as np
 from tests.references.machines import random_problems, random_times, round_hardware, small_model
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import StepPlan
 from equilibra.cost.prices import ExpertLaw
 from equilibra.plan.planner import Planner, StepProblem, online_us_of, planner_named, timing_of

@@ -11,7 +11,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import open_model_folder
 from equilibra.integrations.routing_formats import model_from_config

@@ -42,7 +42,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Fit, print the errors of the fit, and write the file."""
     from equilibra.core.atomic import atomic_file
     from equilibra.cost.calibrate import Calibration, calibrate
-    from equilibra.cost.files import load_prices, prices_toml
+    from equilibra.cost.presets import load_prices, prices_toml
 
     if not arguments.source and not arguments.measure:
         raise InputError("nothing to fit: name measurements or runs, or measure this machine with --measure")
@@ -87,10 +87,10 @@ def _this_machine(name: str) -> Prices:
 
 
 def _measurements(path: Path) -> list[dict[str, Any]]:
-    from equilibra.core.cluster import Cluster
     from equilibra.core.model import MoEModel
+    from equilibra.core.placement import Cluster
     from equilibra.cost.calibrate import measurements_of_run
-    from equilibra.cost.files import read_table
+    from equilibra.cost.presets import read_table
     from equilibra.events.run import load_run
 
     if not path.is_dir():

@@ -66,7 +66,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _check(arguments: argparse.Namespace) -> None:
     """Refuse early what would fail after the measurements."""
     if arguments.model is not None:
-        from equilibra.cost.files import load_model
+        from equilibra.cost.presets import load_model
 
         load_model(arguments.model)
     if arguments.write is None:
@@ -82,7 +82,7 @@ def _check(arguments: argparse.Namespace) -> None:
 
 def _write(found: Examination, path: Path, *, overwrite: bool) -> None:
     from equilibra.core.atomic import atomic_file
-    from equilibra.cost.files import prices_toml
+    from equilibra.cost.presets import prices_toml
     from equilibra.doctor.preset import preset_of
 
     preset = preset_of(found.findings, found.measured, name=path.stem.lower())

@@ -72,7 +72,7 @@ def run(arguments: argparse.Namespace) -> int:
 def _plan_loads(arguments: argparse.Namespace) -> int:
     import numpy as np
 
-    from equilibra.core.cluster import Cluster
+    from equilibra.core.placement import Cluster
     from equilibra.plan.solve import over_sources, solve_problems
 
     cluster = Cluster(**named_like(Cluster, arguments))
@@ -130,9 +130,9 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
 
 
 def _plan_trace(arguments: argparse.Namespace) -> int:
-    from equilibra.core.cluster import Cluster
-    from equilibra.core.limits import PlanLimits
-    from equilibra.cost.files import AUTO
+    from equilibra.core.checks import PlanLimits
+    from equilibra.core.placement import Cluster
+    from equilibra.cost.presets import AUTO
     from equilibra.plan.entry import step_problem
     from equilibra.plan.planner import planner_named, respects_slots
     from equilibra.plan.step import Equilibra
@@ -170,8 +170,8 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
 
 
 def _figures(plan: StepPlan, problem: StepProblem) -> dict[str, Any]:
+    from equilibra.core.load import imbalance, spread
     from equilibra.core.plan import Stage
-    from equilibra.events.imbalance import imbalance, spread
     from equilibra.plan.planner import planner_named
 
     load, static = problem.load_under(plan.schedule), planner_named("static").plan(problem)

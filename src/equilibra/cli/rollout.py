@@ -82,7 +82,7 @@ def _add_plan(kinds: Any) -> None:  # noqa: ANN401
 def run_plan(arguments: argparse.Namespace) -> int:
     """Search, print, and write the page."""
     from equilibra.cost.decode import load_law
-    from equilibra.cost.files import load_model, load_prices
+    from equilibra.cost.presets import load_model, load_prices
     from equilibra.plan.deployment.answer import answer
     from equilibra.plan.deployment.question import Question, Side
 

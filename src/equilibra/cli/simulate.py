@@ -78,9 +78,9 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 
 def run(arguments: argparse.Namespace) -> int:
     """Simulate, print, and write what was asked for."""
-    from equilibra.core.cluster import Cluster
-    from equilibra.core.limits import PlanLimits
-    from equilibra.cost.files import load_prices
+    from equilibra.core.checks import PlanLimits
+    from equilibra.core.placement import Cluster
+    from equilibra.cost.presets import load_prices
     from equilibra.simulate.entry import DEFAULT_PLANNERS, Question, simulate
     from equilibra.simulate.setting import CopyPath, RunSetting
 
@@ -125,7 +125,7 @@ def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, S
     """The model, the loads, a description of the inputs, and the last step's loads."""
     import numpy as np
 
-    from equilibra.cost.files import load_model
+    from equilibra.cost.presets import load_model
     from equilibra.simulate.scenario import check_fits, joined
     from equilibra.trace.open import load_trace
     from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads

@@ -82,7 +82,7 @@ def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _info(arguments: argparse.Namespace) -> int:
-    from equilibra.core.cluster import Cluster
+    from equilibra.core.placement import Cluster
     from equilibra.trace.count import require_distinct_experts, summarize
     from equilibra.trace.open import load_trace
 

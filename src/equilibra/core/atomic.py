@@ -1,22 +1,23 @@
-"""Atomic writes: a reader sees the old file or the complete new one, never a part.
+"""Files: reads whose errors name the file, and atomic writes.
 
-Content goes to a hidden temporary path in the same folder, is flushed to disk, and renamed over the target; if the
-`with` block ends early, it is removed. A folder cannot replace another, so the old one is moved aside first and
-restored if the rename fails.
+With atomic writes a reader sees the old file or the complete new one, never a part. Content goes to a hidden temporary
+path in the same folder, is flushed to disk, and renamed over the target; if the `with` block ends early, it is removed.
+A folder cannot replace another, so the old one is moved aside first and restored if the rename fails.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import shutil
+import tomllib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 from equilibra.core.errors import InputError, UnreadableError
-
-__all__ = ["atomic_file", "atomic_folder", "cannot", "flush_to_disk"]
 
 
 def cannot(verb: str, path: Path, error: OSError) -> InputError:
@@ -24,6 +25,17 @@ def cannot(verb: str, path: Path, error: OSError) -> InputError:
     exists = verb == "read" and not isinstance(error, FileNotFoundError | NotADirectoryError)
     kind = UnreadableError if exists else InputError
     return kind(f"cannot {verb} {path}: {error.strerror or error}")
+
+
+def read_values(path: Path) -> Any:  # noqa: ANN401
+    """The content of a JSON file or, if its name ends in .toml, of a TOML file."""
+    kind, parse = ("TOML", tomllib.loads) if path.suffix == ".toml" else ("JSON", json.loads)
+    try:
+        return parse(path.read_text())
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"cannot read {path}: not valid {kind} ({error})") from error
 
 
 def flush_to_disk(path: Path) -> None:

@@ -6,8 +6,6 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-__all__ = ["environment_with"]
-
 
 @contextmanager
 def environment_with(values: Mapping[str, str]) -> Iterator[None]:

@@ -16,11 +16,6 @@
 A message says what was asked, with the values, what is required, and what to do.
 """
 
-__all__ = [
-    "BrokenStateError", "BudgetError", "EquilibraError", "ExecuteError", "InputError", "MismatchError",
-    "NonFiniteError", "PlanError", "RankLostError", "StaleError", "TraceFormatError", "UnreadableError",
-]  # fmt: skip
-
 
 class EquilibraError(Exception):
     """Base of all errors that Equilibra raises on purpose."""

@@ -14,8 +14,6 @@ from typing import Any
 
 from numba import njit
 
-__all__ = ["inlined", "kernel", "source_stamp"]
-
 Function = Callable[..., Any]
 
 

@@ -1,7 +1,8 @@
 """Loads: how many tokens each expert gets, per sequence and, with a schedule, per micro-batch.
 
 Symbols: S sequences, M micro-batches, L MoE layers, R ranks, E experts. A token routed to k experts counts once for
-each of them, so a load is a number of (token, expert) pairs.
+each of them, so a load is a number of (token, expert) pairs. Imbalance is slowest rank over mean rank: 1.0 is perfect,
+R means that one of R ranks has all the load. An all-zero load has imbalance 1.0: no rank waits.
 
 A schedule gives every sequence to a micro-batch and a rank: what pack decides. A step may have several mini-batches,
 with an optimizer step after each. The mini-batch of a sequence is given, never decided; a micro-batch belongs to one.
@@ -10,14 +11,13 @@ with an optimizer step after each. The mini-batch of a sequence is given, never 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-
-__all__ = ["Schedule", "SequenceLoad", "StepLoad", "check_mini_batches", "step_load"]
+from equilibra.core.placement import Cluster
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -196,3 +196,32 @@ def _shared(tokens_MLEC: NDArray[np.int32], width: int) -> NDArray[np.int32]:
         extra = ((part - turn_E) % width) < tokens_MLEC % width
         tokens_MLER[..., part::width] = tokens_MLEC // width + extra
     return tokens_MLER
+
+
+def imbalance(load: NDArray[Any]) -> NDArray[np.float64]:
+    """[...] imbalance of loads [..., R]: maximum over mean of the last axis."""
+    if load.ndim < 1 or load.shape[-1] < 1:
+        raise InputError(f"a load must be [..., ranks] with at least one rank, not {load.shape}")
+    if load.size and not (np.isfinite(load).all() and load.min() >= 0):
+        raise InputError(f"loads must be finite and not negative, not {load.min()} to {load.max()}")
+    mean = load.mean(axis=-1, dtype=np.float64)
+    return np.where(mean > 0, load.max(axis=-1) / np.where(mean > 0, mean, 1.0), 1.0)
+
+
+class ImbalanceSpread(NamedTuple):
+    """Mean, 99th percentile and maximum over micro-batches and layers."""
+
+    mean: float
+    p99: float
+    worst: float
+
+
+def spread(imbalances: NDArray[np.float64]) -> ImbalanceSpread:
+    """Mean, 99th percentile and maximum of imbalances."""
+    return ImbalanceSpread(float(imbalances.mean()), float(np.percentile(imbalances, 99)), float(imbalances.max()))
+
+
+def static_imbalance(load: StepLoad) -> float:
+    """Slowest over mean rank, mean over layers and micro-batches, with contiguous homes and without copies."""
+    load_MLE = load.expert_load()
+    return float(imbalance(load_MLE.reshape(*load_MLE.shape[:2], load.num_ranks, -1).sum(axis=3)).mean())

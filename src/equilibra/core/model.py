@@ -8,8 +8,6 @@ from typing import NamedTuple
 from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
 
-__all__ = ["MODELS", "Heads", "Latent", "MoEModel", "model_named", "moe_model"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class MoEModel:

@@ -1,6 +1,7 @@
-"""Placement: the home of every expert, per layer. It is the canonical map; every other map is derived from it.
+"""Cluster and placement: the ranks of an expert-parallel group, and the home of every expert on them, per layer.
 
-Symbols: L layers, E experts, R ranks. Expert numbers are logical, as in the checkpoint, whatever the placement.
+Symbols: L layers, E experts, R ranks. The home of every expert is the canonical map; every other map is derived from
+it. Expert numbers are logical, as in the checkpoint, whatever the placement.
 """
 
 from __future__ import annotations
@@ -10,10 +11,39 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
-__all__ = ["Migration", "Placement", "contiguous"]
+
+@dataclass(frozen=True, kw_only=True)
+class Cluster:
+    """The expert-parallel group: rank r is on node r // ranks_per_node; slow links connect the nodes."""
+
+    num_nodes: int = 1
+    """nodes of the expert-parallel group"""
+    ranks_per_node: int = 8
+    """ranks that share fast links"""
+
+    def __post_init__(self) -> None:
+        for name in ("num_nodes", "ranks_per_node"):
+            check_whole(name, getattr(self, name), low=1, high=65_536)
+
+    @property
+    def num_ranks(self) -> int:
+        return self.num_nodes * self.ranks_per_node
+
+    def node_of_rank(self) -> NDArray[np.int64]:
+        return np.arange(self.num_ranks) // self.ranks_per_node
+
+    def experts_per_rank(self, num_experts: int) -> int:
+        """Home experts of each rank when `num_experts` are spread evenly; InputError if they cannot be."""
+        if num_experts < 1 or num_experts % self.num_ranks:
+            raise InputError(
+                f"cannot give {num_experts} experts equal homes on {self.num_ranks} ranks "
+                f"({self.num_nodes} nodes x {self.ranks_per_node}): experts must be a multiple of ranks; "
+                f"use a number of ranks that divides {num_experts}"
+            )
+        return num_experts // self.num_ranks
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

@@ -9,8 +9,6 @@ import numpy as np
 
 from equilibra.core.kernel import kernel
 
-__all__ = ["group_rows", "number_rows"]
-
 
 @kernel
 def number_rows(  # type: ignore[no-untyped-def]

@@ -21,8 +21,6 @@ from numpy.typing import NDArray
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 
-__all__ = ["CopyList", "ReceiveTable", "SendTable", "Stage", "Visit", "VisitKey", "only_homes", "signed_ids"]
-
 
 class Stage(StrEnum):
     """The two passes over a rollout."""

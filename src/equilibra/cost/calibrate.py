@@ -24,17 +24,19 @@ from equilibra.core.model import MoEModel
 from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.events.schema import Direction, Events, Kind, Resource
 
-__all__ = ["Calibration", "calibrate", "fit_experts", "measurements_of_run", "not_negative"]
-
 Measurement = dict[str, Any]
-SIMPLE = {
-    "dense": ("flop", "dense_tflops", 1e-6),
-    "memory": ("bytes", "hbm_gb_per_s", 1e-3),
-    "host_copy": ("bytes", "host_link_gb_per_s", 1e-3),
-    "copy_engine": ("bytes", "copy_engine_gb_per_s", 1e-3),
-}
-LINKS = {"nvlink": ("nvlink_gb_per_s", "nvlink_latency_us"), "nic": ("nic_gb_per_s", "nic_latency_us")}
-NAMED = {*SIMPLE, *LINKS, "experts", "attention", "counts", "hidden_copy", "device_copy"}
+RATES = (
+    ("attention", "forward", "flop", "attention_tflops", ""),
+    ("attention", "backward", "flop", "attention_backward_tflops", ""),
+    ("dense", "", "flop", "dense_tflops", ""),
+    ("memory", "", "bytes", "hbm_gb_per_s", ""),
+    ("host_copy", "", "bytes", "host_link_gb_per_s", ""),
+    ("copy_engine", "", "bytes", "copy_engine_gb_per_s", ""),
+    ("nvlink", "", "bytes", "nvlink_gb_per_s", "nvlink_latency_us"),
+    ("nic", "", "bytes", "nic_gb_per_s", "nic_latency_us"),
+)
+"""kind, direction if it has one, amount of work, rate, and latency if its fixed time has a price"""
+KINDS = {*(kind for kind, *_ in RATES), "experts", "counts", "hidden_copy", "device_copy"}
 LEAST_POINTS_OF_SHAPE = 3
 
 
@@ -57,26 +59,20 @@ def calibrate(measurements: Sequence[Measurement], base: Prices, *, name: str, s
     changes: dict[str, Any] = {"name": name, "source": source}
     errors: dict[str, tuple[int, float, float]] = {}
 
-    def chosen(kind: str, direction: str | None = None) -> list[Measurement]:
-        return [m for m in measurements if m["kind"] == kind and direction in (None, m.get("direction"))]
+    def chosen(kind: str, direction: str = "") -> list[Measurement]:
+        return [m for m in measurements if m["kind"] == kind and direction in ("", m.get("direction"))]
 
     for direction in ("forward", "backward"):
         if cases := chosen("experts", direction):
             law, error = fit_experts(cases, backward=direction == "backward")
-            changes["kernels"] = None
-            changes[f"experts_{direction}"], errors[f"experts_{direction}"] = law, _summary(error)
-        if cases := chosen("attention", direction):
-            field = "attention_tflops" if direction == "forward" else "attention_backward_tflops"
-            _, changes[field], error = _rate(cases, "flop", 1e-6)
-            errors[field] = _summary(error)
-    for kind, (amount, field, unit) in SIMPLE.items():
-        if cases := chosen(kind):
-            _, changes[field], error = _rate(cases, amount, unit)
-            errors[field] = _summary(error)
-    for kind, (field, latency) in LINKS.items():
-        if cases := chosen(kind):
-            changes[latency], changes[field], error = _rate(cases, "bytes", 1e-3)
-            errors[field] = _summary(error)
+            changes |= {"kernels": None, f"experts_{direction}": law}
+            errors[f"experts_{direction}"] = _summary(error)
+    for kind, direction, amount, rate, latency in RATES:
+        if cases := chosen(kind, direction):
+            fixed_us, changes[rate], error = _rate(cases, amount)
+            errors[rate] = _summary(error)
+            if latency:
+                changes[latency] = fixed_us
     if cases := chosen("counts"):
         changes["counts_us"] = float(np.median([m["us"] for m in cases]))
     if cases := chosen("hidden_copy"):
@@ -88,7 +84,10 @@ def fit_experts(cases: Sequence[Measurement], *, backward: bool) -> tuple[Expert
     """The experts' law in one direction, and its relative error on every case."""
     if len(cases) < 4:
         raise InputError(f"{len(cases)} measurements of experts cannot determine five constants: measure 4 or more")
-    shapes = [_shape(m) for m in cases]
+    shapes = [
+        MoEModel(name="measured", num_layers=1, hidden=m["hidden"], expert_ffn=m["expert_ffn"], num_experts=1, top_k=1)
+        for m in cases
+    ]
     us = np.array([m["us"] for m in cases], np.float64)
     rows, instances = (np.array([m[key] for m in cases], np.float64) for key in ("rows", "instances"))
     passes = 2 if backward else 1
@@ -184,16 +183,10 @@ def _links_of_run(events: Events) -> list[Measurement]:
     return found if len(sizes) > 1 else []
 
 
-def _shape(m: Measurement) -> MoEModel:
-    return MoEModel(
-        name="measured", num_layers=1, hidden=m["hidden"], expert_ffn=m["expert_ffn"], num_experts=1, top_k=1
-    )
-
-
-def _rate(cases: Sequence[Measurement], amount: str, unit: float) -> tuple[float, float, NDArray[np.float64]]:
-    """(fixed us, rate, relative errors) of fixed + amount / rate."""
+def _rate(cases: Sequence[Measurement], amount: str) -> tuple[float, float, NDArray[np.float64]]:
+    """(fixed us, TFLOP/s or GB/s, relative errors) of fixed + amount / rate."""
     us = np.array([m["us"] for m in cases], np.float64)
-    size = np.array([m[amount] for m in cases], np.float64) * unit
+    size = np.array([m[amount] for m in cases], np.float64) * (1e-6 if amount == "flop" else 1e-3)
     x = not_negative(np.stack([np.ones_like(us), size], axis=1), us)
     if x[1] <= 0:
         raise InputError(f"the measurements of {cases[0]['kind']} do not grow with {amount}: measure larger cases")
@@ -240,8 +233,8 @@ def _check(measurements: Sequence[Measurement]) -> None:
     need = {"experts": ("hidden", "expert_ffn", "instances", "rows"), "dense": ("flop",), "attention": ("flop",),
             "hidden_copy": ("bytes", "us_alone"), "counts": ()}  # fmt: skip
     for number, m in enumerate(measurements):
-        if not isinstance(m, dict) or str(m.get("kind")) not in NAMED:
-            raise InputError(f"measurement {number} has no known kind; use one of {', '.join(sorted(NAMED))}: {m!r}")
+        if not isinstance(m, dict) or str(m.get("kind")) not in KINDS:
+            raise InputError(f"measurement {number} has no known kind; use one of {', '.join(sorted(KINDS))}: {m!r}")
         for key in (*need.get(m["kind"], ("bytes",)), "us"):
             value = m.get(key)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e18:

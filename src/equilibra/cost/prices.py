@@ -1,6 +1,6 @@
 """Prices: what rows, tiles, copies, moves and links cost on one kind of hardware.
 
-`presets` has lists by name; `files` reads a user's own, written by `equilibra doctor` or `equilibra calibrate`. The
+`presets` has lists by name and reads a user's own, written by `equilibra doctor` or `equilibra calibrate`. The
 simulator reads a list directly; the planner reads what `rates.rates_for` derives from it for a model. Bandwidths are
 per rank and direction.
 
@@ -25,8 +25,6 @@ from math import inf
 from equilibra.core.checks import check_number, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
-
-__all__ = ["ATTENTION_BACKWARD", "MOST_ROWS", "ExpertLaw", "KernelPrices", "Prices", "row_bytes"]
 
 MOST_ROWS = 2**31
 """limit on the rows a copy may cost or a tile hold; no rank computes as many"""

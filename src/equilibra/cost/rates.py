@@ -16,8 +16,6 @@ from equilibra.core.plan import Stage
 from equilibra.cost.presets import default_prices
 from equilibra.cost.prices import MOST_ROWS, Prices
 
-__all__ = ["MOST_ROWS", "Rates", "rates_for"]
-
 
 def _free() -> dict[Stage, float]:
     return dict.fromkeys(Stage, 0.0)

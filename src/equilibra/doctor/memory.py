@@ -72,7 +72,7 @@ def check_shared_memory(ask: Ask) -> Finding:
         if free < 64 * MIB:
             return warning(text, TOO_SMALL, **values)
         return ok(f"{text} (--model tells whether it is enough)", **values)
-    from equilibra.cost.files import load_model
+    from equilibra.cost.presets import load_model
 
     model, ranks = load_model(ask.model), ask.ranks_per_node or _ranks_here()
     fewest, one, most = needed_bytes(model, num_ranks=ranks, spare_slots=ask.spare_slots)

@@ -20,13 +20,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.atomic import atomic_folder, cannot
+from equilibra.core.atomic import atomic_folder, cannot, read_values
 from equilibra.core.errors import EquilibraError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.events.schema import Events
-
-__all__ = ["PASSES", "PlannerRecord", "Run", "columns_of_plan", "load_run", "save_run"]
 
 FORMAT = "equilibra run"
 VERSION = 1
@@ -164,12 +162,7 @@ def load_run(path: Path | str) -> Run:
     path = Path(path)
     if not (path / "run.json").is_file():
         raise InputError(f"{path} is no run folder (no run.json); make one with equilibra simulate --output {path}")
-    try:
-        about = json.loads((path / "run.json").read_text())
-    except OSError as error:
-        raise cannot("read", path / "run.json", error) from error
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"cannot read {path}: run.json is not valid JSON ({error})") from error
+    about = read_values(path / "run.json")
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"cannot read {path}: it is not an {FORMAT}")
     if (found := about.get("format_version")) != VERSION:

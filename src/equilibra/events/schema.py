@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.core.visit import Stage
 
-__all__ = ["EVENT", "Direction", "Events", "Kind", "Resource", "event_table"]
-
 
 class Kind(IntEnum):
     """What happened."""

@@ -28,14 +28,14 @@ from torch._C._distributed_c10d import PrefixStore
 
 from equilibra.core import errors
 from equilibra.core.checks import check_number
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError, MismatchError, RankLostError
+from equilibra.core.placement import Cluster
 from equilibra.execute.watch import ADVICE, STORE_S, Watch, first_line, nccl_of, without_torch_watchdog
 
 T = TypeVar("T")
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
 """renamed in torch 2.13"""
-OWN_ERRORS: dict[str, type[EquilibraError]] = {name: getattr(errors, name) for name in errors.__all__}
+OWN_ERRORS: dict[str, type[EquilibraError]] = {name: one for name, one in vars(errors).items() if isinstance(one, type)}
 """by name, so that a failure reported by another rank keeps its class"""
 
 

@@ -17,10 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.plan.pack import pack
 
 __all__ = ["Routes", "as_cells", "pack_sequences", "packed", "routes_of"]

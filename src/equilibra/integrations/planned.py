@@ -17,9 +17,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_choice, check_flag, check_number, check_whole
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.placement import Migration, Placement
+from equilibra.core.placement import Cluster, Migration, Placement
 from equilibra.core.visit import CopyList, Visit, VisitKey
 from equilibra.plan.setting import PlannerSetting
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import PlanLimits
 from equilibra.core.errors import InputError
-from equilibra.core.limits import PlanLimits
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import MoEModel, model_named
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import StepPlan
-from equilibra.cost.files import AUTO, prices_of
+from equilibra.cost.presets import AUTO, prices_of
 from equilibra.cost.prices import Prices
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.pack import in_order

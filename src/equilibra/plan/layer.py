@@ -15,9 +15,9 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StagePlan, StandingCopies
 from equilibra.cost.rates import Rates
 from equilibra.plan.level import level_micro_batches

@@ -16,11 +16,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_number, check_whole
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import inlined, kernel
-from equilibra.core.placement import contiguous
-from equilibra.cost.rates import MOST_ROWS
+from equilibra.core.placement import Cluster, contiguous
+from equilibra.cost.prices import MOST_ROWS
 from equilibra.plan import replicate
 from equilibra.plan.across import serve_across
 from equilibra.plan.level import level_nodes

@@ -18,11 +18,10 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.load import Schedule, SequenceLoad
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.plan.spread import spread_experts
 
 __all__ = [

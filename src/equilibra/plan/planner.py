@@ -12,11 +12,10 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import PlanLimits
 from equilibra.core.errors import InputError
-from equilibra.core.limits import PlanLimits
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad, check_mini_batches, step_load
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
 

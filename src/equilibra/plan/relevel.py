@@ -21,7 +21,8 @@ from equilibra.core.kernel import inlined, kernel
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies
-from equilibra.cost.rates import MOST_ROWS, Rates
+from equilibra.cost.prices import MOST_ROWS
+from equilibra.cost.rates import Rates
 from equilibra.plan.level import level_nodes
 
 __all__ = ["base_rows", "relevel", "thirds"]

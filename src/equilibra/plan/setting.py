@@ -6,11 +6,10 @@ from dataclasses import dataclass, replace
 from hashlib import sha256
 from typing import Self
 
-from equilibra.core.checks import check_text
+from equilibra.core.checks import PlanLimits, check_text
 from equilibra.core.errors import InputError
-from equilibra.core.limits import PlanLimits
 from equilibra.core.model import MoEModel
-from equilibra.cost.files import AUTO, prices_of
+from equilibra.cost.presets import AUTO, prices_of
 from equilibra.cost.prices import Prices
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.planner import Planner, planner_named

@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import check_number, check_whole
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUOTA, TARGET, CopyCosts, balance_micro_batches, scratch_for
 
 __all__ = ["Solved", "over_sources", "solve_problems"]

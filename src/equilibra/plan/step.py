@@ -15,11 +15,9 @@ from typing import NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.checks import check_number, check_whole
-from equilibra.core.cluster import Cluster
-from equilibra.core.limits import PlanLimits
+from equilibra.core.checks import PlanLimits, check_number, check_whole
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.rates import Rates
 from equilibra.plan.layer import Choice, LayerProblem, Search, choose, fill, real_cost_us, stay

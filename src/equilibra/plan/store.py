@@ -11,12 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.atomic import atomic_file, cannot
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import EquilibraError, InputError
 from equilibra.core.load import Schedule
-from equilibra.core.placement import Placement
-from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
-from equilibra.core.stage_plan import STAGE_ARRAYS
+from equilibra.core.placement import Cluster, Placement
+from equilibra.core.plan import STAGE_ARRAYS, Stage, StagePlan, StandingCopies, StepPlan
 
 __all__ = ["load_plan", "save_plan"]
 

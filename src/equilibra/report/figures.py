@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from equilibra.events.imbalance import imbalance, spread
+from equilibra.core.load import imbalance, spread
 from equilibra.events.run import PlannerRecord, Run
 
 __all__ = ["chosen_pair", "finite", "label_of", "labels_of", "planner_figures", "predictions_in"]

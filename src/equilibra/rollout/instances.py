@@ -15,8 +15,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.plan.micro_batch import balance
 
 __all__ = ["Instances", "homes_only", "plan_instances"]

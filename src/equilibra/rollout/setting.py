@@ -14,7 +14,7 @@ from torch import Tensor
 
 from equilibra.core.checks import check_choice, check_text, check_whole
 from equilibra.core.errors import InputError
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
 from equilibra.execute.experts import MoESpec
 from equilibra.execute.state.published import Naming
 from equilibra.rollout.control import Target

@@ -14,16 +14,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 import equilibra
-from equilibra.core.checks import check_whole
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import PlanLimits, check_whole
 from equilibra.core.errors import InputError
-from equilibra.core.limits import PlanLimits
-from equilibra.core.load import SequenceLoad
+from equilibra.core.load import SequenceLoad, spread
 from equilibra.core.model import MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.cost.prices import Prices
 from equilibra.cost.rates import rates_for
-from equilibra.events.imbalance import spread
 from equilibra.events.run import PlannerRecord, Run
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 from equilibra.simulate.record import balanced_record, planner_record

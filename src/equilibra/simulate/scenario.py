@@ -13,11 +13,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import PlanLimits
 from equilibra.core.errors import BudgetError, InputError
-from equilibra.core.limits import PlanLimits
 from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.model import MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.cost.rates import Rates
 from equilibra.plan.pack import DENSE_COST
 from equilibra.plan.planner import StepProblem

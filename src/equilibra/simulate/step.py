@@ -12,9 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.load import Schedule, StepLoad
+from equilibra.core.load import Schedule, StepLoad, imbalance
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of
 from equilibra.simulate.group import GroupTimeline, run_group
 from equilibra.simulate.times import CellWork, Pricing, Times, cell_work, ideal, price

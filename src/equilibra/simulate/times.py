@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import Schedule
 from equilibra.core.model import MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.prices import ATTENTION_BACKWARD, Prices
 from equilibra.plan.planner import Timing

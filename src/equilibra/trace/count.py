@@ -16,17 +16,11 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
-from equilibra.core.load import SequenceLoad
-from equilibra.events.imbalance import imbalance, spread
+from equilibra.core.load import SequenceLoad, imbalance, spread
+from equilibra.core.placement import Cluster
 from equilibra.trace.routing import Recording, check_ids
-
-__all__ = [
-    "TraceSummary", "loads_of_groups", "micro_batches_in_file_order", "require_distinct_experts", "sequence_loads",
-    "summarize",
-]  # fmt: skip
 
 BLOCK_BYTES = 64 << 20
 ALL_RECORDED = np.zeros(0, dtype=np.bool_)

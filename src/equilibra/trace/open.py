@@ -38,10 +38,7 @@ from equilibra.trace.routing import (
     narrow_ids,
     tokens_per_piece,
 )
-from equilibra.trace.store import open_trace
-from equilibra.trace.writer import write_trace
-
-__all__ = ["load_trace", "read_npz", "save_trace", "write_npz"]
+from equilibra.trace.store import open_trace, write_trace
 
 BOMB_BYTES, BOMB_RATIO = 1 << 30, 256
 log = logging.getLogger("equilibra.trace")

@@ -23,11 +23,6 @@ from numpy.typing import NDArray
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
-__all__ = [
-    "INDEX_DTYPES", "MAX_EXPERTS", "Ids", "PolicySegments", "Recording", "RoutingPiece", "RoutingTrace",
-    "check_ids", "id_dtype", "index_arrays", "index_fields", "narrow_ids", "tokens_per_piece",
-]  # fmt: skip
-
 Ids: TypeAlias = NDArray[np.unsignedinteger[Any]]
 MAX_EXPERTS = 65_536
 PIECE_BYTES = 16 << 20

@@ -17,8 +17,6 @@ import numpy as np
 
 from equilibra.core.kernel import kernel
 
-__all__ = ["draw_ids", "draw_loads"]
-
 GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 LOW_32 = np.uint64(0xFFFFFFFF)
 GROUP, NOISE, TOKENS = 1, 2, 3

@@ -41,8 +41,6 @@ from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.routing import Recording, RoutingPiece, RoutingTrace, id_dtype, tokens_per_piece
 from equilibra.trace.sampling import draw_ids, draw_loads
 
-__all__ = ["SynthKnobs", "SynthShape", "fit_knobs", "synthesize", "synthesize_loads", "synthetic_recording"]
-
 POPULARITY, LENGTHS, ROUTING = 1, 2, 3
 
 

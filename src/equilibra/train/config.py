@@ -11,9 +11,16 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Annotated, Any, ClassVar, get_type_hints
 
-from equilibra.core.checks import check_choice, check_flag, check_number, check_table, check_text, check_whole
+from equilibra.core.checks import (
+    CopyLimits,
+    check_choice,
+    check_flag,
+    check_number,
+    check_table,
+    check_text,
+    check_whole,
+)
 from equilibra.core.errors import InputError
-from equilibra.core.limits import CopyLimits
 
 __all__ = [
     "ENGINES", "AlgorithmConfig", "BalanceConfig", "ClusterConfig", "DebugConfig", "ModelConfig", "OptimizerConfig",

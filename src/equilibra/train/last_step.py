@@ -29,7 +29,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import StepPlan
-from equilibra.cost.files import prices_of
+from equilibra.cost.presets import prices_of
 from equilibra.cost.prices import ExpertLaw, Prices
 from equilibra.cost.rates import Rates
 from equilibra.events.run import PlannerRecord, Run, save_run

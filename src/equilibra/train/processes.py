@@ -26,7 +26,7 @@ from time import monotonic
 
 from equilibra.core.environment import environment_with
 from equilibra.core.errors import ExecuteError, InputError
-from equilibra.cost.files import prices_of
+from equilibra.cost.presets import prices_of
 from equilibra.rl.observe import Observer
 from equilibra.train.config import ClusterConfig
 from equilibra.train.rank import SIGNALS, STOP, Failure, Interrupts, Job, failure_of, rank_main, run_rank

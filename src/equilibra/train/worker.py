@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor
 from transformers.utils import logging as transformers_logging
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import ExpertGroup, join_expert_group
 from equilibra.execute.state.published import logical_weights
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.plan.across import fill_levels
 from equilibra.plan.micro_batch import NO_EXCHANGE
 from references.across import Case, check_split, exchanged, fill_by_hand, rank_first, split_of, traffic

@@ -7,10 +7,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import model_named
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for

@@ -6,8 +6,7 @@ import numpy as np
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.plan.micro_batch import NO_EXCHANGE, balance
 from references.across import Case, split_of
 from references.effective import effective_load

@@ -11,8 +11,8 @@ from tests.references.machines import random_sequences, random_times, round_hard
 from tests.references.steps import EVERY, Step, some_times
 from tests.references.timeline import reference_step
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.cost.prices import ExpertLaw
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import Timing, planner_named

@@ -9,11 +9,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibra.core.errors import TraceFormatError
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
 from equilibra.trace.count import loads_of_groups, micro_batches_in_file_order, sequence_loads
 from equilibra.trace.open import load_trace, save_trace
 from equilibra.trace.routing import RoutingTrace, id_dtype
-from equilibra.trace.writer import write_trace
+from equilibra.trace.store import write_trace
 
 relaxed = settings(deadline=None, max_examples=60)
 

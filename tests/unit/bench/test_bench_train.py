@@ -140,7 +140,7 @@ def routed(skew: float, tmp_path) -> np.ndarray:
     torch = pytest.importorskip("torch")
     pytest.importorskip("transformers")
     from benchmarks.train.model import skew_routers, write_model_folder
-    from equilibra.core.cluster import Cluster
+    from equilibra.core.placement import Cluster
     from equilibra.execute.copies.copies import CopySetting
     from equilibra.execute.group import join_expert_group
     from equilibra.integrations.hf import build_model, open_model_folder
@@ -199,7 +199,7 @@ def test_the_least_disturbed_try_counts(monkeypatch):
 def test_stages_add_up():
     pytest.importorskip("torch")
     from benchmarks.runtime.clock import Stages
-    from equilibra.core.cluster import Cluster
+    from equilibra.core.placement import Cluster
     from equilibra.execute.group import join_expert_group
 
     stages = Stages(join_expert_group(Cluster(num_nodes=1, ranks_per_node=1)))

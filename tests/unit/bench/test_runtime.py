@@ -23,10 +23,9 @@ from benchmarks.runtime.contenders import (
 )
 from benchmarks.runtime.setting import RuntimeSetting, cases_for
 from equilibra.core.errors import BudgetError, ExecuteError, InputError, PlanError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import StepLoad, imbalance
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Balanced, Eplb
 from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
 from equilibra.plan.planner import StepProblem

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from equilibra.cli.main import main
-from equilibra.cost.files import load_prices
+from equilibra.cost.presets import load_prices
 from equilibra.doctor import node
 from equilibra.doctor.finding import Ask, Finding, Measured, PathState, State, Verdict
 from equilibra.doctor.node import Examination

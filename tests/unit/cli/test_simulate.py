@@ -17,8 +17,7 @@ from tests.references.runs import TINY, make_run
 from equilibra.cli import arguments
 from equilibra.cli.main import main
 from equilibra.core.model import model_named
-from equilibra.cost.files import load_prices
-from equilibra.cost.presets import measured_h200
+from equilibra.cost.presets import load_prices, measured_h200
 from equilibra.doctor import node
 from equilibra.doctor.measure import measured_of
 from equilibra.doctor.node import Examination

@@ -5,11 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, EquilibraError, InputError, PlanError, TraceFormatError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad, step_load
 from equilibra.core.model import MODELS, MoEModel, model_named
-from equilibra.core.placement import Migration, Placement, contiguous
+from equilibra.core.placement import Cluster, Migration, Placement, contiguous
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)
 

@@ -5,10 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
 from equilibra.core.load import Schedule, StepLoad
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 
 CLUSTER = Cluster(num_nodes=2, ranks_per_node=2)

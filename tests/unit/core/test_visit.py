@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.core.visit import VisitKey, only_homes
 from equilibra.plan.entry import plan_step

@@ -8,8 +8,7 @@ from tests.references.machines import round_hardware
 
 from equilibra.core.errors import InputError
 from equilibra.core.model import model_named
-from equilibra.cost.files import load_model, load_prices, prices_toml, read_table
-from equilibra.cost.presets import prices_named, prices_names
+from equilibra.cost.presets import load_model, load_prices, prices_named, prices_names, prices_toml, read_table
 
 COMMON = {"vocab_size": 151_936, "model_type": "m"}
 QWEN = {**COMMON, "hidden_size": 2048, "moe_intermediate_size": 768, "intermediate_size": 6144, "num_experts": 128,
@@ -85,8 +84,8 @@ def test_a_model_survives_json_and_toml(tmp_path):
         (MODEL.replace("top_k = 2", "top_k = 9"), "top-9 of 8"),
         (MODEL + "name = 3", "name must be text"),
         (MODEL + "quadratic_share = '1'", "quadratic_share"),
-        ("hidden = ", "not valid toml"),
-        ("\x00", "not valid toml"),
+        ("hidden = ", "not valid TOML"),
+        ("\x00", "not valid TOML"),
     ],
 )
 def test_bad_models(content, match, tmp_path):

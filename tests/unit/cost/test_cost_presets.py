@@ -7,8 +7,7 @@ import pytest
 from equilibra.core.errors import InputError
 from equilibra.core.model import MODELS, MoEModel, model_named
 from equilibra.core.plan import Stage
-from equilibra.cost.files import prices_of
-from equilibra.cost.presets import default_prices, measured_h200, name_for_device, prices_named, prices_names
+from equilibra.cost.presets import default_prices, measured_h200, name_for_device, prices_named, prices_names, prices_of
 from equilibra.cost.prices import KernelPrices
 from equilibra.cost.rates import rates_for
 

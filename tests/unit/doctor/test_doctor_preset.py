@@ -3,8 +3,7 @@
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.cost.files import load_prices, prices_toml
-from equilibra.cost.presets import prices_named
+from equilibra.cost.presets import load_prices, prices_named, prices_toml
 from equilibra.doctor import measure
 from equilibra.doctor.finding import Finding, Measured, State
 from equilibra.doctor.measure import HOST_MEASUREMENTS, measured_of, summary

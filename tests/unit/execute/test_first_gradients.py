@@ -5,8 +5,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from equilibra.core.cluster import Cluster  # noqa: E402
-from equilibra.core.placement import contiguous  # noqa: E402
+from equilibra.core.placement import Cluster, contiguous  # noqa: E402
 from equilibra.core.plan import Stage  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402
 from equilibra.execute.experts import MoESpec, expert_math  # noqa: E402

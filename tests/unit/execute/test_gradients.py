@@ -7,9 +7,8 @@ import torch
 from tests.distributed.worlds import Stack, loss_of
 from torch import nn
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import ExecuteError, InputError, NonFiniteError
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.execute.experts import MoESpec, RouterSpec
 from equilibra.execute.group import join_expert_group
 from equilibra.execute.moe import BalancedMoE

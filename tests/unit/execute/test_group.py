@@ -6,8 +6,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import RankLostError
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import Channel, ExpertGroup, device_name
 from equilibra.execute.watch import Watch
 

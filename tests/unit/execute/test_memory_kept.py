@@ -8,8 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage
 from equilibra.execute.experts import MoESpec
 from equilibra.execute.group import join_expert_group

@@ -9,9 +9,8 @@ import pytest
 torch = pytest.importorskip("torch")
 
 
-from equilibra.core.cluster import Cluster  # noqa: E402
 from equilibra.core.errors import InputError  # noqa: E402
-from equilibra.core.placement import contiguous  # noqa: E402
+from equilibra.core.placement import Cluster, contiguous  # noqa: E402
 from equilibra.core.plan import Stage  # noqa: E402
 from equilibra.core.visit import VisitKey  # noqa: E402
 from equilibra.cost.rates import Rates  # noqa: E402

@@ -6,13 +6,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import SequenceLoad, step_load
-from equilibra.core.placement import contiguous
+from equilibra.core.load import SequenceLoad, imbalance, step_load
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import GroupPlan, Stage
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing

@@ -14,8 +14,8 @@ from tests.distributed.rl_runs import ALONE, largest_gap, run, small
 from tests.references.sglang_server import Seeded, Served, noise_of, run_embedded, sglang_server
 from transformers import AutoModelForCausalLM
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import ExecuteError, InputError, MismatchError
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import Replica
 from equilibra.integrations.routing_formats import model_from_config

@@ -16,9 +16,8 @@ from tests.distributed.hf_parallel import check, reference
 from transformers import AutoModelForCausalLM
 from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.visit import VisitKey, only_homes
 from equilibra.integrations.hf.expert_parallel import register_expert_parallel
 from equilibra.integrations.hf.expert_parallel.visits import known_or_live, to_slots

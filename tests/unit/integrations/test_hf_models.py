@@ -5,8 +5,8 @@ import torch
 import transformers
 from tests.references.hf_models import CONFIGS, save_small, small_config
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.execute import CopySetting, join_expert_group
 from equilibra.integrations.hf import build_model, open_model_folder
 

@@ -9,10 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage
 from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction

@@ -3,8 +3,8 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
+from equilibra.core.placement import Cluster
 from equilibra.integrations.packing import pack_sequences, routes_of
 
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=4)

@@ -6,8 +6,8 @@ from tests.distributed.hf_experts import check, hidden, plain, sequences
 from tests.distributed.ranks import run_ranks
 from tests.references.hf_models import save_small
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.execute import join_expert_group
 from equilibra.integrations.hf import register_experts, shard_experts
 

@@ -7,9 +7,9 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.integrations.megatron import Step
 from equilibra.integrations.verl.contract import ENGINE

@@ -7,8 +7,8 @@ from tests.distributed.rl_runs import ALONE, largest_gap, run, small
 from tests.references.sglang_server import Seeded, run_embedded, serving
 from tests.references.vllm_server import ServedVLLM
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, MismatchError
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server

@@ -37,7 +37,7 @@ SIGNATURES = """
 import sys
 import numpy as np
 from numba.core.registry import CPUDispatcher
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import contiguous

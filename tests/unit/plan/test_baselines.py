@@ -7,13 +7,11 @@ import numpy as np
 import pytest
 from scipy.optimize import linprog
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.load import StepLoad, imbalance
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.baselines import Balanced, Eplb, LeastLoaded, LongestFirst, Lplb, Static, UltraEP, eplb_replicas
 from equilibra.plan.baselines.longest_first import pack_evenly
 from equilibra.plan.baselines.lplb import level_edges, origin_of_slot

@@ -5,10 +5,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.load import imbalance
 from equilibra.core.model import model_named
+from equilibra.core.placement import Cluster
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.events.imbalance import imbalance
 from equilibra.plan.across import fill_levels
 from equilibra.plan.entry import step_problem
 from equilibra.plan.micro_batch import NO_EXCHANGE

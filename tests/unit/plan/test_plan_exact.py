@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 
 from benchmarks.exact import exact_fewest_copies, exact_makespan
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 
 
 def lowest_with(load, home, num_ranks, copies):

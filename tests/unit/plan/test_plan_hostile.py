@@ -11,11 +11,10 @@ import sys
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad
 from equilibra.core.model import model_named
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.micro_batch import balance
@@ -96,7 +95,7 @@ def test_balance_refuses_homes_that_would_be_written_out_of_bounds():
     """A wrong home used to be an address: it must be an error that names it."""
     output = in_another_process("""
 import json, numpy as np
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.core.errors import InputError
 from equilibra.plan.micro_batch import balance
 tokens = np.arange(32).reshape(8, 4)
@@ -210,7 +209,7 @@ def test_an_uneven_previous_placement_is_refused_or_planned_in_bounds():
     """Swaps count on as many experts in every bin: others would be written out of bounds."""
     output = in_another_process("""
 import numpy as np
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.placement import Placement
@@ -306,7 +305,7 @@ def test_a_copy_that_must_pay_pays():
 
 RANDOM_PROBLEMS = """
 import json, numpy as np
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import model_named
 from equilibra.core.placement import Placement
@@ -371,7 +370,7 @@ def test_many_small_problems_end():
     output = in_another_process(
         """
 import numpy as np
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.plan.micro_batch import balance
 rng = np.random.default_rng(0)
 for _ in range(1500):

@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StandingCopies, StepPlan
 from equilibra.cost.rates import Rates
 from equilibra.plan.layer import choose, fill, real_cost_us

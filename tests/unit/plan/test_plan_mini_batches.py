@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.cost.rates import Rates
 from equilibra.plan.pack import in_order, joined, turn_in_mini_batch
 from equilibra.plan.planner import StepProblem

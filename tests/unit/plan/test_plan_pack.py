@@ -3,10 +3,9 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.load import SequenceLoad
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.plan.pack import DENSE_COST, cell_cost, fewest_micro_batches, in_order, pack
 from references.packings import fewest_cells, first_fit_decreasing, karmarkar_karp, longest_first, waiting_cost
 

@@ -4,8 +4,8 @@ from dataclasses import replace
 
 import numpy as np
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.plan.planner import StepProblem

@@ -4,10 +4,9 @@ import numpy as np
 import pytest
 
 from benchmarks.exact import exact_makespan
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.plan.micro_batch import balance

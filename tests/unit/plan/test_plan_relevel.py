@@ -5,9 +5,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.plan.planner import StepProblem

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from benchmarks.exact import exact_fewest_copies, exact_makespan
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.plan.micro_batch import balance
 
 

@@ -5,14 +5,13 @@ from dataclasses import fields, replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import CopyLimits, PlanLimits
 from equilibra.core.errors import InputError
-from equilibra.core.limits import CopyLimits, PlanLimits
 from equilibra.core.load import StepLoad
 from equilibra.core.model import model_named
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
-from equilibra.cost.files import prices_toml
-from equilibra.cost.presets import default_prices, prices_named
+from equilibra.cost.presets import default_prices, prices_named, prices_toml
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.steps.planning import BalancerSetting
 from equilibra.integrations.planned import MegatronSetting, PlanSetting

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.plan.solve import over_sources, solve_problems
 
 

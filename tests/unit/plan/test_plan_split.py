@@ -3,8 +3,7 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
-from equilibra.core.placement import contiguous
+from equilibra.core.placement import Cluster, contiguous
 from equilibra.plan.micro_batch import (
     EXPERT,
     NO_EXCHANGE,

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.model import model_named
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import STAGE_ARRAYS, Stage, StepPlan
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import StepProblem

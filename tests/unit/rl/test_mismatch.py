@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import MismatchError
+from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
 from equilibra.rl.mismatch import Mismatch, MismatchCheck, measure_mismatch, mismatch_limit, unit_roundoff
 from equilibra.rl.sample import Sample

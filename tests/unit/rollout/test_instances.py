@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.events.imbalance import imbalance
+from equilibra.core.load import imbalance
 from equilibra.rollout.instances import Instances, homes_only, plan_instances
 
 

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from tests.references.machines import round_hardware, small_model
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.load import SequenceLoad
+from equilibra.core.placement import Cluster
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import planner_named
 from equilibra.simulate.group import run_group

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 from tests.references.machines import random_problems, round_hardware, small_model
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.plan.planner import planner_named
 from equilibra.simulate.work import layer_moves, stage_work

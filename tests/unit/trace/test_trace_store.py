@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError, TraceFormatError
-from equilibra.trace import routing, writer
+from equilibra.trace import routing, store
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import PolicySegments, RoutingTrace
-from equilibra.trace.store import open_trace
-from equilibra.trace.writer import trace_writer, write_trace
+from equilibra.trace.store import open_trace, trace_writer, write_trace
 
 
 @pytest.fixture
@@ -133,7 +132,7 @@ def test_an_interrupted_write_leaves_things_as_they_were(full_trace, tmp_path, m
     def fail(_):
         raise error
 
-    monkeypatch.setattr(writer, "to_json", fail)
+    monkeypatch.setattr(store, "to_json", fail)
     expected = KeyboardInterrupt if isinstance(error, KeyboardInterrupt) else InputError
     with pytest.raises(expected):
         write_trace(full_trace, path, overwrite=True)
@@ -273,7 +272,7 @@ def test_a_large_recording_is_summarised_in_little_memory(tmp_path):
             sink.append(ids)
     program = f"""
 import re, sys
-from equilibra.core.cluster import Cluster
+from equilibra.core.placement import Cluster
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.open import load_trace
 from equilibra.trace.count import summarize

@@ -1,8 +1,8 @@
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError, TraceFormatError
+from equilibra.core.placement import Cluster
 from equilibra.trace import count
 from equilibra.trace.count import summarize
 from equilibra.trace.open import load_trace, save_trace

@@ -3,8 +3,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.trace import routing
 from equilibra.trace.count import require_distinct_experts, sequence_loads, summarize
 from equilibra.trace.open import load_trace

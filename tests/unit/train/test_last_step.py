@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 import torch
 
-from equilibra.core.cluster import Cluster
+from equilibra.core.load import imbalance
 from equilibra.core.model import MoEModel
+from equilibra.core.placement import Cluster
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.events.run import load_run
 from equilibra.events.schema import EVENT, Direction, Events, Kind
 from equilibra.execute.steps.planning import own_schedule

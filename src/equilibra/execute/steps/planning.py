@@ -14,17 +14,14 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.checks import check_whole
-from equilibra.core.cluster import Cluster
+from equilibra.core.checks import MOST_SLOTS, check_whole
 from equilibra.core.errors import BudgetError, PlanError
-from equilibra.core.limits import MOST_SLOTS
-from equilibra.core.load import Schedule, StepLoad, step_load
+from equilibra.core.load import Schedule, StepLoad, static_imbalance, step_load
 from equilibra.core.model import MoEModel
-from equilibra.core.placement import Placement, contiguous
+from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.cost.files import AUTO, prices_of
+from equilibra.cost.presets import AUTO, prices_of
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.events.imbalance import static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import StepCounts, recorded_experts

@@ -15,10 +15,9 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.errors import InputError, PlanError
-from equilibra.core.load import Schedule, SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, imbalance, spread
 from equilibra.core.plan import GroupPlan, Stage, StepPlan
 from equilibra.core.visit import signed_ids
-from equilibra.events.imbalance import imbalance, spread
 from equilibra.events.run import PASSES, PlannerRecord, columns_of_plan
 from equilibra.events.schema import Direction, Events, Kind
 from equilibra.execute.micro_batch import MicroBatch

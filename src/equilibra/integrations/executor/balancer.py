@@ -19,14 +19,12 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
-from equilibra.core.load import StepLoad
+from equilibra.core.load import StepLoad, imbalance, static_imbalance
 from equilibra.core.model import MoEModel
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, Visit, VisitKey
-from equilibra.events.imbalance import imbalance, static_imbalance
 from equilibra.execute.group import Channel, ExpertGroup, new_group, watch_over
 from equilibra.integrations.executor.visits import LayerVisits
 from equilibra.integrations.executor.warming import warm_up

@@ -18,10 +18,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.load import StepLoad
+from equilibra.core.load import StepLoad, imbalance, static_imbalance
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.visit import Visit
-from equilibra.events.imbalance import imbalance, static_imbalance
 from equilibra.execute.group import ExpertGroup
 from equilibra.plan.history import rank_load_by_shares, shares_of
 

@@ -13,9 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
+from equilibra.core.load import imbalance
 from equilibra.core.visit import Stage, Visit, VisitKey
 from equilibra.cost.rates import Rates
-from equilibra.events.imbalance import imbalance
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.plan.micro_batch import balance
 

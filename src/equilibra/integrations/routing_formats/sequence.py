@@ -27,8 +27,7 @@ from equilibra.core.errors import InputError
 from equilibra.integrations.routing_formats.model import RoutedModel
 from equilibra.trace.open import write_npz
 from equilibra.trace.routing import Ids, narrow_ids
-from equilibra.trace.store import open_trace
-from equilibra.trace.writer import trace_writer
+from equilibra.trace.store import open_trace, trace_writer
 
 __all__ = ["NOTHING", "RoutedSequence", "Rows", "align", "save_sequences", "unrecorded"]
 

@@ -21,8 +21,8 @@ from torch import Tensor, nn
 
 from equilibra.core.checks import check_flag, check_whole
 from equilibra.core.errors import InputError
+from equilibra.core.load import imbalance
 from equilibra.core.plan import Stage
-from equilibra.events.imbalance import imbalance
 from equilibra.integrations.executor.balancer import LazyRouting
 from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked

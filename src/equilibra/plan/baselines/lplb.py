@@ -21,8 +21,8 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.kernel import kernel
+from equilibra.core.placement import Cluster
 from equilibra.core.plan import StandingCopies, StepPlan
 from equilibra.plan.baselines.assemble import no_flash_copies, split_copies, step_plan
 from equilibra.plan.baselines.longest_first import batch_total, longest_first_homes

@@ -2,7 +2,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.events.imbalance import imbalance, spread
+from equilibra.core.load import imbalance, spread
 
 
 def test_worked_example():
