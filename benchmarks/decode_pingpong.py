@@ -158,8 +158,8 @@ def expert_work(case: Case, batch: int) -> tuple[Callable[[Tensor], Tensor], NDA
 
 def _expert(case: Case, ends: Ends, pipe: Connection) -> None:
     bench, receiver = case.bench, ends.receiver(0, case.bench.device)
-    pipe.send(ends.handle())
-    ends.connect(pipe.recv())
+    pipe.send(receiver.handle())
+    receiver.connect(pipe.recv())
     products, token_P = expert_work(case, case.batch)
     token = torch.from_numpy(token_P).to(bench.device)
     results: dict[int, tuple[Work, Tensor]] = {}
@@ -194,8 +194,8 @@ def _expert(case: Case, ends: Ends, pipe: Connection) -> None:
 
 def _attention(case: Case, ends: Ends, pipe: Connection) -> None:
     bench, sender = case.bench, ends.sender(0, case.bench.device)
-    pipe.send(ends.handle())
-    ends.connect(pipe.recv())
+    pipe.send(sender.handle())
+    sender.connect(pipe.recv())
     slots = [attention_work(case, case.batch, sender.tray(slot)) for slot in range(MOST)]
     pipe.send(bench.clock(slots[0][0], graph=False)["us"])
     pairs, every, spans = case.pairs(), np.arange(case.batch), Spans(bench.device)

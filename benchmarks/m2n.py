@@ -5,7 +5,7 @@ writes FOLDER/m2n.json and .md
 
 A round trip: every sender has a message of this size for every receiver, and gets as much back from each. Compared:
 
-    m2n          one-sided writes, signals (`equilibra.rollout.m2n`, on GPUs `m2n_cuda`)
+    m2n          one-sided writes, signals (`equilibra.rollout.m2n`, on GPUs `ends`)
     all_to_all   all_to_all_single over all processes, there and back
     p2p          batch_isend_irecv, there and back
 
@@ -34,7 +34,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.suite import Row, Setting, Suite, environment, plain, write_results
-from equilibra.rollout.ends import Ends
+from equilibra.rollout.ends import Ends, Receiver, Sender
 from equilibra.rollout.m2n import MeshShape, Pairs, SharedMesh
 from equilibra.rollout.memory import Memory, Where
 
@@ -108,13 +108,14 @@ class _Process:
 
     def m2n(self, rows: int, where: Where) -> Callable[[], None]:
         case, ends = self.case, Ends(mesh_of(self.case, rows), where)
+        end: Sender | Receiver
         if self.is_sender:
-            sender = ends.sender(self.rank, self.device)
+            end = sender = ends.sender(self.rank, self.device)
         else:
-            receiver = ends.receiver(self.rank - case.senders, self.device)
+            end = receiver = ends.receiver(self.rank - case.senders, self.device)
         handles: list[Any] = [None] * case.processes
-        dist.all_gather_object(handles, ends.handle())
-        ends.connect(handles)
+        dist.all_gather_object(handles, end.handle())
+        end.connect(handles)
         hidden, every = torch.rand(rows, WIDTH, device=self.device), np.arange(rows)
         number, first = every.astype(np.int32), {"trip": True}
 

@@ -34,8 +34,8 @@ import numpy as np
 import torch
 
 from benchmarks.suite import Row, Setting, Suite, environment, plain, write_results
-from equilibra.rollout.ends import Ends
-from equilibra.rollout.m2n import MeshShape, Pairs, Sender, SharedMesh
+from equilibra.rollout.ends import Ends, Sender
+from equilibra.rollout.m2n import MeshShape, Pairs, SharedMesh
 from equilibra.rollout.memory import Memory
 
 MOST = 4

@@ -19,9 +19,9 @@ from equilibra.core.errors import BudgetError, ExecuteError, InputError
 from equilibra.integrations.hf import open_model_folder
 from equilibra.integrations.hf.disaggregated import pool_model
 from equilibra.rl.engine import Request
-from equilibra.rollout import on_ranks
 from equilibra.rollout.control import Ask
 from equilibra.rollout.instances import Instances
+from equilibra.rollout.pool import PoolOfRanks
 from equilibra.train.config import RolloutConfig
 
 pytestmark = pytest.mark.arithmetic
@@ -214,7 +214,7 @@ def _alive(pid):
 
 def run_with(config, folder, kill_in_step=None, resume=False):
     """Called on every rank: a run; optionally an expert process is killed in a step's rollout."""
-    generate = on_ranks.PoolOfRanks.generate
+    generate = PoolOfRanks.generate
     calls = []
 
     def killing(self, requests, *, temperature):
@@ -223,13 +223,13 @@ def run_with(config, folder, kill_in_step=None, resume=False):
             os.kill(self.pool._experts[0].pid, signal.SIGKILL)
         return generate(self, requests, temperature=temperature)
 
-    on_ranks.PoolOfRanks.generate = killing
+    PoolOfRanks.generate = killing
     try:
         return run(config, folder, resume), ""
     except ExecuteError as error:
         return None, str(error)
     finally:
-        on_ranks.PoolOfRanks.generate = generate
+        PoolOfRanks.generate = generate
 
 
 COMPARED = ("reward", "policy", "gradient_norm", "tokens", "answer_tokens")

@@ -1,7 +1,7 @@
-"""What an engine asks of its workers, and how weights reach them: through a piece of shared memory, name by name.
+"""Messages from an engine to its workers, and how weights reach them: piece by piece through shared memory.
 
-Every worker sees all names and copies what it has room for: attention processes dense tensors, expert processes their
-experts. Nobody holds more than its part and the piece in transit.
+Every worker sees all names and copies what it holds: attention processes dense tensors, expert processes their
+experts. No process holds more than its part and the piece in transit.
 """
 
 from __future__ import annotations
@@ -16,34 +16,34 @@ from torch import Tensor
 
 from equilibra.rollout.memory import Memory, Where
 
-__all__ = ["Ask", "Loader", "Parcel", "Target", "Took", "apply_setting", "parcels"]
-
 ALIGNMENT = 64
 PIECE = 16 << 20
 """bytes of weights in transit, unless one tensor is larger"""
+NAP_S = 0.05
+"""longest sleep of a worker before it looks for messages itself"""
 
 
 class Ask(Enum):
-    """First part of a message to a worker; the second depends on it."""
+    """First part of a message to a worker; it determines the second."""
 
     CONNECT = auto()
     """handles of all workers' memory; answer: None"""
     INSTANCES = auto()
-    """Instances; expert processes answer which copies are new to them"""
+    """Instances; expert processes answer with the copies that are new to them"""
     LOAD_BEGIN = auto()
     """version; no answer"""
     LOAD = auto()
     """(Where, parcels); answer: Took"""
     LOAD_END = auto()
-    """None; answer: names that are missing"""
+    """None; answer: missing names"""
     EXPORT = auto()
-    """(Where, [(layer, expert)]): put them there one after another; answer: their offsets"""
+    """(Where, [(layer, expert)]): write them there one after another; answer: their offsets"""
     IMPORT = auto()
-    """(Where, [((layer, expert), offset)]): take them from there; answer: None"""
+    """(Where, [((layer, expert), offset)]): read them from there; answer: None"""
     GENERATE = auto()
-    """(temperature, [(number, Request)]): answers come as (number, Generation) one by one; to attention processes"""
+    """(temperature, [(number, Request)]): attention processes answer (number, Generation) one by one"""
     STATISTICS = auto()
-    """None; answer: Statistics since the last time; to attention processes"""
+    """None; attention processes answer with Statistics since the last time"""
 
 
 class Parcel(NamedTuple):
@@ -65,10 +65,10 @@ class Took(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Target:
-    """Where a published tensor goes."""
+    """Destination of a published tensor."""
 
     view: Tensor
-    """with values in the file's order; axes may not be merged yet"""
+    """its values in the file's order; axes may be split"""
     shape: tuple[int, ...]
     """in the file, without the axis of experts if they are stacked"""
     row: int | None = None
@@ -76,7 +76,7 @@ class Target:
 
 
 class Loader:
-    """A worker's side."""
+    """A worker's side of loading weights."""
 
     def __init__(self) -> None:
         self._memory: Memory | None = None
@@ -88,47 +88,28 @@ class Loader:
         self._targets, self._missing = targets, set(targets)
 
     def take(self, where: Where, sent: Iterable[Parcel]) -> Took:
-        """Copy what is wanted."""
-        memory, taken = self._opened(where), set[str]()
+        """Copy the tensors that this worker holds."""
+        if self._memory is None or self._where != where:
+            self._memory, self._where = Memory.open(where), where
+        taken = set[str]()
         for parcel in sent:
             for target in self._targets.get(parcel.name, ()):
-                shape = parcel.shape if target.row is None else parcel.shape[1:]
-                if shape != target.shape:
-                    wanted = f"{list(target.shape)}{' per expert' if target.row is not None else ''}"
+                stacked = target.row is not None
+                if (parcel.shape[1:] if stacked else parcel.shape) != target.shape:
+                    wanted = f"{list(target.shape)}{' per expert' if stacked else ''}"
                     return Took(
                         taken, f"{parcel.name} came with shape {list(parcel.shape)}, but the engine has {wanted}"
                     )
-                value = memory.tensor(parcel.at, parcel.shape, parcel.dtype)
-                target.view.copy_((value if target.row is None else value[target.row]).view(target.view.shape))
+                value = self._memory.tensor(parcel.at, parcel.shape, parcel.dtype)
+                target.view.copy_((value[target.row] if stacked else value).view(target.view.shape))
                 taken.add(parcel.name)
-                self._missing.discard(parcel.name)
+        self._missing -= taken
         return Took(taken, "")
 
     def end(self) -> list[str]:
-        """Let go of the memory in transit; returns the names that have not come."""
-        self.release()
-        return sorted(self._missing)
-
-    def release(self) -> None:
+        """Release the memory in transit; returns the names that are missing."""
         self._memory = self._where = None
-
-    def export(self, where: Where, rows: Iterable[Tensor]) -> list[int]:
-        memory, at, offsets = self._opened(where), 0, []
-        for row in rows:
-            memory.tensor(at, tuple(row.shape), row.dtype).copy_(row)
-            offsets.append(at)
-            at = _aligned(at + row.nbytes)
-        return offsets
-
-    def copy_in(self, where: Where, rows: Iterable[tuple[int, Tensor]]) -> None:
-        memory = self._opened(where)
-        for at, row in rows:
-            row.copy_(memory.tensor(at, tuple(row.shape), row.dtype))
-
-    def _opened(self, where: Where) -> Memory:
-        if self._memory is None or self._where != where:
-            self._memory, self._where = Memory.open(where), where
-        return self._memory
+        return sorted(self._missing)
 
 
 def parcels(weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[Where, list[Parcel]]]:
@@ -148,12 +129,29 @@ def parcels(weights: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[Where, list
         yield memory.where, filled
 
 
+def export_rows(where: Where, rows: Iterable[Tensor]) -> list[int]:
+    """Write rows into shared memory; returns their offsets."""
+    memory, at, offsets = Memory.open(where), 0, []
+    for row in rows:
+        memory.tensor(at, tuple(row.shape), row.dtype).copy_(row)
+        offsets.append(at)
+        at = _aligned(at + row.nbytes)
+    return offsets
+
+
+def import_rows(where: Where, rows: Iterable[tuple[int, Tensor]]) -> None:
+    """Read rows from their offsets in shared memory."""
+    memory = Memory.open(where)
+    for at, row in rows:
+        row.copy_(memory.tensor(at, tuple(row.shape), row.dtype))
+
+
 def _aligned(num_bytes: int) -> int:
     return -(-num_bytes // ALIGNMENT) * ALIGNMENT
 
 
 def apply_setting(device: torch.device, threads: int) -> None:
-    """What every worker sets first."""
+    """Configure torch in a worker."""
     torch.set_grad_enabled(False)
     torch.set_num_threads(threads)
     if device.type == "cuda":

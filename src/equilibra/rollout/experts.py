@@ -1,10 +1,10 @@
-"""An expert process: it has some experts of every MoE layer and computes rows that attention processes write to it.
+"""An expert process: it holds some experts of every MoE layer and computes the rows that attention processes write.
 
 Symbols: N rows, P pairs of (token, expert), D width.
 
-It takes what is there: all messages of the layer that has waited longest are computed together, so experts get more
-rows at a time when several attention processes keep it busy, and nobody waits for an attention process that is idle.
-Its weights are rows of one buffer: homes, and spare slots for copies of hot experts.
+It never waits for an idle attention process: all messages of the layer that has waited longest are computed together,
+so under load experts get more rows at a time. Weights are rows of one buffer: homes, and spare slots for copies of hot
+experts.
 """
 
 from __future__ import annotations
@@ -21,20 +21,15 @@ from equilibra.core.errors import InputError
 from equilibra.execute.experts import expert_math
 from equilibra.execute.experts.weights import FlatLayout
 from equilibra.execute.kernels import ExpertParts
-from equilibra.rollout.control import Ask, Loader, Target, apply_setting
-from equilibra.rollout.ends import Ends
+from equilibra.rollout.control import NAP_S, Ask, Loader, Target, apply_setting, export_rows, import_rows
+from equilibra.rollout.ends import Ends, Receiver
 from equilibra.rollout.instances import Instances
 from equilibra.rollout.m2n import Message
 from equilibra.rollout.setting import PoolModel, PoolSetting
 
-__all__ = ["ExpertShare", "run_experts"]
-
-NAP_S = 0.05
-"""time after which a process looks around even if nobody woke it"""
-
 
 class ExpertShare:
-    """The weights of one process."""
+    """The experts that one process holds."""
 
     def __init__(self, number: int, spare_slots: int, model: PoolModel, instances: Instances) -> None:
         self.number, self.spare_slots, self.model = number, spare_slots, model
@@ -47,7 +42,7 @@ class ExpertShare:
         self.assign(instances)
 
     def assign(self, instances: Instances) -> list[tuple[int, int]]:
-        """Give slots to instances; returns the copies that are new here. Homes keep theirs."""
+        """Assign slots to instances; returns the new copies. Homes and copies that stay keep their slots."""
         before, self.slot_of, slot = self.slot_of, {}, 0
         for layer, experts in enumerate(self.homes):
             for expert in experts:
@@ -71,7 +66,7 @@ class ExpertShare:
         return self._parts[self.slot_of[layer, expert]]
 
     def targets(self) -> dict[str, list[Target]]:
-        """Where published tensors go, by name."""
+        """Destinations of published tensors, by name."""
         naming, found = self.model.naming, dict[str, list[Target]]()
         for layer, expert in self.slot_of:
             row = expert if naming.stacked else None
@@ -84,7 +79,7 @@ class ExpertShare:
         expert_P = np.concatenate([message.pairs.expert_P for message in messages])
         rows_PD = _chosen(messages[0].rows_ND, messages[0].pairs.row_P)
         order_P: NDArray[np.int64] | None = None
-        if len(messages) > 1:  # a message is sorted by expert already
+        if len(messages) > 1:  # one message is already sorted by expert
             rows_PD = torch.cat([rows_PD, *(_chosen(one.rows_ND, one.pairs.row_P) for one in messages[1:])])
             order_P = np.argsort(expert_P, kind="stable")
             rows_PD, expert_P = _chosen(rows_PD, order_P), expert_P[order_P]
@@ -92,7 +87,7 @@ class ExpertShare:
         try:
             parts = [self.parts_of(layer, expert) for expert in experts.tolist()]
         except KeyError as error:
-            raise InputError(f"a token came for (layer, expert) {error}, which is not on this process") from error
+            raise InputError(f"a token arrived for (layer, expert) {error}, which is not on this process") from error
         results, _ = expert_math.forward(self.model.spec.activation, rows_PD, sizes.tolist(), parts, keep=False)
         if order_P is not None:
             results = _chosen(results, np.argsort(order_P))
@@ -111,7 +106,7 @@ def run_experts(
     apply_setting(model.device, setting.threads)
     receiver = ends.receiver(number, model.device)
     share, loader = ExpertShare(number, setting.spare_slots, model, instances), Loader()
-    pipe.send(ends.handle())
+    pipe.send(receiver.handle())
     while True:
         mark = receiver.mark()
         messages = receiver.ready()
@@ -120,14 +115,14 @@ def run_experts(
             chosen = [message for message in messages if message.pairs.layer == layer]
             for message, results in zip(chosen, share.compute(layer, chosen), strict=True):
                 receiver.reply(message, results)
-            ends.made_progress()
+            receiver.made_progress()
         elif pipe.poll():
-            _answer(pipe, pipe.recv(), share, loader, ends)
+            _answer(pipe, pipe.recv(), share, loader, receiver)
         else:
             receiver.wait(mark, NAP_S)
 
 
-def _answer(pipe: Connection, asked: Any, share: ExpertShare, loader: Loader, ends: Ends) -> None:  # noqa: ANN401
+def _answer(pipe: Connection, asked: Any, share: ExpertShare, loader: Loader, receiver: Receiver) -> None:  # noqa: ANN401
     what, value = asked
     if what is Ask.INSTANCES:
         pipe.send(share.assign(value))
@@ -139,14 +134,11 @@ def _answer(pipe: Connection, asked: Any, share: ExpertShare, loader: Loader, en
         pipe.send(loader.end())
     elif what is Ask.EXPORT:
         where, wanted = value
-        offsets = loader.export(where, [share.rows_SP[share.slot_of[one]] for one in wanted])
-        loader.release()
-        pipe.send(offsets)
+        pipe.send(export_rows(where, [share.rows_SP[share.slot_of[one]] for one in wanted]))
     elif what is Ask.IMPORT:
         where, placed = value
-        loader.copy_in(where, [(at, share.rows_SP[share.slot_of[one]]) for one, at in placed])
-        loader.release()
+        import_rows(where, [(at, share.rows_SP[share.slot_of[one]]) for one, at in placed])
         pipe.send(None)
     elif what is Ask.CONNECT:
-        ends.connect(value)
+        receiver.connect(value)
         pipe.send(None)

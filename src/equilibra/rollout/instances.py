@@ -2,10 +2,11 @@
 
 Symbols: L MoE layers, E experts, N expert processes, I most instances of an expert, P pairs.
 
-Homes are contiguous and stay. Copies fill a fixed number of spare slots per layer and process; the planner chooses them
-from the tokens that every expert had, as it does for a micro-batch of training: `balance` with expert processes for
-ranks. What it says of tokens becomes the share of an instance: the n-th pair of an expert goes where the n-th number of
-a sequence that fills the interval evenly falls, so that shares hold for any run of pairs, however short.
+Homes are contiguous and fixed. Copies fill a fixed number of spare slots per layer and process. They are planned from
+the tokens of every expert as for a training micro-batch: `balance`, with expert processes as ranks. The planned tokens
+of an instance become its share. The n-th pair of an expert goes to the instance whose part of [0, 1) contains the
+fractional part of n times the golden ratio; these numbers fill the interval evenly, so shares hold for any run of
+pairs, however short.
 """
 
 from __future__ import annotations
@@ -19,15 +20,13 @@ from equilibra.core.errors import InputError
 from equilibra.core.placement import Cluster
 from equilibra.plan.micro_batch import balance
 
-__all__ = ["Instances", "homes_only", "plan_instances"]
-
 GOLDEN = 0.6180339887498949
 """fractional part of the golden ratio: its multiples fill the interval most evenly"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Instances:
-    """Where experts are."""
+    """The instances of every expert, and their shares."""
 
     process_LEI: NDArray[np.int32]
     """process of each instance, homes first; unused entries repeat the home"""
@@ -44,11 +43,11 @@ class Instances:
         return np.flatnonzero((self.process_LEI[layer] == process).any(axis=1)).tolist()
 
     def copies_on(self, process: int, layer: int) -> list[int]:
-        """Those that are not at home there."""
+        """Experts with an instance on a process that is not their home."""
         return [e for e in self.experts_on(process, layer) if self.home_LE[layer, e] != process]
 
     def choose(self, layer: int, expert_P: NDArray[np.integer], count_E: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Process of each pair; `count` [E], pairs of each expert so far, goes on."""
+        """Process of each pair. `count` [E] holds the pairs of each expert so far and is advanced."""
         order = np.argsort(expert_P, kind="stable")
         sizes = np.bincount(expert_P, minlength=count_E.size)
         within = np.arange(expert_P.size) - np.repeat(np.cumsum(sizes) - sizes, sizes)
@@ -76,7 +75,7 @@ def homes_only(num_layers: int, num_experts: int, num_processes: int) -> Instanc
 
 
 def plan_instances(tokens_LE: NDArray[np.integer], num_processes: int, *, spare_slots: int) -> Instances:
-    """Homes, and copies in at most so many slots per layer and process for experts with these tokens."""
+    """Homes, and copies for these token counts, at most `spare_slots` per layer and process."""
     num_layers, num_experts = tokens_LE.shape
     base = homes_only(num_layers, num_experts, num_processes)
     if spare_slots == 0 or num_processes == 1:
@@ -95,17 +94,15 @@ def plan_instances(tokens_LE: NDArray[np.integer], num_processes: int, *, spare_
 def _of_layer(
     tokens_E: NDArray[np.integer], home_E: NDArray[np.int32], num_processes: int, spare_slots: int
 ) -> list[list[tuple[int, float]]]:
-    """(process, share) of every expert's instances, home first. Sources do not matter: their tokens are spread."""
+    """(process, share) of every expert's instances, home first; tokens are spread evenly over source ranks."""
     spread_EN = tokens_E[:, None] // num_processes + (np.arange(num_processes) < tokens_E[:, None] % num_processes)
     cluster = Cluster(num_nodes=1, ranks_per_node=num_processes)
-    plan = balance(
-        spread_EN.astype(np.int32), cluster=cluster, home_of_expert=home_E, spare_slots=spare_slots
-    )  # fmt: skip
+    plan = balance(spread_EN.astype(np.int32), cluster=cluster, home_of_expert=home_E, spare_slots=spare_slots)
     served = plan.tokens_FR.sum(axis=1)
     found = [[(int(home), 1.0)] for home in home_E]
     for expert, process, tokens in zip(plan.expert_of_copy, plan.rank_of_copy, served, strict=True):
         if tokens > 0:
-            share = float(tokens) / float(tokens_E[expert])
+            share, (home, at_home) = float(tokens) / float(tokens_E[expert]), found[expert][0]
             found[expert].append((int(process), share))
-            found[expert][0] = (found[expert][0][0], found[expert][0][1] - share)
+            found[expert][0] = (home, at_home - share)
     return found

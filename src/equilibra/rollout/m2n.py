@@ -4,43 +4,30 @@ Symbols: M senders, N receivers, S slots (micro-batches in flight per sender), T
 token, P pairs of (token, expert), D width of a row.
 
     box [M, N, S]     T rows at the receiver, for each sender and slot
-    tray [M, S]       T x K rows at the sender: every receiver writes its results where the message says
-    header            what a message is about: layer, rows, and for each pair its row in the box, its expert and its
-                      place in the tray; always in host memory
-    signal            number of the message that is complete; a receiver looks only there
+    tray [M, S]       T x K rows at the sender; each receiver writes its results at the places the message names
+    header            layer, number of rows, and for each pair its row in the box, its expert and its place in the tray;
+                      always in host memory
+    signal            number of the last complete message; a receiver polls only this
 
-Buffers are made and registered once; a message is a copy of rows, a header and a signal, without a call into a
-communication library and without waiting for the other side. A box is free again once its results are back, so nobody
-overwrites what is not yet read. Nothing is sent to a receiver that no token needs.
+Buffers are made and registered once. A message is a copy of rows, a header and a signal, without a call into a
+communication library and without waiting for the other side. A sender reuses a box only after its results are back, so
+unread rows are never overwritten. Processes that no token needs get no message.
 
-`SharedMesh` has everything in memory that the processes share; `m2n_cuda` has boxes and trays on GPUs, `m2n_gloo` sends
-them between machines.
+`SharedMesh` is the memory that all processes map, and the ends here keep everything in it; `ends` has those on GPUs and
+over gloo.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.rollout.memory import Memory
-from equilibra.rollout.wake import Word
-
-__all__ = [
-    "MeshShape",
-    "Message",
-    "Pairs",
-    "Receiver",
-    "Sender",
-    "SharedMesh",
-    "SharedReceiver",
-    "SharedSender",
-    "Sleeper",
-]
+from equilibra.rollout.memory import Memory, Word
 
 LAYER, ROWS, PAIRS, FIXED = 0, 1, 2, 4
 ALIGNMENT = 64
@@ -82,7 +69,7 @@ class Pairs:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Message:
-    """What a receiver gets."""
+    """A message, as its receiver reads it."""
 
     sender: int
     slot: int
@@ -91,41 +78,8 @@ class Message:
     """view of the box"""
 
 
-class End(Protocol):
-    """A process's end."""
-
-    def mark(self) -> int:
-        """Taken before looking for anything, and given to `wait`."""
-
-    def wait(self, mark: int, timeout_s: float) -> None:
-        """Sleep until something has come since the mark."""
-
-
-class Sender(End, Protocol):
-    """One attention process's end."""
-
-    def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
-        """Write rows of `hidden` into the receiver's box."""
-
-    def arrived(self, slot: int) -> bool:
-        """Whether all results of what was sent from the slot are in its tray."""
-
-    def tray(self, slot: int) -> Tensor:
-        """[T * K, D]"""
-
-
-class Receiver(End, Protocol):
-    """One expert process's end."""
-
-    def ready(self) -> list[Message]:
-        """Messages not answered yet, oldest first."""
-
-    def reply(self, message: Message, results_PD: Tensor) -> None:
-        """Write results into the sender's tray; the box is the sender's again."""
-
-
 class SharedMesh:
-    """All buffers in memory that every process maps."""
+    """All buffers, in memory that every process maps."""
 
     def __init__(self, memory: Memory, shape: MeshShape) -> None:
         self.memory, self.shape = memory, shape
@@ -136,19 +90,19 @@ class SharedMesh:
         self.answered = memory.numpy(words + self.sent.nbytes, of, np.int64)
         """[M, N, S] signals of results"""
         self.announced = memory.numpy(words + 2 * self.sent.nbytes, of, np.int64)
-        """[M, N, S] messages that are on their way"""
+        """[M, N, S] messages sent, complete or not"""
         after = words + 3 * self.sent.nbytes
         self.progress = memory.numpy(after, (shape.processes,), np.int64)
-        """passes that every process has made: senders, then receivers"""
+        """passes of each process: senders, then receivers"""
         self.wake = memory.numpy(after + self.progress.nbytes, (shape.processes,), np.int32)
-        """words that senders, then receivers, wait for"""
+        """words that senders, then receivers, sleep on"""
         self.headers = memory.numpy(headers, (*of, FIXED + 3 * shape.tokens * shape.top_k), np.int32)
-        if memory.num_bytes >= end:  # else they are on GPUs
+        if memory.num_bytes >= end:  # otherwise they are on GPUs
             self.boxes = memory.tensor(boxes, (*of, shape.tokens, shape.width), shape.dtype)
             trays_of = shape.senders, shape.slots, shape.tokens * shape.top_k, shape.width
             self.trays = memory.tensor(trays, trays_of, shape.dtype)
             self.rows_of_trays = memory.numpy(trays, trays_of[:3], f"V{shape.row_bytes}")
-            """[M, S, T * K] rows as numpy copies them: several times as fast as torch's index_copy_"""
+            """[M, S, T * K] the trays for numpy, which copies rows several times as fast as torch's index_copy_"""
 
     @staticmethod
     def _offsets(shape: MeshShape) -> tuple[int, ...]:
@@ -173,29 +127,44 @@ class SharedMesh:
         return Word(self.wake, process, writer=writer, processes=self.shape.processes)
 
 
-class Sleeper:
-    """An end that waits for its word."""
+class End:
+    """A process's end of the mesh, and the word it sleeps on."""
 
     def __init__(self, mesh: SharedMesh, process: int) -> None:
+        self.mesh, self.process = mesh, process
         self._own = mesh.word(process, process)
 
     def mark(self) -> int:
+        """Take a mark before looking for signals; `wait` takes it."""
         return self._own.value()
 
     def wait(self, mark: int, timeout_s: float) -> None:
+        """Sleep until something has arrived since the mark."""
         self._own.wait(mark, timeout_s)
 
+    def made_progress(self) -> None:
+        """Count a pass, so that a waiting engine sees that this process lives."""
+        self.mesh.progress[self.process] += 1
 
-class SharedSender(Sleeper):
+    def handle(self) -> Any:  # noqa: ANN401
+        """What other processes need to open this one's GPU memory; None if everything is in shared memory."""
+        return None
+
+    def connect(self, handles: list[Any]) -> None:
+        """Open the GPU memory of the other side. handles: of all processes."""
+
+
+class SharedSender(End):
     """A sender's end in shared memory."""
 
     def __init__(self, mesh: SharedMesh, number: int) -> None:
         super().__init__(mesh, number)
-        self.mesh, self.number, shape = mesh, number, mesh.shape
+        self.number, shape = number, mesh.shape
         self._words = [mesh.word(shape.senders + receiver, number) for receiver in range(shape.receivers)]
         self._count = np.zeros((shape.receivers, shape.slots), np.int64)
 
     def send(self, receiver: int, slot: int, hidden_TD: Tensor, tokens_N: NDArray[np.int64], pairs: Pairs) -> None:
+        """Write the rows `tokens` of `hidden` into the receiver's box."""
         header, num = self.mesh.headers[self.number, receiver, slot], pairs.row_P.size
         header[:FIXED] = pairs.layer, tokens_N.size, num, 0
         header[FIXED : FIXED + 3 * num].reshape(3, num)[:] = pairs.row_P, pairs.expert_P, pairs.place_P
@@ -213,26 +182,29 @@ class SharedSender(Sleeper):
         self.mesh.sent[self.number, receiver, slot] = value
 
     def arrived(self, slot: int) -> bool:
+        """Whether all results of what was sent from the slot are in its tray."""
         return bool((self.mesh.answered[self.number, :, slot] == self._count[:, slot]).all())
 
     def tray(self, slot: int) -> Tensor:
+        """[T * K, D]"""
         return self.mesh.trays[self.number, slot]
 
 
-class SharedReceiver(Sleeper):
+class SharedReceiver(End):
     """A receiver's end in shared memory."""
 
     def __init__(self, mesh: SharedMesh, number: int) -> None:
-        me = mesh.shape.senders + number
-        super().__init__(mesh, me)
-        self.mesh, self.number, shape = mesh, number, mesh.shape
-        self._words = [mesh.word(sender, me) for sender in range(shape.senders)]
+        shape = mesh.shape
+        super().__init__(mesh, shape.senders + number)
+        self.number = number
+        self._words = [mesh.word(sender, self.process) for sender in range(shape.senders)]
         self._seen = np.zeros((shape.senders, shape.slots), np.int64)
-        """messages that have come"""
+        """messages that have arrived"""
         self._messages: dict[tuple[int, int], Message] = {}
-        """not answered, in the order they came"""
+        """not answered yet, in order of arrival"""
 
     def ready(self) -> list[Message]:
+        """Messages not answered yet, oldest first."""
         for sender, slot in np.argwhere(self.mesh.sent[:, self.number] > self._seen).tolist():
             self._seen[sender, slot] += 1
             self._messages[sender, slot] = self._message(sender, slot)
@@ -250,6 +222,7 @@ class SharedReceiver(Sleeper):
         return self.mesh.boxes[sender, self.number, slot, :rows]
 
     def reply(self, message: Message, results_PD: Tensor) -> None:
+        """Write results into the sender's tray; the sender may then reuse the box."""
         sender, slot = message.sender, message.slot
         self._put(sender, slot, message.pairs.place_P, results_PD)
         del self._messages[sender, slot]

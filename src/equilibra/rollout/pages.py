@@ -1,10 +1,10 @@
-"""A paged KV cache: which pages a sequence has, and the tensors behind them.
+"""A paged KV cache: the pages of each sequence, and the tensors behind them.
 
 Symbols: B sequences, T tokens a forward pass adds to each (padded), C longest cached sequence, H heads, D width.
 
 A page holds the keys and values of a few consecutive tokens in all layers. Sequences with the same prompt share its
-full pages. `PagedView` is what transformers' attention modules take for a cache: they add the keys and values of new
-tokens and get those of all tokens. Shapes come from the modules, so families with compressed caches work alike.
+full pages. transformers' attention modules use `PagedView` as their cache: they add the keys and values of new tokens
+and get those of all tokens. Shapes come from the modules, so compressed caches work too.
 """
 
 from __future__ import annotations
@@ -16,14 +16,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-__all__ = ["PagedCache", "PagedView", "Saved"]
-
 Saved = dict[int, tuple[Tensor, Tensor]]
 """keys and values of one sequence by layer, outside the cache"""
 
 
 class PagedCache:
-    """Pages of one attention process."""
+    """The pages of one attention process."""
 
     def __init__(self, num_pages: int, page: int, *, dtype: torch.dtype, device: torch.device) -> None:
         """page: tokens per page."""
@@ -41,7 +39,7 @@ class PagedCache:
         return len(self._free)
 
     def take(self, count: int) -> list[int]:
-        """Free pages; there must be enough."""
+        """Take free pages; there must be enough."""
         assert count <= len(self._free)
         taken = [self._free.pop() for _ in range(count)]
         for number in taken:
@@ -49,18 +47,18 @@ class PagedCache:
         return taken
 
     def drop(self, pages: Sequence[int]) -> None:
-        """Give pages back; those that others share stay."""
+        """Return pages; shared ones stay until their last user drops them."""
         for number in pages:
             self._users[number] -= 1
             if self._users[number] == 0:
                 self._free.append(number)
 
     def fork(self, pages: Sequence[int], tokens: int) -> list[int]:
-        """Pages of a second sequence with the same first tokens: full ones are shared, the last one is copied."""
+        """Pages of a second sequence with the same first tokens: full pages are shared, a partial one is copied."""
         full = tokens // self.page
-        for number in pages[:full]:
-            self._users[number] += 1
         forked = list(pages[:full])
+        for number in forked:
+            self._users[number] += 1
         if tokens % self.page:
             forked += self.take(1)
             source, target = self._slots(pages[full : full + 1]), self._slots(forked[-1:])
@@ -74,19 +72,19 @@ class PagedCache:
         return (first + torch.arange(self.page, device=self.device)).flatten()
 
     def save(self, pages: Sequence[int], tokens: int) -> Saved:
-        """What a sequence has in its pages, in host memory."""
+        """Copy a sequence's keys and values to host memory."""
         slots = self._slots(pages)[:tokens]
         return {layer: (k[slots].cpu(), v[slots].cpu()) for layer, (k, v) in self._layers.items()}
 
     def restore(self, pages: Sequence[int], saved: Saved) -> None:
-        """Put it into other pages."""
+        """Copy saved keys and values into new pages."""
         for layer, (keys, values) in saved.items():
             slots = self._slots(pages)[: len(keys)]
             for target, source in zip(self._layers[layer], (keys, values), strict=True):
                 target[slots] = source.to(self.device)
 
     def layer(self, number: int, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's tensors; zeros at first, because masked positions are read too."""
+        """A layer's tensors, initially zero: masked positions are read too."""
         if number not in self._layers:
             rows = self.num_pages * self.page
             self._layers[number] = tuple(  # type: ignore[assignment]
@@ -115,11 +113,11 @@ class PagedView:
         self.positions_BT = self._of(positions_BT)
         """[B, T] position of each new token; 0 for padding"""
         self.new_N = self._of(np.flatnonzero(new_BT))
-        """places of new tokens in [B * T], without padding"""
+        """indices of new tokens in [B * T], without padding"""
         self.row_BT = self._of(np.cumsum(new_BT) - 1)
-        """[B * T] which of them each is; padding repeats the one before"""
+        """[B * T] index into `new_N`; padding repeats the previous one"""
         self.last_B = self._of(np.arange(len(sizes)) * at_T.size + sizes_B - 1)
-        """places of last tokens in [B * T]"""
+        """indices of last tokens in [B * T]"""
         self._slots_N, self._pages_N = self._of(slots_BT[new_BT]), self._of(tables_BP.ravel())
 
     def _of(self, numbers: NDArray[np.int64]) -> Tensor:

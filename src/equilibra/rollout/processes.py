@@ -1,8 +1,8 @@
-"""Worker processes of a rollout engine: started together, heard over pipes, gone with the process that started them.
+"""Worker processes of a rollout engine: started together, connected by pipes, ended with the process that started them.
 
-Ranks of a training run are daemonic and have threads, so they may neither fork nor use multiprocessing. `subprocess`
-starts a server that loads the libraries once and forks all workers; it tells when one has ended, and kills the others
-once its own pipe closes. If the server itself is killed, the kernel kills the workers.
+Ranks of a training run are daemonic and have threads, so they may neither fork nor use multiprocessing. A server
+process, started with `subprocess`, imports the libraries once and forks all workers. It reports workers that have
+ended, and kills the rest once its own pipe closes. If the server is killed, the kernel kills the workers.
 """
 
 from __future__ import annotations
@@ -27,8 +27,6 @@ from typing import Any, NamedTuple
 
 from equilibra.core.errors import ExecuteError
 
-__all__ = ["Failed", "Job", "Outbox", "Worker", "Workers", "serve"]
-
 BOOT = """
 import sys
 from multiprocessing.connection import Connection
@@ -38,11 +36,11 @@ from equilibra.rollout.processes import serve
 serve(pipe)
 """
 HELD = (signal.SIGINT, signal.SIGTERM)
-"""signals to the whole job, blocked here: whoever started the workers decides"""
+"""signals to the whole job, blocked in workers: the process that started them decides"""
 LOOK_S = 0.1
-"""interval at which the server looks for workers that have ended"""
+"""interval at which the server checks for workers that have ended"""
 DEATH_S = 1.0
-"""time in which the server says how a worker ended"""
+"""time for the server to report how a worker ended"""
 FLUSH_S = 5.0
 """time for a worker's last messages"""
 PR_SET_PDEATHSIG = 1
@@ -52,9 +50,9 @@ class Job(NamedTuple):
     """What a worker does."""
 
     name: str
-    """for messages: expert process 0"""
+    """for messages, such as: expert process 0"""
     function: Callable[..., None]
-    """called in the worker with its pipe and the arguments"""
+    """called in the worker with its pipe and `arguments`"""
     arguments: tuple[Any, ...]
 
 
@@ -68,7 +66,7 @@ class Failed:
 
 
 class Outbox:
-    """An end of a pipe whose messages are sent by a thread: nobody waits for a process that does not read."""
+    """Sends messages over a pipe from a thread, so that a process that does not read blocks nobody."""
 
     def __init__(self, pipe: Connection) -> None:
         self._pipe, self._queue = pipe, SimpleQueue[Any]()
@@ -79,25 +77,25 @@ class Outbox:
         self._queue.put((what,))
 
     def _run(self) -> None:
-        with suppress(OSError, TypeError):  # TypeError: the pipe was closed here meanwhile
+        with suppress(OSError, TypeError):  # TypeError: the pipe was closed here
             while (item := self._queue.get()) is not None:
                 self._pipe.send(*item)
 
     def close(self, wait_s: float = FLUSH_S) -> None:
-        """Send the rest; afterwards the pipe may be used directly."""
+        """Send what is queued; then the pipe may be used directly."""
         self._queue.put(None)
         self._thread.join(wait_s)
 
 
 @dataclass(eq=False)
 class Worker:
-    """A running worker, as the process that started it sees it."""
+    """A running worker, seen from the process that started it."""
 
     name: str
     pipe: Connection
     pid: int = 0
     inbox: deque[Any] = field(default_factory=deque)
-    """what it said and nobody has asked for yet"""
+    """messages received and not read yet"""
 
     def __post_init__(self) -> None:
         self.outbox = Outbox(self.pipe)
@@ -107,7 +105,7 @@ class Workers:
     """All workers of an engine."""
 
     def __init__(self, jobs: Sequence[Job], *, load: Sequence[str], start_s: float) -> None:
-        """Start them. load: modules to import before forking. start_s: time limit of that."""
+        """load: modules to import before forking. start_s: time limit for importing and forking."""
         self._server: subprocess.Popen[bytes] | None = None
         pairs = [Pipe() for _ in jobs]
         self.every = [Worker(job.name, mine) for job, (mine, _) in zip(jobs, pairs, strict=True)]
@@ -151,7 +149,7 @@ class Workers:
     def close(self) -> None:
         """End all workers; may be called again."""
         if self._server is not None:
-            self._server.kill()  # and the kernel its children
+            self._server.kill()  # the kernel then kills its children
             self._server.wait()
         for worker in self.every:
             worker.outbox.close(0.0)
@@ -164,7 +162,7 @@ class Workers:
 
 
 def serve(pipe: Connection) -> None:
-    """Load, fork, and look after the workers until the pipe closes."""
+    """Import modules, fork the workers, and report workers that end until the pipe closes."""
     try:
         modules, descriptors, jobs = pipe.recv()
         for module in modules:
@@ -205,8 +203,8 @@ def _forked(pipe: Connection, descriptors: Sequence[int], number: int, job: Job)
         job.function(own, *job.arguments)
         code = 0
     except (EOFError, BrokenPipeError, ConnectionResetError):
-        code = 0  # whoever started us is gone or done
-    except BaseException as error:  # noqa: BLE001 - told to whoever started us
+        code = 0  # the process that started us is gone or done
+    except BaseException as error:  # noqa: BLE001 - reported to the process that started us
         traceback.print_exc()
         with suppress(OSError, ValueError):
             own.send(Failed(kind=type(error).__name__, text=str(error)[:2000]))

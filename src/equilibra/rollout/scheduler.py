@@ -1,16 +1,16 @@
 """Which sequences an attention process works on next: continuous batching over m micro-batches and a paged KV cache.
 
-    waiting    not begun, in the order of arrival
+    waiting    not started, in order of arrival
     running    has pages and a place in one micro-batch
-    set aside  was preempted: its keys and values are in host memory until there are pages again
+    set aside  preempted: its keys and values are in host memory until pages are free again
 
 A micro-batch is either prefill (sequences with several tokens to process, at most `prefill_tokens` together; longer
-prompts take several passes) or decode (one token of each of its sequences). The place of a finished sequence is taken
-at once. Requests with the same prompt share its prefill and its full pages.
+prompts take several passes) or decode (one token of each of its sequences). A finished sequence's place is taken at
+once. Requests with the same prompt share its prefill and its full pages.
 
-Who is older goes first: a sequence that finds no page takes those of the youngest one that is not in flight. The oldest
-always finds enough, because a request that could not fit alone is refused. A sequence that was set aside goes on with
-its own keys and values, so its tokens and its recorded routing stay as they are.
+Older sequences have priority: one that finds no free page takes those of the youngest that is not in flight. The oldest
+always finds enough, because a request that does not fit alone is refused. A preempted sequence continues with its own
+keys and values, so its tokens and its recorded routing do not change.
 """
 
 from __future__ import annotations
@@ -26,9 +26,6 @@ from torch import Tensor
 
 from equilibra.rl.engine import Generation, Request
 from equilibra.rollout.pages import PagedCache, PagedView, Saved
-from equilibra.rollout.sampling import draw
-
-__all__ = ["Batch", "Growing", "Scheduler"]
 
 
 @dataclass(eq=False)
@@ -36,15 +33,15 @@ class Growing:
     """A request and its answer so far."""
 
     number: int
-    """of the request; smaller ones are older"""
+    """of the request; lower is older"""
     request: Request
     tokens: list[int]
     """prompt and answer"""
     prompt: bytes
-    """the prompt, as a key"""
+    """the prompt as a key"""
     logprobs: list[float] = field(default_factory=list)
     experts: list[NDArray[np.int32]] = field(default_factory=list)
-    """[T, L, K] of all cached tokens, pass by pass"""
+    """[T, L, K] of all cached tokens, one array per pass"""
     pages: list[int] = field(default_factory=list)
     cached: int = 0
     """tokens whose keys and values are known"""
@@ -57,7 +54,7 @@ class Growing:
 
     @property
     def remaining(self) -> int:
-        """Tokens still to be processed before the next one can be drawn."""
+        """Tokens to process before the next one can be drawn."""
         return len(self.tokens) - self.cached
 
     @property
@@ -90,18 +87,35 @@ class Batch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class _Prefilled:
-    """A prompt whose pages wait for further requests with it."""
+    """A prompt whose pages are kept for waiting requests with the same prompt."""
 
     pages: list[int]
     logits_V: Tensor
     experts: NDArray[np.int32]
 
 
+def draw(logits_BV: Tensor, noise: Sequence[float], temperature: float) -> tuple[Tensor, Tensor]:
+    """Sample a token per row, and its log-probability.
+
+    The token is the first whose cumulative probability exceeds the request's noise, so answers do not depend on the
+    batch.
+    """
+    logits = logits_BV.double()
+    if temperature == 0:
+        chosen = logits.argmax(dim=-1)
+    else:
+        logits = logits / temperature
+        sums = logits.softmax(dim=-1).cumsum(dim=-1)
+        level = torch.tensor(noise, dtype=torch.float64, device=logits.device)[:, None] * sums[:, -1:]
+        chosen = torch.searchsorted(sums, level, right=True)[:, 0].clamp(max=logits.shape[-1] - 1)
+    return chosen, logits.log_softmax(dim=-1).gather(1, chosen[:, None])[:, 0]
+
+
 class Scheduler:
     """The sequences of one attention process."""
 
     def __init__(self, cache: PagedCache, *, micro_batches: int, places: int, prefill_tokens: int, end: int) -> None:
-        """places: most running sequences. prefill_tokens: most tokens of a prefill pass. end: token."""
+        """places: most running sequences. prefill_tokens: most tokens of a prefill pass. end: the end token."""
         self.cache, self.places, self.prefill_tokens, self.end = cache, places, prefill_tokens, end
         self.temperature = 1.0
         self.waiting: deque[Growing] = deque()
@@ -131,7 +145,7 @@ class Scheduler:
     # --- the next pass of a micro-batch ---
 
     def next_batch(self, micro_batch: int, in_flight: Collection[int]) -> Batch | None:
-        """in_flight: micro-batches whose sequences cannot be touched now; this one is not among them."""
+        """in_flight: micro-batches that wait for experts; their sequences cannot be preempted or moved."""
         self._admit(micro_batch)
         if not self.waiting and not self.aside:
             self._level(micro_batch, in_flight)
@@ -157,7 +171,7 @@ class Scheduler:
         return Batch(sequences=chosen, sizes=sizes, tokens_BT=tokens, cache=view)
 
     def _admit(self, micro_batch: int) -> None:
-        """Fill this micro-batch up to its share of all sequences, as far as there are pages."""
+        """Fill this micro-batch up to its share of all sequences, as far as pages last."""
         mine, others = self.running[micro_batch], len(self.running)
         total = self.num_running + len(self.aside) + len(self.waiting)
         most = min(-(-total // others), -(-self.places // others))
@@ -169,7 +183,7 @@ class Scheduler:
                 mine.append(one)
 
     def _level(self, micro_batch: int, in_flight: Collection[int]) -> None:
-        """Take sequences of fuller micro-batches, so that the last answers are not all in one."""
+        """Take sequences from fuller micro-batches, so that the last answers are not all in one."""
         mine = self.running[micro_batch]
         for number, other in enumerate(self.running):
             while number not in in_flight and len(other) > len(mine) + 1:
@@ -191,7 +205,7 @@ class Scheduler:
         return one
 
     def _next_waiting(self) -> Growing | None:
-        """The first one that need not wait for the prefill of its prompt; None if it finds no pages."""
+        """The first whose prompt is not being prefilled by another; None if it finds no pages."""
         prefilling = {one.prompt for some in self.running for one in some if not one.num_new}
         one = next((one for one in self.waiting if one.prompt not in prefilling), None)
         if one is None:
@@ -215,7 +229,7 @@ class Scheduler:
         return one
 
     def _grow(self, one: Growing, tokens: int, in_flight: Collection[int], chosen: Sequence[Growing]) -> bool:
-        """Get pages for so many tokens, if need be those of younger sequences, or set this one aside."""
+        """Get pages for this many tokens, preempting younger sequences or this one if necessary."""
         missing = self.cache.pages_for(tokens) - len(one.pages)
         if missing <= 0:
             return True
@@ -243,7 +257,7 @@ class Scheduler:
         self.num_preempted += 1
 
     def _forget_prompts(self, needed: int, keep: bytes = b"") -> None:
-        """Drop kept prompts that nobody waits for, or all but `keep` if pages are short."""
+        """Drop kept prompts that no request waits for, or all but `keep` if pages are short."""
         for prompt in list(self._prefilled):
             short = needed > self.cache.num_free and prompt != keep
             if short or self._waiting_of_prompt[prompt] <= 0:
@@ -252,7 +266,7 @@ class Scheduler:
     # --- after a pass ---
 
     def finish(self, batch: Batch, logits_BV: Tensor, experts: Sequence[NDArray[np.int32]]) -> None:
-        """Take a pass's logits of last tokens, and the experts [T, L, K] of every sequence's tokens."""
+        """Take a pass's results: logits of last tokens, and the experts [T, L, K] of every sequence's tokens."""
         drawing = []
         for row, (one, size) in enumerate(zip(batch.sequences, batch.sizes, strict=True)):
             one.cached += size

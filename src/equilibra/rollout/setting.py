@@ -1,4 +1,4 @@
-"""What an engine is made of, and what it says of itself."""
+"""What an engine is built from, and what it reports."""
 
 from __future__ import annotations
 
@@ -21,8 +21,6 @@ from equilibra.rollout.control import Target
 from equilibra.rollout.instances import Instances
 from equilibra.rollout.scheduler import Batch
 
-__all__ = ["AttentionModel", "Pass", "PoolModel", "PoolSetting", "Routed", "Statistics"]
-
 TRANSPORTS = ("shared", "gloo")
 
 
@@ -37,21 +35,21 @@ class PoolSetting:
     micro_batches: int = 2
     """in flight per attention process"""
     places: int = 64
-    """most answers that an attention process works on at a time"""
+    """most answers an attention process works on at once"""
     kv_tokens: int = 16_384
     """tokens in the KV cache of an attention process"""
     page: int = 16
-    """tokens of a page"""
+    """tokens per page"""
     prefill_tokens: int = 512
-    """most prompt tokens of a pass"""
+    """most prompt tokens per pass"""
     spare_slots: int = 1
     """copies of hot experts per layer and expert process"""
     threads: int = 1
-    """of every process"""
+    """of each process"""
     transport: str = "shared"
-    """how rows travel: shared (memory of the machine; on GPUs, theirs) or gloo (connections)"""
+    """how rows travel: shared (host memory; on GPUs, GPU memory) or gloo (connections)"""
     devices: str = ""
-    """of attention, then expert processes, in turn: cpu, or cuda:2,cuda:3; empty: the model's"""
+    """assigned in turn to attention, then expert processes: cpu, or cuda:2,cuda:3; empty: the model's"""
 
     def __post_init__(self) -> None:
         check_choice("transport", self.transport, choices=TRANSPORTS)
@@ -64,7 +62,7 @@ class PoolSetting:
             raise InputError(f"kv_tokens = {self.kv_tokens} is less than a page of {self.page} tokens: raise it")
 
     def device_of(self, process: int, model: PoolModel) -> torch.device:
-        """process: attention processes, then expert processes."""
+        """process: number, attention processes first."""
         named = self.devices.split(",")
         return torch.device(named[process % len(named)]) if self.devices else model.device
 
@@ -74,7 +72,7 @@ class PoolSetting:
 
 
 class Routed(NamedTuple):
-    """Where a forward pass stops: the tokens of an MoE layer, without padding."""
+    """The tokens of an MoE layer, without padding; a forward pass stops there."""
 
     layer: int
     hidden_TD: Tensor
@@ -83,7 +81,7 @@ class Routed(NamedTuple):
 
 
 Pass = Generator[Routed, Tensor, Tensor]
-"""takes the sum [T, D] of the experts' weighted results; returns logits [B, V] of last tokens"""
+"""is sent the sum [T, D] of the experts' weighted results; returns logits [B, V] of last tokens"""
 
 
 class AttentionModel(Protocol):
@@ -99,14 +97,14 @@ class AttentionModel(Protocol):
 
 @dataclass(frozen=True, kw_only=True)
 class PoolModel:
-    """The model that an engine serves."""
+    """The model an engine serves."""
 
     spec: MoESpec
     naming: Naming
     num_layers: int
     """MoE layers"""
     vocabulary: int
-    """tokens it knows"""
+    """number of tokens"""
     attention: Callable[[torch.dtype, torch.device], AttentionModel]
     """builds everything but the experts; picklable"""
     load: tuple[str, ...] = ()
@@ -119,18 +117,18 @@ class PoolModel:
 
 @dataclass(kw_only=True, eq=False)
 class Statistics:
-    """What attention processes did since instances were last chosen."""
+    """What attention processes have done since instances were last chosen."""
 
     home_LE: NDArray[np.int32]
     """process of every expert"""
     tokens_LE: NDArray[np.int64]
     """pairs of every expert"""
     rows_LN: NDArray[np.int64]
-    """pairs that each expert process got"""
+    """pairs sent to each expert process"""
     passes: int = 0
     """forward passes of micro-batches"""
     preempted: int = 0
-    """times that a sequence was set aside for another"""
+    """times a sequence was set aside for another"""
 
     @classmethod
     def none(cls, instances: Instances) -> Statistics:
@@ -145,12 +143,12 @@ class Statistics:
 
     @property
     def imbalance(self) -> float:
-        """Slowest over mean expert process, mean over layers."""
+        """Slowest over mean expert process, averaged over layers."""
         return float(imbalance(self.rows_LN).mean())
 
     @property
     def imbalance_without_copies(self) -> float:
-        """The same if every expert had stayed at home."""
+        """The imbalance if every pair had been computed at its expert's home."""
         rows_LN = np.zeros_like(self.rows_LN)
         np.add.at(rows_LN, (np.arange(len(rows_LN))[:, None], self.home_LE), self.tokens_LE)
         return float(imbalance(rows_LN).mean())

@@ -33,8 +33,7 @@ from equilibra.rl.learner import Learner, Skipped
 from equilibra.rl.mismatch import unit_roundoff
 from equilibra.rl.rollout import Rollout, RolloutSetting
 from equilibra.rl.tasks import Task, TimedTask, reward_function
-from equilibra.rollout.on_ranks import PoolOfRanks
-from equilibra.rollout.pool import Pool
+from equilibra.rollout.pool import Pool, PoolOfRanks
 from equilibra.rollout.setting import PoolSetting
 from equilibra.train.config import Option, TrainConfig
 

@@ -40,7 +40,7 @@ from equilibra.rl.rollout import EngineSource, RecordedSource, share_of_rank
 from equilibra.rl.tasks import TimedTask
 from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
-from equilibra.rollout.on_ranks import PoolOfRanks
+from equilibra.rollout.pool import PoolOfRanks
 from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import LastStep

@@ -8,8 +8,7 @@ import pytest
 import torch
 
 from equilibra.rollout.m2n import MeshShape, Pairs, SharedMesh, SharedReceiver, SharedSender
-from equilibra.rollout.memory import Memory
-from equilibra.rollout.wake import Word
+from equilibra.rollout.memory import Memory, Word
 
 SHAPE = MeshShape(senders=2, receivers=3, slots=2, tokens=5, top_k=2, width=4, dtype=torch.float64)
 

@@ -29,7 +29,7 @@ from equilibra.integrations.hf.folder import ModelFolder
 from equilibra.integrations.hf.published import dense_weights
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
-from equilibra.rollout.sampling import draw
+from equilibra.rollout.scheduler import draw
 
 __all__ = ["Replica"]
 
