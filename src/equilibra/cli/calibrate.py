@@ -77,8 +77,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _this_machine(name: str) -> Prices:
     """The prices that `equilibra doctor --write` would write."""
     from equilibra.doctor.finding import Ask
+    from equilibra.doctor.measure import preset_of
     from equilibra.doctor.node import examine
-    from equilibra.doctor.preset import preset_of
 
     found = examine(Ask())
     preset = preset_of(found.findings, found.measured, name=name)

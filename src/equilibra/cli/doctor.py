@@ -15,7 +15,7 @@ from equilibra.cli.arguments import Progress, check_target, named_like, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
-    from equilibra.doctor.node import Examination
+    from equilibra.doctor.finding import Examination
 
 __all__ = ["add_parser"]
 
@@ -40,8 +40,8 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 
 def run(arguments: argparse.Namespace) -> int:
     """Examine the machine, print the findings, write the file."""
-    from equilibra.doctor.finding import Ask, PathState
-    from equilibra.doctor.node import as_table, as_text, examine
+    from equilibra.doctor.finding import Ask, PathState, as_table, as_text
+    from equilibra.doctor.node import examine
 
     _check(arguments)
     ask = Ask(**named_like(Ask, arguments))
@@ -83,7 +83,7 @@ def _check(arguments: argparse.Namespace) -> None:
 def _write(found: Examination, path: Path, *, overwrite: bool) -> None:
     from equilibra.core.atomic import atomic_file
     from equilibra.cost.presets import prices_toml
-    from equilibra.doctor.preset import preset_of
+    from equilibra.doctor.measure import preset_of
 
     preset = preset_of(found.findings, found.measured, name=path.stem.lower())
     with atomic_file(path, overwrite=overwrite) as part:

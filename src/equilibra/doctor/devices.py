@@ -1,12 +1,18 @@
-"""Checks of the GPUs: memory, peer access, NVLink, compute mode, and stream memory operations."""
+"""Checks of the GPUs: memory, peer access, NVLink, compute mode, CUDA IPC, and stream memory operations.
+
+This file is also the other process of the CUDA IPC check.
+"""
 
 from __future__ import annotations
 
 import ctypes
 import os
+import pickle
 import re
 import subprocess
+import sys
 from itertools import permutations
+from multiprocessing.reduction import ForkingPickler
 from time import monotonic, sleep
 from typing import TYPE_CHECKING, Any, cast
 
@@ -14,11 +20,6 @@ from equilibra.doctor.finding import Finding, first_line, has_gpu, missing, not_
 
 if TYPE_CHECKING:
     import torch
-
-__all__ = [
-    "DriverError", "check_gpus", "check_nvlink", "check_peers", "check_sharing", "check_stream_values",
-    "driver_version", "link_rates", "load_driver", "topology",
-]  # fmt: skip
 
 LIBRARY = "libcuda.so.1"
 
@@ -136,7 +137,20 @@ def check_nvlink() -> Finding:
         rates = link_rates(_ask("nvlink", "-s"))
     except ToolError:  # older drivers lack this report; the matrix is enough
         rates = {}
-    return _nvlink(pairs, rates)
+    totals = {gpu: round(sum(links), 1) for gpu, links in rates.items() if links}
+    said = f"; {min(totals.values()):g} GB/s per GPU and direction" if totals else ""
+    values: dict[str, Any] = {
+        "pairs": [{"from": a, "to": b, "by": by} for (a, b), by in sorted(pairs.items())],
+        "gb_per_s_of_gpu": {str(gpu): total for gpu, total in totals.items()},
+    }
+    if not pairs:
+        return not_tested(f"no pair of GPUs{said}", **values)
+    linked = sum(LINK.match(by) is not None for by in pairs.values())
+    text = f"{linked} of {len(pairs)} pairs ({', '.join(sorted(set(pairs.values())))}){said}"
+    if linked == len(pairs):
+        return ok(text, **values)
+    advice = "copies between the others go over slower PCIe; use --write so that the simulator knows"
+    return warning(text, advice, **values)
 
 
 def check_sharing() -> Finding:
@@ -182,23 +196,6 @@ def link_rates(report: str) -> dict[int, list[float]]:
     return found
 
 
-def _nvlink(pairs: dict[tuple[int, int], str], rates: dict[int, list[float]]) -> Finding:
-    totals = {gpu: round(sum(links), 1) for gpu, links in rates.items() if links}
-    said = f"; {min(totals.values()):g} GB/s per GPU and direction" if totals else ""
-    values: dict[str, Any] = {
-        "pairs": [{"from": a, "to": b, "by": by} for (a, b), by in sorted(pairs.items())],
-        "gb_per_s_of_gpu": {str(gpu): total for gpu, total in totals.items()},
-    }
-    if not pairs:
-        return not_tested(f"no pair of GPUs{said}", **values)
-    linked = sum(LINK.match(by) is not None for by in pairs.values())
-    text = f"{linked} of {len(pairs)} pairs ({', '.join(sorted(set(pairs.values())))}){said}"
-    if linked == len(pairs):
-        return ok(text, **values)
-    advice = "copies between the others go over slower PCIe; use --write so that the simulator knows"
-    return warning(text, advice, **values)
-
-
 def _ask(*words: str) -> str:
     try:
         done = subprocess.run(  # noqa: S603 - a fixed command
@@ -214,6 +211,79 @@ def _ask(*words: str) -> str:
     if done.returncode != 0:
         raise ToolError(f"nvidia-smi exited with {done.returncode}: {first_line(done.stderr or done.stdout)}")
     return done.stdout
+
+
+# CUDA IPC: another process opens a tensor of this one, reads it and writes it. The handle is torch.multiprocessing's
+# reduction of the tensor. With several GPUs the other process reads it from its last GPU, so the copy crosses devices.
+
+NUM_VALUES = 2**18
+IPC_TIMEOUT_S = 45
+SETTINGS = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
+
+
+def check_ipc() -> Finding:
+    """Whether another process can read and write a tensor of this one."""
+    setting = expandable_segments()
+    advice = f"remove expandable_segments from {setting}: it can break CUDA IPC" if setting else ""
+    try:
+        text = _shared()
+    except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+        return missing(
+            first_line(error), advice or "in a container, share the IPC and PID namespaces (docker: --ipc=host)"
+        )
+    return (warning if advice else ok)(text, advice)
+
+
+def expandable_segments() -> str:
+    """Name of the environment variable that enables expandable segments; empty if none does."""
+    for name in SETTINGS:
+        if "expandable_segments:true" in os.environ.get(name, "").lower().replace(" ", ""):
+            return name
+    return ""
+
+
+def _shared() -> str:
+    """Run the exchange; returns what was exchanged, raises if it failed."""
+    import torch
+    from torch.multiprocessing import reductions
+
+    tensor = torch.arange(NUM_VALUES, dtype=torch.int64, device="cuda")
+    torch.cuda.synchronize()
+    handle = bytes(ForkingPickler.dumps(cast("Any", reductions).reduce_tensor(tensor)))
+    done = subprocess.run(
+        [sys.executable, "-m", "equilibra.doctor.devices"],
+        input=handle,
+        capture_output=True,
+        timeout=IPC_TIMEOUT_S,
+        check=False,
+    )
+    if done.returncode != 0:
+        said = done.stderr.decode(errors="replace").strip().splitlines()
+        raise RuntimeError(f"the other process exited with {done.returncode}: {said[-1] if said else 'no message'}")
+    read, device = pickle.loads(done.stdout)  # noqa: S301 - from our own child
+    torch.cuda.synchronize()
+    if read != NUM_VALUES * (NUM_VALUES - 1) // 2:
+        raise RuntimeError(f"the other process read a sum of {read}, not {NUM_VALUES * (NUM_VALUES - 1) // 2}")
+    if not bool((tensor == torch.arange(NUM_VALUES, device="cuda") + 1).all()):
+        raise RuntimeError("what the other process wrote did not arrive")
+    where = "one GPU" if device == tensor.get_device() else f"GPUs {tensor.get_device()} and {device}"
+    return f"two processes read and wrote one tensor, on {where}"
+
+
+def answer() -> None:
+    """In the other process: open the tensor from the handle on stdin, add 1, write its sum and our device to stdout."""
+    import torch
+
+    out = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # keep what libraries print out of the answer
+    rebuild, arguments = pickle.load(sys.stdin.buffer)  # noqa: S301 - from the process that started this one
+    tensor = rebuild(*arguments)
+    device = torch.cuda.device_count() - 1
+    total = int(tensor.to(f"cuda:{device}").sum())
+    tensor.add_(1)
+    torch.cuda.synchronize(tensor.device)
+    out.write(pickle.dumps((total, device)))
+    out.close()
 
 
 # Stream memory operations. The wait is queued before the write, so the check sees that the wait holds the stream back
@@ -270,3 +340,7 @@ def _happens(event: Any, limit_s: float) -> bool:  # noqa: ANN401
             return False
         sleep(0.001)
     return True
+
+
+if __name__ == "__main__":
+    answer()

@@ -15,15 +15,10 @@ Every path needs gloo: counts, votes and plan hashes always go through host memo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import partial
 from typing import Any
-
-__all__ = [
-    "RUNTIME_PATHS", "Ask", "Finding", "Measured", "PathState", "State", "Verdict", "first_line", "guarded", "has_gpu",
-    "missing", "not_tested", "num_gpus", "ok", "summary_line", "verdicts", "warning",
-]  # fmt: skip
 
 RUNTIME_PATHS = "transfer paths"
 """name of the finding that lists the paths this version of the runtime has"""
@@ -74,7 +69,7 @@ class Finding:
     advice: str = ""
     """what to do about it; empty: nothing"""
     values: dict[str, Any] = field(default_factory=dict)
-    """what was found, for programs"""
+    """the same for programs"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,6 +99,18 @@ class Verdict:
     """its name in the configuration"""
     state: PathState
     text: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Examination:
+    """All findings, measurements and verdicts."""
+
+    findings: list[Finding]
+    """in the order of the checks"""
+    measured: list[Measured]
+    """empty if nothing was measured"""
+    verdicts: list[Verdict]
+    """one per transfer path"""
 
 
 def first_line(error: BaseException | str) -> str:
@@ -157,7 +164,7 @@ class _Findings:
         return f"{name}: {self._of_name[name].text if name in self._of_name else 'not looked at'}"
 
     def unusable(self, *names: str) -> tuple[PathState, str] | None:
-        """What the first missing, else the first untested, finding rules out."""
+        """The state and reason of the first missing finding, or else of the first untested one."""
         for state, ruled_out in ((State.MISSING, PathState.FAILS), (State.NOT_TESTED, PathState.NOT_TESTED)):
             for name in names:
                 if self.state(name) is state:
@@ -166,7 +173,7 @@ class _Findings:
 
 
 def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
-    """One verdict per transfer path; a path that this version of the runtime lacks does not work."""
+    """One verdict per transfer path; a path that this runtime version lacks does not work."""
     found, gpus = _Findings(findings), num_gpus(findings)
     listed = next((finding.values.get("paths") for finding in findings if finding.name == RUNTIME_PATHS), None)
     host = ["shared memory", *(["registering"] if gpus else [])]
@@ -183,7 +190,7 @@ def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
 
 
 def _how(path: str, found: _Findings, gpus: int) -> str:
-    """How a path works here."""
+    """How a path works on this machine."""
     little = "; it may be too small" if found.state("shared memory") is State.WARNING else ""
     collective = f"over gloo only, which is slow ({found.reason('nccl')})"
     if found.state("nccl") in (State.OK, State.WARNING):
@@ -209,3 +216,59 @@ def summary_line(made: Sequence[Verdict]) -> str:
         if paths := [one.path for one in made if one.state is state]:
             parts.append(f"{', '.join(paths)} {word}")
     return f"transfer paths: {'; '.join(parts)}"
+
+
+GAP = 2
+MOST_PAIRS = 6
+"""with more pairs of GPUs, only the slowest and the fastest are shown"""
+
+
+def as_text(examination: Examination) -> str:
+    """Tables of checks, rates and paths, and a summary line."""
+    rows = [(one.name, str(one.state), one.text, one.advice) for one in examination.findings]
+    paths = [(one.path, str(one.state), one.text, "") for one in examination.verdicts]
+    wide = 1 + max(len(row[0]) for row in (*rows, *paths, *((one.name, "", "", "") for one in examination.measured)))
+    parts = [_table(("check", "state", "found"), rows, wide)]
+    if examination.measured:
+        parts.append(_rates(examination.measured, wide))
+    parts += [_table(("path", "state", "why"), paths, wide), summary_line(examination.verdicts)]
+    return "\n\n".join(parts)
+
+
+def as_table(examination: Examination) -> dict[str, Any]:
+    """The examination as a JSON object."""
+    return {
+        "findings": [asdict(one) for one in examination.findings],
+        "measured": [asdict(one) for one in examination.measured],
+        "paths": [asdict(one) for one in examination.verdicts],
+        "verdict": summary_line(examination.verdicts),
+    }
+
+
+def _table(heads: tuple[str, str, str], rows: Sequence[tuple[str, str, str, str]], wide: int) -> str:
+    states = GAP + max(len(row[1]) for row in rows)
+    lines = [f"{heads[0]:{wide + GAP}}{heads[1]:{states}}{heads[2]}"]
+    for name, state, text, advice in rows:
+        lines.append(f"{name:{wide + GAP}}{state:{states}}{text}")
+        if advice:
+            lines.append(f"{'':{wide + GAP}}{'':{states}}→ {advice}")
+    return "\n".join(lines)
+
+
+def _rates(measured: Sequence[Measured], wide: int) -> str:
+    lines = [f"{'measured':{wide + GAP}}{'median':>10} {'':8}{'quartiles':>18}{'repeats':>9}"]
+    pairs = [one for one in measured if one.cases[-1]["kind"] == "nvlink"]
+    shown = list(measured)
+    if len(pairs) > MOST_PAIRS:
+        ends = sorted(pairs, key=lambda one: one.value)
+        shown = [one for one in measured if one not in pairs] + [ends[0], ends[-1]]
+    for one in shown:
+        spread = f"{_figure(one.low)} to {_figure(one.high)}"
+        lines.append(f"{one.name:{wide + GAP}}{_figure(one.value):>10} {one.unit:8}{spread:>18}{one.repeats:>9}")
+    if len(shown) < len(measured):
+        lines.append(f"(the slowest and the fastest of {len(pairs)} pairs of GPUs; --json has all)")
+    return "\n".join(lines)
+
+
+def _figure(value: float) -> str:
+    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"

@@ -22,8 +22,6 @@ from typing import Any, cast
 from equilibra.core.model import MoEModel
 from equilibra.doctor.finding import Ask, Finding, first_line, missing, ok, warning
 
-__all__ = ["check_locked", "check_pinning", "check_registering", "check_shared_memory", "segment_bytes"]
-
 SHARED_MEMORY = Path("/dev/shm")  # noqa: S108 - where the host path keeps its segment
 INFINIBAND = Path("/dev/infiniband")
 PAGE, MIB, GIB = 4096, 2**20, 2**30

@@ -12,8 +12,6 @@ from typing import Any, cast
 from equilibra.doctor.devices import driver_version, load_driver
 from equilibra.doctor.finding import Finding, first_line, has_gpu, missing, not_tested, ok, warning
 
-__all__ = ["check_cuda", "check_gloo", "check_nccl", "check_python", "check_torch", "check_triton"]
-
 LEAST_PYTHON, LEAST_TORCH = (3, 11), (2, 11)
 GLOO_TIMEOUT_S = 10
 

@@ -12,9 +12,8 @@ import pytest
 from equilibra.cli.main import main
 from equilibra.cost.presets import load_prices
 from equilibra.doctor import node
-from equilibra.doctor.finding import Ask, Finding, Measured, PathState, State, Verdict
-from equilibra.doctor.node import Examination
-from equilibra.doctor.worker import CHECKS
+from equilibra.doctor.finding import Ask, Examination, Finding, Measured, PathState, State, Verdict
+from equilibra.doctor.node import CHECKS
 
 DOCTOR = [sys.executable, "-m", "equilibra", "doctor"]
 

@@ -19,8 +19,8 @@ from equilibra.cli.main import main
 from equilibra.core.model import model_named
 from equilibra.cost.presets import load_prices, measured_h200
 from equilibra.doctor import node
+from equilibra.doctor.finding import Examination
 from equilibra.doctor.measure import measured_of
-from equilibra.doctor.node import Examination
 from equilibra.events.run import Run, load_run, save_run
 from equilibra.trace.open import load_trace
 

@@ -6,7 +6,7 @@ import types
 import pytest
 import torch
 
-from equilibra.doctor import devices, ipc, memory, software, worker
+from equilibra.doctor import devices, memory, node, software
 from equilibra.doctor.finding import Ask, Finding, State, first_line, guarded
 
 GIB = 2**30
@@ -23,7 +23,7 @@ NEED_GPU = [
 
 
 def check(name: str, ask: Ask | None = None) -> list[Finding]:
-    found = worker.answer(name, ask or Ask())["findings"]
+    found = node.answer(name, ask or Ask())["findings"]
     return [Finding(**{**one, "state": State(one["state"])}) for one in found]
 
 
@@ -49,19 +49,19 @@ def test_without_a_gpu_nothing_is_claimed(no_gpu, name):
     assert (found.state, found.text) == (State.NOT_TESTED, "no GPU here")
 
 
-@pytest.mark.parametrize("name", sorted(worker.CHECKS))
+@pytest.mark.parametrize("name", sorted(node.CHECKS))
 def test_a_check_that_raises_is_a_finding(monkeypatch, name):
     def breaks(*_):
         raise RuntimeError("\n  the device fell off the bus\nat line 3")
 
-    monkeypatch.setitem(worker.CHECKS, name, worker.CHECKS[name]._replace(run=breaks, on_gpu=False))
+    monkeypatch.setitem(node.CHECKS, name, node.CHECKS[name]._replace(run=breaks, on_gpu=False))
     (found,) = check(name)
     assert found.name == name
-    assert found.state is worker.CHECKS[name].on_error
+    assert found.state is node.CHECKS[name].on_error
     assert found.text == "RuntimeError: the device fell off the bus"
 
 
-@pytest.mark.parametrize("name", sorted(set(worker.CHECKS) - {"python", "locked memory", "shared memory"}))
+@pytest.mark.parametrize("name", sorted(set(node.CHECKS) - {"python", "locked memory", "shared memory"}))
 def test_without_torch_every_check_still_answers(monkeypatch, name):
     monkeypatch.setitem(sys.modules, "torch", None)
     for module in [one for one in sys.modules if one.startswith(("torch.", "equilibra.execute"))]:
@@ -189,26 +189,26 @@ def test_peers(two_gpus, monkeypatch):
     ],
 )
 def test_expandable_segments(monkeypatch, setting, said):
-    for name in ipc.SETTINGS:
+    for name in devices.SETTINGS:
         monkeypatch.delenv(name, raising=False)
     for name, value in setting.items():
         monkeypatch.setenv(name, value)
-    assert ipc.expandable_segments() == said
+    assert devices.expandable_segments() == said
 
 
 def test_ipc_that_works_fails_or_is_in_doubt(two_gpus, monkeypatch):
-    for name in ipc.SETTINGS:
+    for name in devices.SETTINGS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(ipc, "_shared", lambda: "shared")
-    assert ipc.check_ipc().state is State.OK
-    monkeypatch.setenv(ipc.SETTINGS[0], "expandable_segments:True")
-    assert ipc.check_ipc().state is State.WARNING
+    monkeypatch.setattr(devices, "_shared", lambda: "shared")
+    assert devices.check_ipc().state is State.OK
+    monkeypatch.setenv(devices.SETTINGS[0], "expandable_segments:True")
+    assert devices.check_ipc().state is State.WARNING
 
     def fails():
         raise RuntimeError("CUDA error: invalid resource handle\nCompile with TORCH_USE_CUDA_DSA")
 
-    monkeypatch.setattr(ipc, "_shared", fails)
-    found = ipc.check_ipc()
+    monkeypatch.setattr(devices, "_shared", fails)
+    found = devices.check_ipc()
     assert found.state is State.MISSING
     assert "invalid resource handle" in found.text
     assert "expandable_segments" in found.advice

@@ -10,7 +10,7 @@ import torch
 from equilibra.core.model import model_named
 from equilibra.doctor import memory
 from equilibra.doctor.finding import Ask, Finding, State
-from equilibra.doctor.worker import answer
+from equilibra.doctor.node import answer
 from equilibra.execute.copies.host import _Shape
 
 GIB = 2**30

@@ -7,8 +7,7 @@ from pathlib import Path
 import pytest
 
 from equilibra.doctor.finding import Ask, State
-from equilibra.doctor.node import LostError, Worker, examine
-from equilibra.doctor.worker import CHECKS
+from equilibra.doctor.node import CHECKS, LostError, Worker, examine
 
 ECHO = "import json, sys\nfor line in sys.stdin:\n    job = json.loads(line)['job']\n"
 FINE = "    print(json.dumps({'findings': [{'name': job, 'state': 'ok', 'text': 'fine'}]}), flush=True)\n"
