@@ -11,8 +11,6 @@ from tests.contracts.upstream_names import PACKAGES, listed, missing, sources
 from equilibra.integrations.sglang import engine as sglang_engine
 from equilibra.integrations.slime import hooks
 from equilibra.integrations.vllm import engine as vllm_engine
-from equilibra.integrations.vllm import server as vllm_server
-from equilibra.integrations.vllm.interface import sampling_of
 from equilibra.integrations.vllm.worker import WeightUpdate
 from equilibra.rl.engine import Request
 
@@ -37,7 +35,7 @@ def texts(package):
 
 
 @pytest.mark.parametrize(
-    ("package", "module"), [("vllm", vllm_server), ("sglang", sglang_engine)], ids=["vllm", "sglang"]
+    ("package", "module"), [("vllm", vllm_engine), ("sglang", sglang_engine)], ids=["vllm", "sglang"]
 )
 def test_every_endpoint_is_listed(package, module):
     used = {text for text in constants(module) if text.startswith("/") and " " not in text}
@@ -49,20 +47,19 @@ def test_what_vllm_is_started_and_asked_with_is_listed():
     known = listed("vllm")["fields"]
     started = {*vllm_engine.OURS, *vllm_engine.ON_CPUS, "max_model_len"}
     assert started <= set(known["engine/arg_utils.py EngineArgs"])
-    asked = sampling_of(Request(tokens=np.arange(3), noise=np.zeros(2)), temperature=1.0, end=1)
+    asked = vllm_engine.sampling_of(Request(tokens=np.arange(3), noise=np.zeros(2)), temperature=1.0, end=1)
     assert {*asked, "prompt_logprobs"} <= set(known["sampling_params.py SamplingParams"])
     protocol = "entrypoints/scale_out/token_in_token_out/protocol.py"
     answered = {"choices", "token_ids", "logprobs", "routed_experts"}
     names = {name for kind in ("Request", "Response", "ResponseChoice") for name in known[f"{protocol} Generate{kind}"]}
     assert answered | {"sampling_params"} <= names
-    assert answered <= constants(vllm_server) | {"content"}
+    assert answered <= constants(vllm_engine) | {"content"}
 
 
 def test_the_worker_extension_does_not_hide_a_method_of_vllms_worker():
     """It refuses extensions with names that its worker has."""
     assert [name for name in vars(WeightUpdate) if not name.startswith("__")] == ["equilibra_load"]
-    assert '"equilibra_load"' in inspect.getsource(vllm_engine)
-    assert '"equilibra_load"' in inspect.getsource(vllm_server)
+    assert inspect.getsource(vllm_engine).count('"equilibra_load"') == 2, "in process and over HTTP"
 
 
 def test_what_sglang_is_asked_with_is_listed():
@@ -111,6 +108,6 @@ def test_differences_are_found(tmp_path):
 
 
 def test_the_engines_of_servers_have_the_same_settings():
-    assert {one.name for one in fields(vllm_server.VLLMServerEngine)} == {
+    assert {one.name for one in fields(vllm_engine.VLLMServerEngine)} == {
         one.name for one in fields(sglang_engine.SGLangEngine)
     }

@@ -14,13 +14,13 @@ from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
 from equilibra.core.errors import EquilibraError
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
+from equilibra.integrations.hf import expert_parallel
 from equilibra.integrations.hf.expert_parallel import (
     ParallelSetting,
+    exchange,
     plan_expert_parallel,
     register_expert_parallel,
-    visits,
 )
-from equilibra.integrations.hf.expert_parallel.visits import Arriving, exchange
 from equilibra.integrations.hf.families import family_of
 from equilibra.integrations.hf.sharded_experts import route_recorded
 
@@ -154,8 +154,8 @@ def gaps(found, wanted, *, factor=1.0):
 
 def without_gradients(group, lists, parts, *, home):
     """Copies whose gradients do not return."""
-    received = exchange(group, lists, parts, home=home).wait()
-    return Arriving([part.zero_() if home else part for part in received], [])
+    received = exchange(group, lists, parts, home=home)
+    return [part.zero_() if home else part for part in received]
 
 
 def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
@@ -179,9 +179,9 @@ def check(folder: Path, world: int, ep: int, wanted, runs: list[str]):
         before = live_loss(model, rank)
         step = balancer.begin(mine)
         if "dropped" in run:
-            visits.exchange = without_gradients
+            expert_parallel.exchange = without_gradients
         result = train(model, rank, again=partial(balancer.arm, step, Stage.LOGPROB))
-        visits.exchange = exchange
+        expert_parallel.exchange = exchange
         found[run] = gaps(result, one_process if "remedy" in run else unplanned)
         found[run]["copies"] = step.plan.stages[Stage.UPDATE].num_copies
         found[run]["imbalance"] = step.planned_imbalance

@@ -20,7 +20,7 @@ from torch import Tensor
 from equilibra.core.errors import EquilibraError
 from equilibra.cost.rates import Rates
 from equilibra.integrations.megatron import MegatronSetting, visits
-from equilibra.integrations.slime import hooks, rollouts
+from equilibra.integrations.slime import hooks
 
 NUM_MICROBATCHES = [3, 2]
 LAYERS = 2
@@ -98,7 +98,7 @@ def _against_plain(case: Case, plain: Actor) -> dict[str, Any]:
     hooked.train_hook, hooked.log_prob_hook = hooks.before_train_step, hooks.before_log_prob
     if case.arguments is None:
         setting = MegatronSetting(spare_slots=2, rates=Rates.free())
-        hooked.model[0].equilibra_rollouts = rollouts.Rollouts(hooked.model, setting)
+        hooked.model[0].equilibra_rollouts = hooks.Rollouts(hooked.model, setting)
     _break(hooked, case.sabotage)
     error = ""
     try:

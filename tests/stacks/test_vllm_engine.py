@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import load_file
 from tests.stacks import vllm_runs
 
-from equilibra.integrations.vllm.interface import EXTENSION
-from equilibra.integrations.weights_folder import write_weights
+from equilibra.integrations.served import write_weights
+from equilibra.integrations.vllm.engine import EXTENSION
 
 ROOT = Path(__file__).parents[2]
 ROUNDING = 1e-5

@@ -16,8 +16,7 @@ from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import open_model_folder
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server
-from equilibra.integrations.vllm.engine import VLLMEngine
-from equilibra.integrations.vllm.server import VLLMServerEngine
+from equilibra.integrations.vllm.engine import VLLMEngine, VLLMServerEngine
 from equilibra.integrations.vllm.worker import WeightUpdate
 from equilibra.rl.engine import Request
 from equilibra.train.build import model_folder_of

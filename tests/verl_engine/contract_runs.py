@@ -17,14 +17,13 @@ def contract() -> dict[str, Any]:
     found: dict[str, Any] = {}
     verl = absent.import_verl("equilibra.integrations.verl.plugin")
     hooks = importlib.import_module("equilibra.integrations.verl.hooks")
-    check = importlib.import_module("equilibra.integrations.verl.contract")
     found["version"] = sys.modules["verl"].__version__
     found["hooked"] = getattr(verl, hooks.HOOKED, False)
-    found["differences"] = check.differences()
+    found["differences"] = hooks.differences()
     before = verl.MegatronEngine.initialize
     hooks.hook(verl)
     found["hooked once"] = verl.MegatronEngine.initialize is before
-    found["broken"] = broken(verl, check)
+    found["broken"] = broken(verl, hooks)
     found["fields"] = unknown_key()
     return found
 
@@ -44,7 +43,7 @@ def early() -> dict[str, Any]:
     }
 
 
-def broken(verl: Any, check: Any) -> list[str]:
+def broken(verl: Any, hooks: Any) -> list[str]:
     """Four releases that never were: a name gone, a parameter renamed, a call moved elsewhere, a field gone."""
     from verl.workers.config import McoreEngineConfig
 
@@ -65,7 +64,7 @@ def broken(verl: Any, check: Any) -> list[str]:
         else:
             setattr(owner, name, other)
         try:
-            check.check_contract("0.10.0")
+            hooks.check_contract("0.10.0")
         except InputError as error:
             said.append(str(error))
         finally:

@@ -20,7 +20,7 @@ from tests.verl_engine import absent, engines, rows
 
 from equilibra.cost.presets import default_prices
 from equilibra.integrations.executor.balancer import count_routing
-from equilibra.integrations.verl import homes
+from equilibra.integrations.verl import hooks
 
 PLUGIN = "equilibra.integrations.verl.plugin"
 OFF = {"equilibra": {"enabled": False}}
@@ -231,7 +231,7 @@ def through_a_checkpoint(verl: Any) -> dict[str, Any]:
     moved = [not saved.equilibra.balancer.slots.is_contiguous]
     for attempt in (
         lambda: type(saved.checkpoint_mananager).save_checkpoint(saved.checkpoint_mananager, folder[0]),
-        lambda: importlib.import_module(homes.COPIES).copy_megatron_model_to_cpu(saved.module),
+        lambda: importlib.import_module(hooks.COPIES).copy_megatron_model_to_cpu(saved.module),
     ):
         with saved.eval_mode(), heard(said):
             attempt()

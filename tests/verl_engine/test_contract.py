@@ -3,7 +3,7 @@
 from tests.distributed.ranks import run_ranks
 from tests.verl_engine import contract_runs
 
-from equilibra.integrations.verl.contract import WRITTEN_FOR
+from equilibra.integrations.verl.hooks import WRITTEN_FOR
 
 
 def test_contract_with_the_installed_verl() -> None:

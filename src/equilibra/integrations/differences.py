@@ -20,8 +20,6 @@ from torch import Tensor
 
 from equilibra.core.errors import MismatchError
 
-__all__ = ["Difference", "apart", "check", "gradient_limit", "largest", "of_all_ranks", "table"]
-
 PER_LAYER = 16.0
 """relative difference that one layer explains, in unit roundoffs"""
 

@@ -22,8 +22,6 @@ from equilibra.core.load import Schedule, SequenceLoad
 from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.plan.pack import pack
 
-__all__ = ["Routes", "as_cells", "pack_sequences", "packed", "routes_of"]
-
 
 class Routes(NamedTuple):
     """Expert load of sequences."""

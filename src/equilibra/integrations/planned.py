@@ -22,11 +22,6 @@ from equilibra.core.placement import Cluster, Migration, Placement
 from equilibra.core.visit import CopyList, Visit, VisitKey
 from equilibra.plan.setting import PlannerSetting
 
-__all__ = [
-    "HomeMove", "HomeSlots", "MegatronSetting", "PlanSetting", "SlotCounts", "SlotTable", "cluster_of",
-    "contiguous_slots", "slot_table",
-]  # fmt: skip
-
 RANKS_PER_NODE = 8
 MODES = ("replay", "live", "history")
 PATHS = ("auto", "collective", "host", "ipc", "both")

@@ -15,11 +15,7 @@ from typing import IO, Any
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
 from equilibra.integrations import sglang, vllm
-from equilibra.integrations.routing_formats.decode import count_in, located, table_in
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import RoutedSequence
-
-__all__ = ["FORMATS", "sequences_of_file"]
+from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, count_in, located, table_in
 
 FORMATS = ("vllm", "sglang")
 MAX_LINE_BYTES = 256 << 20

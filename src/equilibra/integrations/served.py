@@ -1,8 +1,13 @@
-"""What engines behind HTTP servers share: a server with limits on time and size, and ranks that ask several of them.
+"""What rollout engines outside the model of `equilibra train` share: weights in a folder, and servers behind HTTP.
+
+    model-00001.safetensors ...    tensors in stream order; one file at a time is in memory
+    model.safetensors.index.json   which file holds which tensor
+    config.json, tokenizer.json    whatever else the engine reads
+
+World rank 0 writes a stream of weights to the folder, which replaces its predecessor atomically once it is complete;
+then engines load it. Servers share the folder: rank 0 has each of them load it while the other ranks wait.
 
 Every rank sends its requests to one server, in pieces whose answers have a bounded size; ranks may share a server.
-After an update, world rank 0 writes the weights to a folder that the servers share and has each of them load it; the
-other ranks wait.
 """
 
 from __future__ import annotations
@@ -11,28 +16,92 @@ import json
 import math
 import urllib.request
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from http.client import HTTPException
+from itertools import chain
 from pathlib import Path
 from time import monotonic, sleep
 from typing import Any
 from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 
+import numpy as np
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 from torch import Tensor
 
+from equilibra.core.atomic import atomic_folder, cannot
 from equilibra.core.errors import ExecuteError, InputError
 from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import NOTHING, RoutedSequence
-from equilibra.integrations.weights_folder import hand_over
+from equilibra.integrations.routing_formats import NOTHING, RoutedModel, RoutedSequence
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
 
-__all__ = ["STATUS_BYTES", "ServedEngine", "Server", "check_logprob", "check_token", "check_url"]
+INDEX = "model.safetensors.index.json"
+FILE_BYTES = 2 << 30
+
+
+def hand_over(
+    group: ExpertGroup, folder: Path, weights: Iterable[tuple[str, Tensor]], others: Mapping[str, bytes], *,
+    take: Callable[[], None],
+) -> None:  # fmt: skip
+    """Collective: world rank 0 writes the folder, then every rank calls `take`. Any rank's error is raised on all."""
+
+    def write() -> None:
+        if group.world_rank == 0:
+            write_weights(folder, weights, others)
+        else:
+            deque(weights, maxlen=0)
+
+    group.all_succeed(write, what=f"writing weights to {folder}")
+    group.all_succeed(take, what="loading new weights into the rollout engine")
+
+
+def write_weights(
+    folder: Path, weights: Iterable[tuple[str, Tensor]], others: Mapping[str, bytes], *, file_bytes: int = FILE_BYTES
+) -> None:
+    """Write or replace a folder. The stream is drained even if writing fails, since other ranks take part in it."""
+    stream = iter(weights)
+    file_of_tensor: dict[str, str] = {}
+    total = 0
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with atomic_folder(folder, overwrite=True, replaceable_if=INDEX) as part:
+            for name, content in others.items():
+                (part / name).write_bytes(content)
+            for number, tensors in enumerate(_batches(stream, file_bytes), 1):
+                file = f"model-{number:05d}.safetensors"
+                total += sum(value.nbytes for value in tensors.values())
+                file_of_tensor.update(dict.fromkeys(tensors, file))
+                try:
+                    save_file(tensors, part / file, metadata={"format": "pt"})
+                except SafetensorError as error:
+                    raise InputError(f"cannot write {part / file}: {error}") from error
+            body = {"metadata": {"total_size": total}, "weight_map": dict(sorted(file_of_tensor.items()))}
+            (part / INDEX).write_text(json.dumps(body, indent=2) + "\n")
+    except OSError as error:
+        raise cannot("write", folder, error) from error
+    finally:
+        deque(stream, maxlen=0)
+
+
+def _batches(stream: Iterator[tuple[str, Tensor]], file_bytes: int) -> Iterator[dict[str, Tensor]]:
+    """Tensors grouped into files of at most `file_bytes`, at least one tensor each."""
+    held: dict[str, Tensor] = {}
+    size = 0
+    for name, value in stream:
+        if held and size + value.nbytes > file_bytes:
+            yield held
+            held, size = {}, 0
+        held[name] = value.detach().to("cpu", copy=True).contiguous()
+        size += value.nbytes
+    if held:
+        yield held
+
 
 PAUSE_S = 0.5
 """between two attempts to reach a server that is starting"""
@@ -75,9 +144,9 @@ class Server:
     pause: Callable[[float], None] = sleep
     """waits for some seconds"""
 
-    def get(self, path: str, *, max_bytes: int = STATUS_BYTES) -> Any:  # noqa: ANN401 - whatever JSON it answers
+    def get(self, path: str) -> Any:  # noqa: ANN401 - whatever JSON it answers
         """The server's JSON answer to a GET."""
-        return self._json(path, None, max_bytes)
+        return self._json(path, None, STATUS_BYTES)
 
     def post(self, path: str, body: object, *, max_bytes: int = STATUS_BYTES) -> Any:  # noqa: ANN401
         """The server's JSON answer to a POST of JSON."""
@@ -166,9 +235,7 @@ class ServedEngine(ABC):
         """Have a server load the folder's weights."""
 
     @abstractmethod
-    def answers(
-        self, server: Server, requests: Sequence[Request], temperature: float, max_bytes: int
-    ) -> list[tuple[Generation, bool]]:
+    def answers(self, requests: Sequence[Request], temperature: float, max_bytes: int) -> list[tuple[Generation, bool]]:
         """Answers to the requests of one POST, and whether each has routing."""
 
     @property
@@ -193,16 +260,18 @@ class ServedEngine(ABC):
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
         """Answer all requests, several POSTs at a time."""
-        server = self.server
+
+        def post(piece: list[Request]) -> list[tuple[Generation, bool]]:
+            return self.answers(piece, temperature, STATUS_BYTES + sum(map(self._max_bytes, piece)))
+
         asked = [request for request in requests if request.max_new]
         pool = ThreadPoolExecutor(self.connections)
         try:
-            found = list(pool.map(lambda piece: self._piece(server, piece, temperature), self._pieces(asked)))
+            pairs = list(chain.from_iterable(pool.map(post, self._pieces(asked))))
         finally:
             pool.shutdown(cancel_futures=True)
-        pairs = [pair for piece in found for pair in piece]
         if asked and not any(routed for _, routed in pairs):
-            raise InputError(f"{server.url}: {NOTHING}")
+            raise InputError(f"{self.server.url}: {NOTHING}")
         answers = iter([generation for generation, _ in pairs])
         shape = (len(self.model.moe_layers), self.model.top_k)
         return [next(answers) if request.max_new else request.unanswered(shape) for request in requests]
@@ -225,34 +294,37 @@ class ServedEngine(ABC):
         per_row = math.ceil(4 * self.model.num_layers * self.model.top_k * 4 / 3) + BYTES_PER_TOKEN
         return ANSWER_BYTES + (request.tokens.size + request.max_new) * per_row
 
-    def _piece(self, server: Server, requests: Sequence[Request], temperature: float) -> list[tuple[Generation, bool]]:
-        max_bytes = STATUS_BYTES + sum(self._max_bytes(request) for request in requests)
-        return self.answers(server, requests, temperature, max_bytes)
-
-    def check_length(self, request: Request, num_tokens: int, *, ended: bool, sequence: RoutedSequence) -> None:
-        """Refuse an answer that is cut short, or whose routing is of another sequence."""
-        if not ended and num_tokens != request.max_new:
+    def generation(
+        self, request: Request, tokens: Sequence[object], logprobs: Sequence[object], sequence: RoutedSequence,
+        version: int | None = None,
+    ) -> Generation:  # fmt: skip
+        """The checked answer to a request; one that is cut short or has another sequence's routing is refused."""
+        numbers = np.array([_token(token, self.vocabulary) for token in tokens], np.int64)
+        ended = bool(numbers.size) and bool(numbers[-1] == self.end)
+        if not ended and numbers.size != request.max_new:
             raise InputError(
-                f"it has {num_tokens} of {request.max_new} tokens and does not end with token {self.end}: the "
+                f"it has {numbers.size} of {request.max_new} tokens and does not end with token {self.end}: the "
                 "server also stops at other tokens; remove them from its generation_config.json"
             )
-        wanted = (request.tokens.size, request.tokens.size + num_tokens)
+        wanted = (request.tokens.size, request.tokens.size + numbers.size)
         if (sequence.prompt_length, sequence.num_tokens) != wanted:
             raise InputError(
                 f"it claims {sequence.prompt_length} tokens in the prompt and {sequence.num_tokens} in all, but "
                 f"there are {wanted[0]} and {wanted[1]}"
             )
+        return Generation(
+            tokens=numbers, logprobs=np.array([_logprob(one) for one in logprobs], np.float64),
+            experts=sequence.experts(), ended=ended, version=version,
+        )  # fmt: skip
 
 
-def check_token(token: object, vocabulary: int) -> int:
-    """The token, which must be one of the vocabulary."""
+def _token(token: object, vocabulary: int) -> int:
     if type(token) is not int or not 0 <= token < vocabulary:
         raise InputError(f"tokens must be from 0 to {vocabulary - 1}, not {token!r:.40}: is it the right model?")
     return token
 
 
-def check_logprob(logprob: object) -> float:
-    """The log-prob, which must be finite."""
+def _logprob(logprob: object) -> float:
     if not isinstance(logprob, int | float) or isinstance(logprob, bool) or not math.isfinite(logprob):
         raise InputError(f"log-probs must be finite numbers, not {logprob!r:.40}")
     return float(logprob)

@@ -19,8 +19,6 @@ from tensorboard.summary.writer.record_writer import RecordWriter  # type: ignor
 from equilibra.core.atomic import cannot
 from equilibra.rl.observe import Observer
 
-__all__ = ["TensorBoard"]
-
 BALANCE = ("imbalance_static", "imbalance", "copies", "moves", "exposed", "tokens_without_routing")
 """metrics of the balancer"""
 

@@ -23,9 +23,7 @@ from equilibra.integrations.reasoning_gym import reasoning_gym_task
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server, check_url
 from equilibra.integrations.sglang.engine import SGLangEngine
-from equilibra.integrations.vllm.engine import VLLMEngine
-from equilibra.integrations.vllm.interface import import_vllm
-from equilibra.integrations.vllm.server import VLLMServerEngine
+from equilibra.integrations.vllm.engine import VLLMEngine, VLLMServerEngine, import_vllm
 from equilibra.rl.algorithms import Algorithm, algorithm_named
 from equilibra.rl.engine import Engine
 from equilibra.rl.jsonl import jsonl_task

@@ -19,11 +19,9 @@ from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.hf import Replica
 from equilibra.integrations.routing_formats import model_from_config
-from equilibra.integrations.served import Server, check_url
+from equilibra.integrations.served import Server, check_url, write_weights
 from equilibra.integrations.sglang.engine import SGLangEngine
-from equilibra.integrations.vllm.engine import VLLMEngine
-from equilibra.integrations.vllm.interface import EXTENSION, check_version, import_vllm
-from equilibra.integrations.weights_folder import write_weights
+from equilibra.integrations.vllm.engine import EXTENSION, VLLMEngine, check_version, import_vllm
 from equilibra.rl.engine import Request, seed_of
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.train.config import ClusterConfig, TrainConfig

@@ -19,8 +19,7 @@ from transformers.distributed.expert_parallel import EpDispatchExpertsParallel
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Cluster, Placement
 from equilibra.core.visit import VisitKey, only_homes
-from equilibra.integrations.hf.expert_parallel import register_expert_parallel
-from equilibra.integrations.hf.expert_parallel.visits import known_or_live, to_slots
+from equilibra.integrations.hf.expert_parallel import known_or_live, register_expert_parallel, to_slots
 from equilibra.integrations.planned import SlotCounts, slot_table
 
 CLOSE = 2e-5

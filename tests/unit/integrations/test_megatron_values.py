@@ -18,7 +18,7 @@ from equilibra.events.schema import Direction
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.balancer import count_routing
-from equilibra.integrations.executor.history import History
+from equilibra.integrations.executor.live import History
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping, wait_for_gathers

@@ -29,8 +29,15 @@ from tests.references.engine_formats import (
 from equilibra.core.errors import InputError
 from equilibra.integrations import nemo_rl, sglang, slime, verl, vllm
 from equilibra.integrations.responses import sequences_of_file
-from equilibra.integrations.routing_formats import RoutedModel, model_from_config, model_from_folder, save_sequences
-from equilibra.integrations.routing_formats.decode import as_rows, from_base64, from_npy
+from equilibra.integrations.routing_formats import (
+    RoutedModel,
+    as_rows,
+    from_base64,
+    from_npy,
+    model_from_config,
+    model_from_folder,
+    save_sequences,
+)
 from equilibra.trace.store import open_trace
 
 ONE = known(4, 6)

@@ -12,7 +12,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage
 from equilibra.integrations.megatron import Step
-from equilibra.integrations.verl.contract import ENGINE
+from equilibra.integrations.verl import ENGINE
 from equilibra.integrations.verl.engine import OPTIONS, VerlSetting, check_engine, figures, setting_of
 from equilibra.plan.entry import plan_step
 

@@ -12,7 +12,7 @@ from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
 from equilibra.integrations.routing_formats import model_from_config
 from equilibra.integrations.served import Server
-from equilibra.integrations.vllm.server import VLLMServerEngine
+from equilibra.integrations.vllm.engine import VLLMServerEngine
 from equilibra.rl.engine import UNKNOWN, Request
 from equilibra.train.build import check_engine, model_folder_of
 from equilibra.train.config import TrainConfig
@@ -99,6 +99,8 @@ def choice(change):
     (choice(lambda one: one["token_ids"].append(5)), "token_ids and as many logprobs"),
     (choice(lambda one: one.update(token_ids=[300] * len(one["token_ids"]))), "from 0 to 299, not 300"),
     (choice(lambda one: one["logprobs"]["content"][0].update(logprob=None)), "finite numbers, not None"),
+    (choice(lambda one: one["logprobs"]["content"].__setitem__(0, 3)), "finite numbers, not None"),
+    (choice(lambda one: one.update(logprobs=[1])), "logprobs must be a table"),
     (choice(lambda one: one.update(routed_experts=None)), "no token has routing"),
     (choice(lambda one: one.update(routed_experts="AAA")), "not valid base64"),
 ])  # fmt: skip

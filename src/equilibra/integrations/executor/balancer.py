@@ -4,14 +4,19 @@ Symbols: M micro-batches, L MoE layers, T tokens of this rank, K experts per tok
 
 A step's routing is [M][L] ids [T, K]. Rows with a negative id or a repeated expert are routed live and not counted.
 Ranks exchange counts; the ids stay on their rank.
+
+Each layer takes its visits in the order of micro-batches. Forward passes take visits in order; so do forwards that
+backward repeats (activation recompute), with a count of their own. Frameworks with micro-batches in flight (1F1B,
+interleaved) repeat them in order. Elsewhere only the last forward may be repeated, since the order of several would be
+unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Generic, TypeVar, overload
+from typing import Any, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -19,48 +24,107 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.errors import InputError
+from equilibra.core.errors import ExecuteError, InputError
 from equilibra.core.load import StepLoad, imbalance, static_imbalance
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, Visit, VisitKey
+from equilibra.events.schema import Direction
 from equilibra.execute.group import Channel, ExpertGroup, new_group, watch_over
-from equilibra.integrations.executor.visits import LayerVisits
+from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.planned import HomeSlots, PlanSetting, SlotCounts, SlotTable, contiguous_slots, slot_table
 from equilibra.plan.planner import StepProblem
 
-__all__ = ["LazyRouting", "Routing", "Step", "VisitBalancer", "count_routing", "counts_of_world", "stage_group"]
-
-Routing = Sequence[Sequence[Tensor]]
+T = TypeVar("T")
 
 
-class LazyRouting(Sequence[Sequence[Tensor]]):
+class LayerVisits:
+    """The armed visits of one layer."""
+
+    def __init__(self, layer: int, group: ExpertGroup, *, num_homes: int, in_flight: bool) -> None:
+        self.layer, self.group, self.num_homes = layer, group, num_homes
+        self.in_flight = in_flight
+        """whether several micro-batches may be between forward and backward"""
+        self.current: SlotTable | None = None
+        """the visit of the running forward; None: no step is armed"""
+        self.number = -1
+        """index of that visit among the armed ones"""
+        self._visits: Sequence[Callable[[], SlotTable]] | None = None
+        self._made: dict[int, SlotTable] = {}
+        self._begun = dict.fromkeys((Direction.FORWARD, Direction.FORWARD_AGAIN, Direction.BACKWARD), 0)
+
+    def arm(self, visits: Sequence[Callable[[], SlotTable]] | None) -> None:
+        """Take the visits of a step, in order; None disarms."""
+        self._visits, self._made, self.current, self.number = visits, {}, None, -1
+        self._begun = dict.fromkeys(self._begun, 0)
+
+    @property
+    def num_done(self) -> int:
+        """Forward passes since the step was armed."""
+        return 0 if self._visits is None else self._begun[Direction.FORWARD]
+
+    def take(self) -> SlotTable | None:
+        """The visit of the forward that begins now; None if no step is armed."""
+        direction, begun = direction_now(), self._begun[Direction.FORWARD]
+        number, again = self._begun[direction], direction is Direction.FORWARD_AGAIN
+        if self._visits is None:
+            if again and not begun and not self.in_flight:
+                raise ExecuteError(
+                    f"activations of MoE layer {self.layer} are recomputed for a planned pass after its end(): call "
+                    "end() after backward"
+                )
+        elif again and not self.in_flight and number != begun - 1:
+            raise ExecuteError(
+                f"activations of MoE layer {self.layer} are recomputed for micro-batch {number + 1} when {begun} have "
+                "begun: with activation checkpointing, run backward of each micro-batch once before the next forward"
+            )
+        elif number >= (begun if again else len(self._visits)):
+            raise ExecuteError(
+                f"{'recompute' if again else 'forward'} {number + 1} of MoE layer {self.layer} has no plan: the step "
+                f"has {len(self._visits)} micro-batches, {begun} have begun; pass all of them to begin(), arm() the "
+                "step again for another pass, or end() it before unplanned passes"
+            )
+        self._begun[direction] += 1
+        self.number = number
+        return self._visit(number)
+
+    def _visit(self, number: int) -> SlotTable | None:
+        """An armed visit, made on first use; None if there is none."""
+        if self._visits is None or number >= len(self._visits):
+            return None
+        if number not in self._made:
+            self._made[number] = self._visits[number]()
+        return self._made[number]
+
+
+class Routing(Protocol):
+    """Ids [T, K] of a step, by micro-batch and MoE layer; lists of lists are the simplest."""
+
+    def __len__(self) -> int: ...
+    def __iter__(self) -> Iterator[Sequence[Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class LazyRouting:
     """Routing made on access from a framework's micro-batches: int64 ids of all of them would take gigabytes."""
 
-    def __init__(self, micro_batches: Sequence[Any], routing_of: Callable[[Any], Sequence[Tensor]]) -> None:
-        self.micro_batches, self.routing_of = micro_batches, routing_of
+    micro_batches: Sequence[Any]
+    routing_of: Callable[[Any], Sequence[Tensor]]
 
     def __len__(self) -> int:
         return len(self.micro_batches)
 
-    @overload
-    def __getitem__(self, number: int) -> Sequence[Tensor]: ...
-    @overload
-    def __getitem__(self, number: slice) -> Sequence[Sequence[Tensor]]: ...
-    def __getitem__(self, number: int | slice) -> Any:
-        if isinstance(number, slice):
-            return LazyRouting(self.micro_batches[number], self.routing_of)
-        return self.routing_of(self.micro_batches[number])
+    def __iter__(self) -> Iterator[Sequence[Tensor]]:
+        return map(self.routing_of, self.micro_batches)
 
 
-def counts_of_world(count: int) -> list[int]:
-    """Collective over the world: the count that each process passed."""
-    every: list[Any] = [count]
-    if dist.get_world_size() > 1:
-        every *= dist.get_world_size()
-        dist.all_gather_object(every, count)
+def gather_objects(value: T, group: dist.ProcessGroup | None = None) -> list[T]:
+    """Collective: what each process of the group, or of the world, passed."""
+    every: list[Any] = [value] * dist.get_world_size(group)
+    if len(every) > 1:
+        dist.all_gather_object(every, value, group=group)
     return every
 
 
@@ -77,8 +141,8 @@ def stage_group(
     num_groups = expert_data_parallel.size()
     if cluster.num_ranks * num_groups == 1 and dist.get_world_size() == 1:
         return ExpertGroup(cluster=cluster, timeout_s=timeout_s, channels={})
-    mine, across = dist.get_process_group_ranks(expert_parallel), list[Any]([None] * num_groups)
-    dist.all_gather_object(across, mine, group=expert_data_parallel)
+    mine = dist.get_process_group_ranks(expert_parallel)
+    across = gather_objects(mine, expert_data_parallel)
     control = _new_group(sorted(rank for part in across for rank in part), timeout_s, backend="gloo")
     first = rank - rank % cluster.ranks_per_node
     of_node = mine[first : first + cluster.ranks_per_node]
@@ -102,12 +166,8 @@ def stage_group(
 
 def _new_group(mine: list[int], timeout_s: float, *, backend: str | None) -> dist.ProcessGroup:
     """A group of these ranks. torch requires every process to create every group, so all exchange their ranks."""
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, tuple(mine))
-    made: dict[tuple[int, ...], dist.ProcessGroup] = {
-        part: new_group(list(part), timeout_s, backend=backend) for part in sorted(set(every))
-    }
-    return made[tuple(mine)]
+    groups = sorted(set(gather_objects(tuple(mine))))
+    return {part: new_group(list(part), timeout_s, backend=backend) for part in groups}[tuple(mine)]
 
 
 def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k: int) -> NDArray[np.int32]:
@@ -132,14 +192,25 @@ def count_routing(routing: Routing, *, num_layers: int, num_experts: int, top_k:
     return counts
 
 
+def routed_live(ids_TK: Tensor) -> Tensor:
+    """[T] rows with a negative id or a repeated expert, which are no recorded routing."""
+    ordered = ids_TK.sort(dim=1).values
+    return (ordered[:, :1] < 0).any(dim=1) | (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
+
+
 def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
     """[E + 2]: pairs of each expert, pairs in rows routed live, the largest id."""
-    ordered = ids_TK.sort(dim=1).values
-    live = (ordered[:, :1] < 0).any(dim=1) | (ordered[:, 1:] == ordered[:, :-1]).any(dim=1)
-    at = ids_TK.masked_fill(live[:, None], num_experts).clamp(0, num_experts).flatten()
+    at = ids_TK.masked_fill(routed_live(ids_TK)[:, None], num_experts).clamp(0, num_experts).flatten()
     counts = at.new_zeros(num_experts + 2).scatter_add_(0, at, torch.ones_like(at))
     counts[-1] = ids_TK.amax() if ids_TK.numel() else -1
     return counts
+
+
+def gather_counts(group: ExpertGroup, counts_MLE: NDArray[np.int32], *, what: str) -> NDArray[np.int32]:
+    """Collective: [M, L, E, R] counts of all ranks, one expert-parallel group's micro-batches after another's."""
+    every, num = group.gather(counts_MLE, what=what), group.num_ranks
+    of_groups = [np.stack(every[at : at + num], axis=3) for at in range(0, len(every), num)]
+    return np.ascontiguousarray(np.concatenate(of_groups), np.int32)
 
 
 Layer = TypeVar("Layer", bound=LayerVisits)
@@ -169,7 +240,7 @@ class Step:
 
 
 class VisitBalancer(Generic[Layer, Setting]):
-    """Plans steps and arms layers; one per rank, for the layers of its pipeline stage."""
+    """Plans steps and arms the layers of this rank's pipeline stage."""
 
     def __init__(
         self, group: ExpertGroup, setting: Setting, layers: Sequence[Layer], model: MoEModel, counts: SlotCounts
@@ -196,22 +267,18 @@ class VisitBalancer(Generic[Layer, Setting]):
         A dense pipeline stage plans one layer without tokens.
         """
         group, num_layers, num_experts = self.group, len(self.layers), self.model.num_experts
-        counts: list[NDArray[np.int32]] = []
 
-        def count() -> None:
-            counts.append(
-                count_routing(routing, num_layers=num_layers, num_experts=num_experts, top_k=self.model.top_k)
-            )
+        def count() -> NDArray[np.int32]:
+            counted = count_routing(routing, num_layers=num_layers, num_experts=num_experts, top_k=self.model.top_k)
             if not num_layers:
-                counts[0] = np.zeros((max(1, len(routing)), 1, num_experts), np.int32)
-            elif not len(routing):
+                return np.zeros((max(1, len(routing)), 1, num_experts), np.int32)
+            if not len(routing):
                 raise InputError("there is nothing to plan: routing has no micro-batches")
+            return counted
 
-        group.all_succeed(count, what="comparing routing with the model")
+        counts_MLE = group.all_succeed(count, what="comparing routing with the model")
         group.agree(f"{len(routing)}", what="the number of micro-batches")
-        every = np.stack(group.gather(counts[0], what="gathering counts of routing"))
-        tokens_GMLER = every.reshape(group.num_groups, group.num_ranks, *counts[0].shape).transpose(0, 2, 3, 4, 1)
-        return StepLoad(tokens_MLER=np.ascontiguousarray(tokens_GMLER.reshape(-1, *tokens_GMLER.shape[2:]), np.int32))
+        return StepLoad(tokens_MLER=gather_counts(group, counts_MLE, what="gathering counts of routing"))
 
     def _plan(self, load: StepLoad, previous: Placement, *, max_moves_per_layer: int = 0) -> StepPlan:
         limits = self.setting.limits(
@@ -227,7 +294,7 @@ class VisitBalancer(Generic[Layer, Setting]):
         return plan
 
     def _micro_batches(self, step: Step) -> range:
-        """Those of this group."""
+        """Indices of this group's micro-batches in the plan."""
         num = step.plan.num_micro_batches // self.group.num_groups
         return range(self.group.index * num, (self.group.index + 1) * num)
 
@@ -235,9 +302,9 @@ class VisitBalancer(Generic[Layer, Setting]):
         """Give each layer the visits of this group's micro-batches, in order."""
         for layer in self.layers:
             keys = [VisitKey(stage, m, layer.layer) for m in self._micro_batches(step)[start:]]
-            layer.arm([partial(self._visit, step.plan, key) for key in keys])
+            layer.arm([partial(self._planned_slots, step.plan, key) for key in keys])
 
-    def _visit(self, plan: StepPlan, key: VisitKey) -> SlotTable:
+    def _planned_slots(self, plan: StepPlan, key: VisitKey) -> SlotTable:
         return self._in_slots(plan.visit(*key))
 
     def _in_slots(self, visit: Visit, *, scale: int = 0) -> SlotTable:

@@ -1,38 +1,61 @@
-"""Plan a forward of a layer from what its routers have just chosen, where no routing is recorded ahead.
+"""Plans without recorded routing: from what the routers have just chosen, or from the loads of past steps.
 
-Symbols: E experts, R ranks.
+Symbols: M micro-batches, L layers, E experts, R ranks, C standing copies.
 
-The ranks of an expert-parallel group exchange their counts and all make the same plan on the host, in microseconds;
-copies are fetched before the experts run. Nothing is kept between passes: when activations are recomputed, the same
-counts give the same plan. In exchange for needing no recording, every layer waits for the counts and for its copies.
+`LivePlanner`: the ranks of an expert-parallel group exchange the counts of each forward, and all make the same plan on
+the host, in microseconds; copies are fetched before the experts run. Nothing is kept between passes: recomputed
+activations have the same counts, hence the same plan. The price: every layer waits for the counts and for its copies.
+
+`History`: every forward of a step notes how many pairs its router has sent to each expert, without exchanging anything
+or waiting for the device. Before the next step ranks gather these counts once and plan the last few steps together,
+which smooths them. Every rank counts as a node, since standing copies balance nodes.
 """
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Mapping
+from dataclasses import replace
+
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.load import imbalance
+from equilibra.core.load import StepLoad, imbalance, static_imbalance
+from equilibra.core.plan import StepPlan
 from equilibra.core.visit import Stage, Visit, VisitKey
 from equilibra.cost.rates import Rates
 from equilibra.execute.group import Channel, ExpertGroup
+from equilibra.integrations.executor.balancer import gather_counts
+from equilibra.plan.history import rank_load_by_shares, shares_of
 from equilibra.plan.micro_batch import balance
 
-__all__ = ["LivePlanner"]
+
+class Observed:
+    """Keeps the imbalance of what ran, with static placement and under the plans."""
+
+    def __init__(self) -> None:
+        self._seen: list[tuple[float, float]] = []
+
+    def take_imbalance(self) -> tuple[float, float]:
+        """Slowest over mean rank, static and planned, averaged since the last call."""
+        seen, self._seen = self._seen or [(1.0, 1.0)], []
+        static, planned = np.mean(seen, axis=0).tolist()
+        return static, planned
 
 
-class LivePlanner:
+class LivePlanner(Observed):
     """Plans the forwards of one rank's layers."""
 
     def __init__(self, group: ExpertGroup, rates: Rates, *, spare_slots: int, tolerance: float) -> None:
+        super().__init__()
         self.group = group
         self._options = {
             "cluster": group.cluster, "spare_slots": spare_slots, "tolerance": tolerance,
             "min_tokens_per_copy": rates.min_tokens_per_copy(Stage.UPDATE),
             "hold_rows": rates.hold_rows(Stage.UPDATE), "serve_rows": rates.serve_rows(Stage.UPDATE),
         }  # fmt: skip
-        self._seen: list[tuple[float, float]] = []
         self.num_copies = 0
         """copies made so far, on all ranks"""
         self._number = -1
@@ -59,8 +82,50 @@ class LivePlanner:
             flash_tokens_FR=found.tokens_FR[order],
         )  # fmt: skip
 
-    def take_imbalance(self) -> tuple[float, float]:
-        """Slowest over mean rank without and with copies, averaged over the forwards since the last call."""
-        seen, self._seen = self._seen or [(1.0, 1.0)], []
-        static, planned = np.mean(seen, axis=0).tolist()
-        return static, planned
+
+class History(Observed):
+    """The loads of past steps on one rank, and the plan in force."""
+
+    def __init__(self, group: ExpertGroup, *, num_layers: int, num_experts: int, num_steps: int) -> None:
+        super().__init__()
+        self.group, self.num_experts = group, num_experts
+        self.noting = False
+        """whether forwards are of a step to learn from"""
+        self._counts: list[list[Tensor]] = [[] for _ in range(num_layers)]
+        self._past: deque[NDArray[np.int32]] = deque(maxlen=num_steps)
+        self._plan: StepPlan | None = None
+        self._shares_CR: NDArray[np.int32] = np.zeros((0, group.num_ranks), np.int32)
+
+    def note(self, layer: int, counts_E: Tensor) -> None:
+        """Remember this rank's counts of a forward."""
+        if self.noting:
+            self._counts[layer].append(counts_E)
+
+    def past_load(self) -> tuple[StepLoad | None, bool]:
+        """Collective: the load of past steps (None: nothing is known yet), and whether it has changed since."""
+        noted = [torch.stack(of_layer) for of_layer in self._counts if of_layer]
+        self._counts = [[] for _ in self._counts]
+        counts_LME = torch.stack(noted).cpu().numpy() if noted else np.zeros((len(self._counts), 0, self.num_experts))
+        counts_MLE = np.ascontiguousarray(counts_LME.transpose(1, 0, 2), np.int32)
+        tokens_MLER = gather_counts(self.group, counts_MLE, what="gathering the loads of a step")
+        new = bool(tokens_MLER.size)
+        if new:
+            load = StepLoad(tokens_MLER=tokens_MLER)
+            planned = static_imbalance(load)
+            if self._plan is not None:
+                planned = float(imbalance(rank_load_by_shares(load, self._plan, self._shares_CR)).mean())
+            self._seen.append((static_imbalance(load), planned))
+            self._past.append(tokens_MLER)
+        return (StepLoad(tokens_MLER=np.concatenate(self._past)) if self._past else None), new
+
+    def follow(self, plan: StepPlan, load: StepLoad) -> Mapping[int, Visit]:
+        """Put a plan of past loads in force; by layer, its visit with shares of SCALE in place of tokens."""
+        self._plan, self._shares_CR = plan, shares_of(plan, load)
+        visits, standing = {}, plan.standing
+        for layer in range(plan.num_layers):
+            of_layer = np.flatnonzero(standing.layer == layer)
+            visits[layer] = replace(
+                plan.visit(Stage.UPDATE, 0, layer), standing_expert=standing.expert[of_layer],
+                standing_rank=standing.rank[of_layer], standing_tokens_CR=self._shares_CR[of_layer],
+            )  # fmt: skip
+        return visits

@@ -19,8 +19,6 @@ from pathlib import Path
 
 from equilibra.execute.steps.planning import cache_folder, warm
 
-__all__ = ["WarmUp", "one_at_a_time", "warm_up"]
-
 logger = logging.getLogger(__name__)
 
 LOCK = "equilibra-compiles.lock"

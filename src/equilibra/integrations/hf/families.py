@@ -20,8 +20,6 @@ from equilibra.core.errors import InputError
 from equilibra.execute.experts import Activation, MoESpec, RouterSpec, Score
 from equilibra.execute.state.published import Naming, naming_of
 
-__all__ = ["FAMILIES", "Family", "family_of", "moe_layers"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Family:

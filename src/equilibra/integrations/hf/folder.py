@@ -12,7 +12,7 @@ import copy
 import hashlib
 import json
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from equilibra.core.errors import InputError
 from equilibra.execute.experts import MoESpec
 from equilibra.integrations.hf.families import Family, family_of
-from equilibra.integrations.routing_formats.model import read_config
-
-__all__ = ["ModelFolder", "Text", "norms_in_float64", "open_model_folder", "text_of"]
+from equilibra.integrations.routing_formats import read_config
 
 END = "<|end|>"
 START = "<|start|>"
@@ -219,3 +217,26 @@ def _frequent(texts: Sequence[str], cut: pre_tokenizers.PreTokenizer) -> list[st
         num_texts_of_piece.update({piece for piece, _ in cut.pre_tokenize_str(text)})
     often = [piece for piece, count in num_texts_of_piece.items() if 4 * count >= len(texts) and len(piece) > 1]
     return sorted(often, key=lambda piece: (-num_texts_of_piece[piece], piece))
+
+
+def dense_weights(model: Any, folder: ModelFolder, blocks: Mapping[int, Any]) -> dict[str, Tensor]:  # noqa: ANN401
+    """Views of everything but experts. blocks: the MoE block of every layer that has one, by layer number."""
+    inside = tuple(f"model.layers.{n}.mlp." for n in blocks)
+    found: dict[str, Tensor] = {
+        name: value for name, value in model.state_dict().items() if not name.startswith(inside)
+    }
+    if folder.config.tie_word_embeddings:
+        found.pop("lm_head.weight", None)
+    naming = folder.family.naming_for(list(blocks))
+    for layer, block in enumerate(blocks.values()):
+        router = getattr(block, folder.family.router)
+        found[naming.name(naming.router, layer, "a router")] = router.weight
+        if getattr(router, "bias", None) is not None:
+            found[naming.name(naming.router_bias, layer, "a bias")] = router.bias
+        if hasattr(router, "e_score_correction_bias"):
+            found[naming.name(naming.selection_bias, layer, "a bias")] = router.e_score_correction_bias
+        if hasattr(block, "shared_experts"):
+            for matrix in ("gate_proj", "up_proj", "down_proj"):
+                name = naming.name(naming.shared, layer, "a shared expert", matrix=matrix)
+                found[name] = getattr(block.shared_experts, matrix).weight
+    return found

@@ -25,8 +25,6 @@ from equilibra.execute.state.safetensors import export_safetensors, import_safet
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
 
-__all__ = ["ShardedModel", "build_model"]
-
 
 class _WithScores(nn.Module):
     """An MoE block for families whose decoder layers expect scores as a second value; they ignore it."""

@@ -25,13 +25,10 @@ from equilibra.execute.experts import Activation, expert_math
 from equilibra.execute.kernels import ExpertParts
 from equilibra.execute.state.published import Naming
 from equilibra.integrations.hf.families import moe_layers
-from equilibra.integrations.hf.folder import ModelFolder
-from equilibra.integrations.hf.published import dense_weights
+from equilibra.integrations.hf.folder import ModelFolder, dense_weights
 from equilibra.rl.engine import Generation, Request
 from equilibra.rl.mismatch import unit_roundoff
 from equilibra.rollout.scheduler import draw
-
-__all__ = ["Replica"]
 
 EXPERTS = "equilibra-plain"
 """our implementation of experts for sampling: one matrix product per expert, in any floating-point type"""

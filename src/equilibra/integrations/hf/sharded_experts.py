@@ -34,8 +34,6 @@ from equilibra.execute.record import direction_now
 from equilibra.execute.runtime import Runtime
 from equilibra.integrations.hf.families import family_of, moe_layers
 
-__all__ = ["NAME", "register_experts", "route_recorded", "shard_experts"]
-
 NAME = "equilibra"
 PUBLISHED = {
     "gate_up": "gate_up_proj", "gate_up_bias": "gate_up_proj_bias", "down": "down_proj", "down_bias": "down_proj_bias",

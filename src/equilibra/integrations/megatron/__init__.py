@@ -1,6 +1,7 @@
 """Runs the MoE layers of a Megatron-Core GPTModel under plans. Megatron is imported on first use."""
 
-from equilibra.integrations.megatron.balancer import Balancer, Prepared, Step, balance
+from equilibra.integrations.executor.balancer import Step
+from equilibra.integrations.megatron.balancer import Balancer, Prepared, balance
 from equilibra.integrations.megatron.homes import ExpertParameter, expert_parameters
 from equilibra.integrations.megatron.layer import balanced_layer_spec, by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.verify import verify

@@ -35,9 +35,8 @@ from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup, device_name
 from equilibra.execute.record import Recorder, direction_now
-from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, counts_of_world, stage_group
-from equilibra.integrations.executor.history import History
-from equilibra.integrations.executor.live import LivePlanner
+from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, gather_objects, stage_group
+from equilibra.integrations.executor.live import History, LivePlanner
 from equilibra.integrations.megatron.copies import SharedCopies
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer, weights_in
 from equilibra.integrations.megatron.layer import (
@@ -56,8 +55,6 @@ from equilibra.plan.step import late_stages
 TOLERANCE = 0.005
 """of planners that have none"""
 
-__all__ = ["Balancer", "MegatronSetting", "Prepared", "Step", "balance"]
-
 
 def balance(
     model: nn.Module | Sequence[nn.Module], setting: MegatronSetting | None = None, *, optimizer: Any = None  # noqa: ANN401
@@ -74,7 +71,7 @@ def balance(
     for one in (*chunks, *getattr(optimizer, "chained_optimizers", [optimizer])):
         check_wrapping(getattr(one, "ddp_config", None))
     layers = _layers_of(chunks)
-    if not any(counts_of_world(len(layers))):
+    if not any(gather_objects(len(layers))):
         raise InputError("there is nothing to balance: no pipeline stage of the model has MoE layers")
     config = layers[0].config if layers else chunks[0].config
     check_config(config)

@@ -37,8 +37,6 @@ from equilibra.execute.kernels import add_in_order
 from equilibra.execute.record import Recorder
 from equilibra.integrations.planned import SlotTable
 
-__all__ = ["CopiesOfVisit", "MegatronExperts", "SharedCopies", "carry", "opened", "parts_of", "slot_and_part"]
-
 NAMES = (re.compile(r"^local_experts\.(\d+)\.(.+)$"), re.compile(r"^(.+\.(?:weight|bias))(\d+)$"))
 Parts = dict[str, Tensor]
 """an expert's weights, or their gradients, by name"""

@@ -17,19 +17,14 @@ from functools import partial, wraps
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import Channel, ExpertGroup, lost_rank_is_an_error
+from equilibra.integrations.executor.balancer import gather_objects
 from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned import HomeMove
-
-__all__ = [
-    "ExpertParameter", "StateOfParameters", "exchange", "expert_parameters", "guard_optimizer", "logical", "move_layer",
-    "weights_in",
-]  # fmt: skip
 
 LOGICAL_FORMATS = ("fully_reshardable", "fully_sharded_model_space")
 FORMAT_KEY = "distrib_optim_sharding_type"
@@ -164,9 +159,8 @@ class StateOfParameters:
         mine = sorted(held[1]) if held else []
         if Channel.REPLICAS not in group.channels:
             return mine
-        every: list[Any] = [None] * group.num_groups
         with lost_rank_is_an_error("gathering names of optimizer state"):
-            dist.all_gather_object(every, mine, group=group.channels[Channel.REPLICAS])
+            every = gather_objects(mine, group.channels[Channel.REPLICAS])
         return sorted({name for names in every for name in names})
 
 

@@ -26,11 +26,6 @@ from equilibra.integrations.megatron.homes import logical
 from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned import SlotCounts
 
-__all__ = [
-    "balance_layer", "balanced_class", "balanced_layer_spec", "by_micro_batch", "check_config", "check_wrapping",
-    "hold_buckets", "masked", "set_replay", "wait_for_gathers",
-]  # fmt: skip
-
 
 def masked(ids_TK: Tensor, replayed_T: Tensor | None) -> Tensor:
     """Ids with -1 in rows routed live, where verl's `target_replay_mask` is False."""
@@ -224,10 +219,12 @@ def hold_buckets(
         for bucket in found if visits.deferred else ():
             layers_of_bucket.setdefault(bucket, set()).add(visits.layer)
     for bucket, numbers in layers_of_bucket.items():
-        bucket.start_grad_sync = _after(partial(bring_home, numbers), bucket.start_grad_sync)
+        bucket.start_grad_sync = preceded_by(partial(bring_home, numbers), bucket.start_grad_sync)
 
 
-def _after(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+def preceded_by(first: Callable[[], None], call: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that runs `first` before `call`."""
+
     @wraps(call)
     def both(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         first()

@@ -39,8 +39,6 @@ from equilibra.integrations.megatron.visits import MegatronVisits
 from equilibra.integrations.planned import HomeMove, HomeSlots
 from equilibra.rl.mismatch import unit_roundoff
 
-__all__ = ["compare", "verify"]
-
 RANDOM = ("hidden_dropout", "attention_dropout", "moe_input_jitter_eps")
 """options that make two passes differ"""
 

@@ -17,11 +17,9 @@ from equilibra.events.schema import Direction
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.micro_batch import to_device
 from equilibra.execute.record import direction_now
-from equilibra.integrations.executor.visits import LayerVisits
+from equilibra.integrations.executor.balancer import LayerVisits
 from equilibra.integrations.megatron.copies import CopiesOfVisit, MegatronExperts, SharedCopies, carry, opened
 from equilibra.integrations.planned import SlotCounts, SlotTable
-
-__all__ = ["Ahead", "MegatronVisits", "to_slots"]
 
 
 class MegatronVisits(LayerVisits):

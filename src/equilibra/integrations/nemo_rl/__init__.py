@@ -16,9 +16,7 @@ from typing import Any
 import numpy as np
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routing_formats.decode import as_rows, located
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align
+from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, align, as_rows, located
 
 __all__ = ["sequences_of_batch"]
 
@@ -42,5 +40,4 @@ def sequences_of_batch(batch: Mapping[str, Any], model: RoutedModel) -> Iterator
             if not 1 <= length <= width:
                 raise InputError(f"it has {length} tokens; the batch has rows for 1 to {width}")
             prompt = None if answers is None else length - int(answers[number])
-            values = as_rows(routed[number])[: length - 1]
-            yield align(Rows(values=values, num_tokens=length, prompt_length=prompt), model)
+            yield align(as_rows(routed[number])[: length - 1], model, num_tokens=length, prompt_length=prompt)

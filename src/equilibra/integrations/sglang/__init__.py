@@ -13,9 +13,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routing_formats.decode import as_rows, count_in, flat_int32, from_base64, located, table_in
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, unrecorded
+from equilibra.integrations import routing_formats as formats
+from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, count_in, located, table_in
 
 __all__ = ["meta_info", "sequence_of_result", "sequences_of_response"]
 
@@ -73,9 +72,9 @@ def _sequence(
     if routed is None:
         if num_tokens is None:
             raise InputError("there is no routing, and usage does not give the number of tokens of this choice")
-        return unrecorded(num_tokens, model, prompt_length=prompt)
+        return formats.align(None, model, num_tokens=num_tokens, prompt_length=prompt)
     if isinstance(routed, str | bytes):
-        values = flat_int32(from_base64(routed), num_layers=model.num_layers, top_k=model.top_k)
+        rows = formats.flat_int32(formats.from_base64(routed), num_layers=model.num_layers, top_k=model.top_k)
     else:
-        values = as_rows(routed).astype("int32", copy=False)
-    return align(Rows(values=values, num_tokens=num_tokens, first=first, prompt_length=prompt), model)
+        rows = formats.as_rows(routed).astype("int32", copy=False)
+    return formats.align(rows, model, num_tokens=num_tokens, first=first, prompt_length=prompt)

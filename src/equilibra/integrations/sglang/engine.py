@@ -10,18 +10,12 @@ as the server is.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routing_formats.decode import located
-from equilibra.integrations.served import ServedEngine, Server, check_logprob, check_token
+from equilibra.integrations.routing_formats import located
+from equilibra.integrations.served import ServedEngine, Server
 from equilibra.integrations.sglang import meta_info, sequence_of_result
 from equilibra.rl.engine import UNKNOWN, Generation, Request, seed_of
-
-__all__ = ["SGLangEngine"]
 
 
 class SGLangEngine(ServedEngine):
@@ -33,9 +27,7 @@ class SGLangEngine(ServedEngine):
         if not isinstance(said, Mapping) or said.get("success") is not True:
             raise InputError(f"{server.url} did not load the weights in {self.folder}: {said!r:.300}")
 
-    def answers(
-        self, server: Server, requests: Sequence[Request], temperature: float, max_bytes: int
-    ) -> list[tuple[Generation, bool]]:
+    def answers(self, requests: Sequence[Request], temperature: float, max_bytes: int) -> list[tuple[Generation, bool]]:
         body = {
             "input_ids": [request.tokens.tolist() for request in requests],
             "sampling_params": [
@@ -46,32 +38,19 @@ class SGLangEngine(ServedEngine):
             "return_logprob": True,
             "return_routed_experts": True,
         }  # fmt: skip
-        results = server.post("/generate", body, max_bytes=max_bytes)
+        url, results = self.server.url, self.server.post("/generate", body, max_bytes=max_bytes)
         if not isinstance(results, list) or len(results) != len(requests):
-            raise InputError(f"{server.url} must answer {len(requests)} requests with as many, not {results!r:.80}")
-        return [
-            (self._read(server, request, result), meta_info(result).get("routed_experts") is not None)
-            for request, result in zip(requests, results, strict=True)
-        ]
+            raise InputError(f"{url} must answer {len(requests)} requests with as many, not {results!r:.80}")
+        with located(f"an answer of {url}"):
+            return [self._read(request, result) for request, result in zip(requests, results, strict=True)]
 
-    def _read(self, server: Server, request: Request, result: object) -> Generation:
-        with located(f"an answer of {server.url}"):
-            meta = meta_info(result)
-            tokens, logprobs = _tokens(meta, self.vocabulary)
-            ended = bool(tokens.size) and bool(tokens[-1] == self.end)
-            sequence = sequence_of_result(result, self.model)
-            self.check_length(request, tokens.size, ended=ended, sequence=sequence)
-            said = meta.get("weight_version")  # servers before weight_version say nothing
-            version = None if said is None else int(said) if str(said).isdecimal() else UNKNOWN
-            return Generation(
-                tokens=tokens, logprobs=logprobs, experts=sequence.experts(), ended=ended, version=version
-            )  # fmt: skip
-
-
-def _tokens(meta: Mapping[str, Any], vocabulary: int) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """New tokens and their log-probs, from a list of [log-prob, token, text]."""
-    said = meta.get("output_token_logprobs")
-    if not isinstance(said, list) or not all(isinstance(one, list) and len(one) >= 2 for one in said):
-        raise InputError("it has no output_token_logprobs: a list of [log-prob, token, text] is required")
-    tokens = [check_token(one[1], vocabulary) for one in said]
-    return np.array(tokens, np.int64), np.array([check_logprob(one[0]) for one in said], np.float64)
+    def _read(self, request: Request, result: object) -> tuple[Generation, bool]:
+        meta = meta_info(result)
+        said = meta.get("output_token_logprobs")
+        if not isinstance(said, list) or not all(isinstance(one, list) and len(one) >= 2 for one in said):
+            raise InputError("it has no output_token_logprobs: a list of [log-prob, token, text] is required")
+        reported = meta.get("weight_version")  # servers before weight_version say nothing
+        version = None if reported is None else int(reported) if str(reported).isdecimal() else UNKNOWN
+        tokens, logprobs = [one[1] for one in said], [one[0] for one in said]
+        answer = self.generation(request, tokens, logprobs, sequence_of_result(result, self.model), version)
+        return answer, meta.get("routed_experts") is not None

@@ -14,9 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routing_formats.decode import as_rows, located
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, unrecorded
+from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, align, as_rows, located
 
 __all__ = ["sequences_of_samples"]
 
@@ -42,6 +40,5 @@ def _sequence(sample: Any, model: RoutedModel) -> RoutedSequence:  # noqa: ANN40
     if response is not None and not 0 <= response <= num_tokens:
         raise InputError(f"a response of {response} tokens does not fit {num_tokens} tokens")
     prompt = None if response is None else num_tokens - int(response)
-    if routed is None:
-        return unrecorded(num_tokens, model, prompt_length=prompt, group=group)
-    return align(Rows(values=as_rows(routed), num_tokens=num_tokens, prompt_length=prompt, group=group), model)
+    rows = None if routed is None else as_rows(routed)
+    return align(rows, model, num_tokens=num_tokens, prompt_length=prompt, group=group)

@@ -7,7 +7,7 @@
 
 Unpadded batches have jagged tensors `routed_experts` and `input_ids`. A row of zeros is a filler (with more than one
 expert per token), and the last token of a sequence has no routing. verl is not needed to read them; `plugin` is the
-module that verl imports.
+module that verl imports to train under plans.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routing_formats.decode import as_rows, located
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align
+from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, align, as_rows, located
 
 __all__ = ["sequences_of_batch"]
+
+ENGINE = "verl.workers.engine.megatron.transformer_impl"
+"""verl's module that the hooks change"""
 
 
 def sequences_of_batch(batch: Any, model: RoutedModel) -> Iterator[RoutedSequence]:  # noqa: ANN401 - verl has the type
@@ -38,7 +39,7 @@ def sequences_of_batch(batch: Any, model: RoutedModel) -> Iterator[RoutedSequenc
     if tuple(routed.shape[:2]) != mask.shape:
         raise InputError(f"routed_experts have shape {tuple(routed.shape)}, but the attention mask {mask.shape}")
     prompts = _optional(tensors, "prompts")
-    for number, of_sequence in enumerate(mask):
+    for number, (of_sequence, group) in enumerate(zip(mask, groups, strict=True)):
         with located(f"sequence {number}"):
             tokens = np.flatnonzero(of_sequence)
             if tokens.size == 0:
@@ -46,7 +47,8 @@ def sequences_of_batch(batch: Any, model: RoutedModel) -> Iterator[RoutedSequenc
             if tokens[-1] - tokens[0] + 1 != tokens.size:
                 raise InputError("its attention mask has a gap: padding must be at the ends")
             prompt = None if prompts is None else int(np.count_nonzero(of_sequence[: prompts.shape[1]]))
-            yield _sequence(as_rows(routed[number])[tokens[0] : tokens[-1]], model, prompt, groups[number])
+            rows = as_rows(routed[number])[tokens[0] : tokens[-1]]
+            yield align(rows, model, prompt_length=prompt, group=group, zeros_are_fillers=True)
 
 
 def _jagged(
@@ -55,17 +57,11 @@ def _jagged(
     """Unpadded sequences: a row for each token, the last one a filler."""
     inputs = _optional(tensors, "input_ids")
     lengths = [len(part) for part in inputs.unbind()] if inputs is not None else None
-    for number, part in enumerate(routed.unbind()):
+    for number, (part, group) in enumerate(zip(routed.unbind(), groups, strict=True)):
         with located(f"sequence {number}"):
             if lengths is not None and lengths[number] != len(part):
                 raise InputError(f"it has {lengths[number]} tokens but routing of {len(part)}")
-            yield _sequence(as_rows(part)[:-1], model, None, groups[number])
-
-
-def _sequence(
-    values: NDArray[np.integer[Any]], model: RoutedModel, prompt: int | None, group: int | None
-) -> RoutedSequence:  # fmt: skip
-    return align(Rows(values=values, prompt_length=prompt, group=group, zeros_are_fillers=True), model)
+            yield align(as_rows(part)[:-1], model, group=group, zeros_are_fillers=True)
 
 
 def _optional(tensors: Any, name: str) -> Any:  # noqa: ANN401 - a dict or a TensorDict

@@ -6,32 +6,34 @@ Every `forward_backward_batch` is one step. With routing to replay, it is planne
 without (reference log-probs, R2's recording), it runs on homes alone. In live mode every layer plans its own forwards.
 verl's own functions prepare the routing of one micro-batch at a time: they pack it, slice it for context and tensor
 parallelism, and write it to the routers. It is read from there and cleared again.
+
+With `verify_steps`, the first updates run without and with the plan, on the same mini-batch. The pass without runs
+first; verl goes on with the output and the gradients of the pass under the plan, so training is the same as without
+`verify_steps`, and an update costs one more forward and backward.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
 
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from equilibra.core.checks import check_flag, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.load import imbalance
 from equilibra.core.plan import Stage
+from equilibra.integrations.differences import check, table
 from equilibra.integrations.executor.balancer import LazyRouting
 from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import Balancer, Step, balance, masked
+from equilibra.integrations.megatron.verify import compare
 from equilibra.integrations.planned import MegatronSetting
-from equilibra.integrations.verl.homes import number_logically
-
-__all__ = [
-    "BLOCK", "OPTIONS", "BalancedEngine", "VerlSetting", "balance_engine", "figures", "setting_of", "warm_engine",
-]  # fmt: skip
 
 logger = logging.getLogger(__name__)
 
@@ -97,8 +99,6 @@ def balance_engine(engine: Any, verl: ModuleType) -> BalancedEngine | None:  # n
         return None
     check_engine(engine, setting)
     balancer = balance(engine.module, setting, optimizer=engine.optimizer)
-    if balancer.state is not None:
-        number_logically(engine, balancer, f"{BLOCK}.max_moves_per_layer")
     logger.info("Equilibra plans %d MoE layers on %s", len(balancer.layers), balancer.group.cluster)
     return BalancedEngine(engine, verl, setting, balancer)
 
@@ -187,6 +187,16 @@ class BalancedEngine:
             self.waiting = {}
         return output
 
+    def verified(self, plain: Callable[[], Any], under_plan: Callable[[], Any]) -> Any:  # noqa: ANN401
+        """Collective: what the pass under the plan returned; metrics are differences in units of the rounding limit."""
+        self.to_verify -= 1
+        returned, found = compare(self.balancer, self.engine.module, plain, under_plan, _outputs)
+        if dist.get_rank() == 0:
+            print(f"Equilibra compared an update with and without its plan:\n{table(found)}", flush=True)
+        check(found)
+        self.waiting |= {f"equilibra/verify_{one.what.split()[-1]}": one.found / one.allowed for one in found}
+        return returned
+
     def routing_of(self, micro_batch: Any) -> list[Tensor]:  # noqa: ANN401
         """[L] ids [T, K] of a micro-batch as this rank's routers will replay them; -1 in rows routed live."""
         engine, verl = self.engine, self.verl
@@ -213,6 +223,11 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
     """The balanced layers in their order."""
     found: list[Any] = [layer for chunk in chunks for layer in chunk.modules() if getattr(layer, "visits", None)]
     return sorted(found, key=lambda layer: int(layer.visits.layer))
+
+
+def _outputs(returned: dict[str, Any]) -> dict[str, Any]:
+    """Losses and log-probs, on the last pipeline stage."""
+    return {name: returned.get(name) for name in ("loss", "model_output")}
 
 
 def figures(step: Step, stage: Stage) -> dict[str, float]:

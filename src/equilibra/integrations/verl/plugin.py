@@ -15,9 +15,7 @@ from collections.abc import Sequence
 from types import ModuleType
 from typing import Any
 
-from equilibra.integrations.verl.contract import ENGINE
-
-__all__ = ["install"]
+from equilibra.integrations.verl import ENGINE
 
 
 class _WhenImported(importlib.abc.MetaPathFinder):

@@ -9,16 +9,14 @@ over HTTP as lists; rows that its prefix cache dropped are -1.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.integrations.routing_formats.decode import as_rows, count_in, from_base64, from_npy, located, table_in
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import RoutedSequence, Rows, align, unrecorded
+from equilibra.integrations import routing_formats as formats
+from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, located
 
 __all__ = ["sequences_of_outputs", "sequences_of_response"]
 
@@ -30,10 +28,10 @@ def sequences_of_outputs(outputs: Iterable[Any], model: RoutedModel, *, first: i
             raise InputError(f"request {number} has no prompt_token_ids: ask vLLM with token ids instead of text")
         for answer in output.outputs:
             with located(f"request {number}, answer {answer.index}"):
-                yield _Answer(
-                    answer=answer.routed_experts, prompt=getattr(output, "prompt_routed_experts", None),
-                    prompt_length=len(output.prompt_token_ids), answer_length=len(answer.token_ids), first=first,
-                ).sequence(model)  # fmt: skip
+                yield _sequence(
+                    model, answer.routed_experts, getattr(output, "prompt_routed_experts", None),
+                    len(output.prompt_token_ids), len(answer.token_ids), first,
+                )  # fmt: skip
 
 
 def sequences_of_response(
@@ -43,57 +41,51 @@ def sequences_of_response(
     choices = response.get("choices")
     if not isinstance(choices, list) or not all(isinstance(choice, Mapping) for choice in choices):
         raise InputError(f"a vLLM response must have a list of choices, each a table, not {choices!r:.60}")
-    usage = table_in(response, "usage")
+    usage = formats.table_in(response, "usage")
     for number, choice in enumerate(choices):
         with located(f"choice {number}"):
             prompt = _length(choice, "prompt_token_ids", _length(response, "prompt_token_ids", None))
-            alone = count_in(usage, "completion_tokens") if len(choices) == 1 else None
-            yield _Answer(
-                answer=choice.get("routed_experts"), prompt=response.get("prompt_routed_experts"),
-                prompt_length=count_in(usage, "prompt_tokens") if prompt is None else prompt,
-                answer_length=_length(choice, "token_ids", alone), first=first,
-            ).sequence(model)  # fmt: skip
+            alone = formats.count_in(usage, "completion_tokens") if len(choices) == 1 else None
+            yield _sequence(
+                model, choice.get("routed_experts"), response.get("prompt_routed_experts"),
+                formats.count_in(usage, "prompt_tokens") if prompt is None else prompt,
+                _length(choice, "token_ids", alone), first,
+            )  # fmt: skip
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Answer:
-    """One answer as vLLM describes it: routing in any encoding, lengths in tokens, None where unknown."""
+def _sequence(
+    model: RoutedModel, answer: Any, prompt: Any, prompt_length: int | None, answer_length: int | None, first: int  # noqa: ANN401
+) -> RoutedSequence:  # fmt: skip
+    """One answer. answer, prompt: routing in any encoding. Lengths in tokens, None where unknown."""
+    num_tokens = None if prompt_length is None or answer_length is None else prompt_length + answer_length
+    if answer is None:
+        if num_tokens is None:
+            raise InputError("there is no routing and no number of tokens: ask for return_token_ids, or for n = 1")
+        return formats.align(None, model, num_tokens=num_tokens, prompt_length=prompt_length)
+    rows = _rows(answer)
+    if prompt is not None:
+        rows, first = _joined(_rows(prompt), rows, prompt_length, answer_length), 0
+    return formats.align(rows, model, num_tokens=num_tokens, first=first, prompt_length=prompt_length)
 
-    answer: Any
-    prompt: Any
-    prompt_length: int | None
-    answer_length: int | None
-    first: int
 
-    def sequence(self, model: RoutedModel) -> RoutedSequence:
-        num_tokens = None
-        if self.prompt_length is not None and self.answer_length is not None:
-            num_tokens = self.prompt_length + self.answer_length
-        if self.answer is None:
-            if num_tokens is None:
-                raise InputError("there is no routing and no number of tokens: ask for return_token_ids, or for n = 1")
-            return unrecorded(num_tokens, model, prompt_length=self.prompt_length)
-        values, first = _rows(self.answer), self.first
-        if self.prompt is not None:
-            values, first = self._joined(_rows(self.prompt), values), 0
-        rows = Rows(values=values, num_tokens=num_tokens, first=first, prompt_length=self.prompt_length)
-        return align(rows, model)
-
-    def _joined(self, prompt: NDArray[np.integer[Any]], answer: NDArray[np.integer[Any]]) -> NDArray[Any]:
-        """The two parts of vLLM 0.21 as one, without a row for the last token."""
-        if self.prompt_length is not None and len(prompt) != self.prompt_length:
-            raise InputError(f"routing of {len(prompt)} tokens of a prompt of {self.prompt_length} came: need all")
-        if self.answer_length is not None and len(answer) == self.answer_length:
-            answer = answer[:-1]
-        if len(answer) == 0:
-            return prompt
-        if prompt.shape[1:] != answer.shape[1:]:
-            raise InputError(f"routing of the prompt has shape {prompt.shape}, of the answer {answer.shape}")
-        return np.concatenate([prompt, answer])
+def _joined(
+    prompt: NDArray[np.integer[Any]], answer: NDArray[np.integer[Any]], prompt_length: int | None,
+    answer_length: int | None,
+) -> NDArray[np.integer[Any]]:  # fmt: skip
+    """The two parts of vLLM 0.21 as one, without a row for the last token."""
+    if prompt_length is not None and len(prompt) != prompt_length:
+        raise InputError(f"there is routing of {len(prompt)} tokens of a prompt of {prompt_length}: all are needed")
+    if answer_length is not None and len(answer) == answer_length:
+        answer = answer[:-1]
+    if len(answer) == 0:
+        return prompt
+    if prompt.shape[1:] != answer.shape[1:]:
+        raise InputError(f"routing of the prompt has shape {prompt.shape}, of the answer {answer.shape}")
+    return np.concatenate([prompt, answer])
 
 
 def _rows(value: object) -> NDArray[np.integer[Any]]:
-    return as_rows(from_npy(from_base64(value)) if isinstance(value, str | bytes) else value)
+    return formats.as_rows(formats.from_npy(formats.from_base64(value)) if isinstance(value, str | bytes) else value)
 
 
 def _length(table: Mapping[str, Any], name: str, otherwise: int | None) -> int | None:

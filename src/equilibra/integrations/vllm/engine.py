@@ -1,19 +1,34 @@
-"""A rollout engine inside the training processes: one `vllm.LLM` per rank.
+"""vLLM as a rollout engine: inside the training processes, one `vllm.LLM` per rank, or as servers behind HTTP.
 
-vLLM starts when the first weights arrive, from the folder that carries them; later ones are loaded into the live model
-(`worker.py`). The CPU build keeps weights packed, where an update can go wrong in silence. So there the first update is
-compared with a fresh start on the same weights: if log-probs of a probe differ by more than rounding, every update
-starts vLLM anew. Log-probs are at the sampling temperature (`logprobs_mode="processed_logprobs"`). A request's noise
-becomes its seed: runs are as reproducible as vLLM is.
+In the processes, vLLM starts when the first weights arrive, from the folder that carries them; later ones are loaded
+into the live model (`worker.py`). The CPU build keeps weights packed, where an update can go wrong in silence. So there
+the first update is compared with a fresh start on the same weights: if log-probs of a probe differ by more than
+rounding, every update starts vLLM anew. Ranks are daemonic and may not have children, so the engine core runs in the
+rank's process unless VLLM_ENABLE_V1_MULTIPROCESSING says otherwise. On GPUs it was run only with a stand-in of the same
+interface.
 
-Ranks are daemonic and may not have children, so the engine core runs in the rank's process unless
-VLLM_ENABLE_V1_MULTIPROCESSING says otherwise. On GPUs it was run only with a stand-in of the same interface.
+A server is started with
+
+    VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only \
+        --enable-return-routed-experts --logprobs-mode processed_logprobs \
+        --worker-extension-cls equilibra.integrations.vllm.worker.WeightUpdate
+
+Tokens go in and out of `/inference/v1/generate`, one request per POST; vLLM batches them. New weights go through
+`/collective_rpc` to the worker extension, then the prefix cache is emptied and the server is told the version
+(`/update_weight_version`). A server that was restarted has forgotten it, which `/weight_info` shows after every batch.
+
+Log-probs are at the sampling temperature (`processed_logprobs`). A request's noise becomes its seed: runs are as
+reproducible as vLLM is.
 """
 
 from __future__ import annotations
 
 import logging
+import os
+import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +39,55 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
-from equilibra.integrations.routing_formats.model import RoutedModel
-from equilibra.integrations.routing_formats.sequence import NOTHING
-from equilibra.integrations.vllm import sequences_of_outputs
-from equilibra.integrations.vllm.interface import EXTENSION, import_vllm, sampling_of
-from equilibra.integrations.weights_folder import hand_over
-from equilibra.rl.engine import Generation, Request
+from equilibra.integrations.routing_formats import NOTHING, RoutedModel, located, table_in
+from equilibra.integrations.served import ServedEngine, Server, hand_over
+from equilibra.integrations.vllm import sequences_of_outputs, sequences_of_response
+from equilibra.rl.engine import UNKNOWN, Generation, Request, seed_of
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 
-__all__ = ["VLLMEngine"]
-
 logger = logging.getLogger(__name__)
+
+EXTENSION = "equilibra.integrations.vllm.worker.WeightUpdate"
+"""vLLM's `worker_extension_cls`, which puts new weights into live models"""
+OLDEST, OLDEST_ON_CPUS, NEWEST = (0, 28), (0, 30), (0, 30)
+
+
+def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
+    """Import vLLM for use inside a training rank, or say which one must be installed."""
+    os.environ.setdefault("VLLM_ENABLE_V1_MULTIPROCESSING", "0")  # read on import; ranks may not have children
+    try:
+        library = import_module("vllm")
+        import_module("vllm.platforms")
+    except ImportError as error:
+        raise InputError(
+            f"rollout.engine vllm needs vLLM, which is not installed ({error}): install it, or choose another engine"
+        ) from error
+    check_version(str(getattr(library, "__version__", "unknown")), cpu=library.platforms.current_platform.is_cpu())
+    return library
+
+
+def check_version(version: str, *, cpu: bool = False) -> None:
+    """Refuse a vLLM that these integrations do not fit. cpu: whether it is the CPU build."""
+    found = re.match(r"(\d+)\.(\d+)\.", version)
+    number = (int(found[1]), int(found[2])) if found else (0, 0)
+    if number > NEWEST:
+        reason = "since 0.31 it returns routed experts only under Model Runner V2, with which this was never run"
+    elif number < OLDEST:
+        reason = "its interface for new weights is another one"
+    elif cpu and number < OLDEST_ON_CPUS:
+        reason = "before 0.30 its CPU build cannot return routed experts"
+    else:
+        return
+    raise InputError(f"vLLM {version} is not supported: {reason}; install 0.30 (on GPUs 0.28 or 0.29 will do too)")
+
+
+def sampling_of(request: Request, *, temperature: float, end: int) -> dict[str, Any]:
+    """Sampling parameters of a request, as vLLM names them. end: token that ends an answer."""
+    return {
+        "n": 1, "temperature": temperature, "max_tokens": request.max_new, "seed": seed_of(request), "logprobs": 0,
+        "stop_token_ids": [end], "ignore_eos": True, "detokenize": False,
+    }  # fmt: skip
+
 
 OURS = frozenset(
     {"model", "dtype", "skip_tokenizer_init", "enable_return_routed_experts", "logprobs_mode", "worker_extension_cls"}
@@ -167,3 +220,70 @@ class VLLMEngine:
         pairs = zip(answer.logprobs, tokens.tolist(), strict=True)
         logprobs = np.array([chosen[token].logprob for chosen, token in pairs], np.float64)
         return Generation(tokens=tokens, logprobs=logprobs, experts=experts, ended=ended, version=self._version)
+
+
+START = (
+    "start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only "
+    f"--enable-return-routed-experts --logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}, in an "
+    "environment that has equilibra"
+)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class VLLMServerEngine(ServedEngine):
+    """Answers prompts with vLLM servers and returns the routing of every token."""
+
+    batch: int = 1
+    """the endpoint takes one request"""
+    connections: int = 64
+
+    def update(self, server: Server, version: int) -> None:
+        said = server.get("/version")
+        if not isinstance(said, Mapping) or not isinstance(said.get("version"), str):
+            raise InputError(f"{server.url} is not a vLLM server: /version answered {said!r:.80}")
+        check_version(said["version"])
+        call = {"method": "equilibra_load", "kwargs": {"folder": str(self.folder)}, "timeout": server.timeout_s}
+        try:
+            server.post("/collective_rpc", call)
+            reset = server.post("/reset_prefix_cache", {})
+            server.post("/update_weight_version", {"new_version": str(version)})
+        except InputError as error:
+            raise InputError(f"{server.url} did not load the weights in {self.folder} ({error}): {START}") from error
+        if not isinstance(reset, Mapping) or reset.get("success") is not True:
+            raise InputError(
+                f"{server.url} still has answers of the old weights in its prefix cache: is another program asking it?"
+            )
+
+    def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
+        """Answer all requests; the version is what the server says after the last one."""
+        found = super().generate(requests, temperature=temperature)
+        said = self.server.get("/weight_info")
+        version = str(said.get("weight_version")) if isinstance(said, Mapping) else ""
+        number = int(version) if version.isdecimal() else UNKNOWN
+        return [replace(one, version=number) for one in found]
+
+    def answers(self, requests: Sequence[Request], temperature: float, max_bytes: int) -> list[tuple[Generation, bool]]:
+        (request,) = requests
+        body = {
+            "token_ids": request.tokens.tolist(),
+            "sampling_params": sampling_of(request, temperature=temperature, end=self.end),
+        }
+        try:
+            said = self.server.post("/inference/v1/generate", body, max_bytes=max_bytes)
+        except InputError as error:
+            raise InputError(f"{error}: {START}" if "refused: 404" in str(error) else str(error)) from error
+        with located(f"an answer of {self.server.url}"):
+            return [self._read(request, said)]
+
+    def _read(self, request: Request, said: object) -> tuple[Generation, bool]:
+        choices = said.get("choices") if isinstance(said, Mapping) else None
+        if not isinstance(said, Mapping) or not isinstance(choices, list) or len(choices) != 1:
+            raise InputError(f"it must have one choice, not {said!r:.80}")
+        choice, table = choices[0], choices[0] if isinstance(choices[0], Mapping) else {}
+        tokens, content = table.get("token_ids"), table_in(table, "logprobs").get("content")
+        if not isinstance(tokens, list) or not isinstance(content, list) or len(tokens) != len(content):
+            raise InputError(f"it must have token_ids and as many logprobs, not {choice!r:.80}")
+        (sequence,) = sequences_of_response(said, self.model)
+        logprobs = [one.get("logprob") if isinstance(one, Mapping) else None for one in content]
+        answer = self.generation(request, tokens, logprobs, sequence)
+        return answer, table.get("routed_experts") is not None

@@ -15,8 +15,6 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-__all__ = ["WeightUpdate"]
-
 
 class WeightUpdate:
     """Methods that vLLM adds to its workers."""
