@@ -152,3 +152,7 @@ class Watched(Observer):
     def evaluated(self, step: int, metrics: Any) -> None:  # noqa: ANN401
         """Held-out problems were answered."""
         self.observer.evaluated(step, metrics)
+
+    def note(self, text: str) -> None:
+        """A message of the run."""
+        self.observer.note(text)

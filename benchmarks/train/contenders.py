@@ -30,8 +30,8 @@ from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.execute.steps.step import Step
 from equilibra.integrations.hf import ShardedModel
 from equilibra.plan.planner import Planner, StepProblem, planner_named
+from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Learner
-from equilibra.rl.sample import Sample
 from equilibra.trace.routing import RoutingTrace
 from equilibra.train.build import Parts, build_model_of
 

@@ -51,6 +51,9 @@ class Notes(Observer):
     def evaluated(self, step, metrics):
         self.held_out.append((step, metrics["reward_held_out"]))
 
+    def note(self, text):
+        self.said.append(text)
+
 
 def small(model: Path, *, algorithm: str = "grpo", cluster: ClusterConfig = NODES, **changes: Any) -> TrainConfig:
     """A run of a few seconds; changes are sections, or keys of them as section__key."""
@@ -76,7 +79,7 @@ def run(config: TrainConfig, folder: Path, resume: bool = False, stop_after: int
     """Called on every rank."""
     notes = Notes()
     run_worker(
-        config, folder, resume=resume, observer=notes, say=notes.said.append,
+        config, folder, resume=resume, observer=notes,
         stop=lambda: stop_after is not None and len(notes.steps) >= stop_after,
     )  # fmt: skip
     return notes
@@ -102,7 +105,7 @@ def run_with_nan(config: TrainConfig, folder: Path, steps: tuple[int, ...]) -> t
 
     loop.policy_loss_of = loss
     try:
-        run_worker(config, folder, resume=False, observer=notes, say=notes.said.append, stop=lambda: False)
+        run_worker(config, folder, resume=False, observer=notes, stop=lambda: False)
     except NonFiniteError as error:
         return notes, str(error)
     finally:
@@ -147,7 +150,7 @@ def run_until_killed(config: TrainConfig, folder: Path, stage: str, step: int, v
     """Called on every rank: the victims die when they come to the stage of the step."""
     rank = dist.get_rank() if dist.is_initialized() else 0
     notes = Killed(stage, step) if rank in victims else Notes()
-    run_worker(config, folder, resume=False, observer=notes, say=notes.said.append, stop=lambda: False)
+    run_worker(config, folder, resume=False, observer=notes, stop=lambda: False)
 
 
 def same_run(first: Notes, second: Notes, *, from_step: int) -> bool:

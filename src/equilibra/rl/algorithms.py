@@ -38,8 +38,8 @@ from numpy.typing import NDArray
 
 from equilibra.core.checks import check_flag, check_number
 from equilibra.core.errors import InputError
+from equilibra.rl.engine import Sample
 from equilibra.rl.loss import Average, LossSetting, Ratio, Total
-from equilibra.rl.sample import Sample
 
 SMALLEST_STD = 1e-6
 """added to standard deviations"""

@@ -12,7 +12,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from functools import lru_cache
 from pathlib import Path
@@ -86,19 +86,6 @@ EXAMPLE = '{"question": "2 + 3?", "answer": "5"}'
 
 
 @dataclass(frozen=True, kw_only=True)
-class Line:
-    """One line of the file."""
-
-    number: int
-    """line number, from 1"""
-    prompt: str
-    answer: str
-
-    def as_problem(self, number: int) -> Problem:
-        return Problem(number=number, prompt=self.prompt, answer=self.answer, metadata={"line": self.number})
-
-
-@dataclass(frozen=True, kw_only=True)
 class JsonlTask:
     """The problems of a file; made by `jsonl_task`."""
 
@@ -106,9 +93,10 @@ class JsonlTask:
     """name of the file"""
     seed: int
     """seed of the training order"""
-    training: tuple[Line, ...]
-    kept_out: tuple[Line, ...]
-    """held-out problems, one per prompt, ordered by hash"""
+    training: tuple[Problem, ...]
+    """in the order of lines"""
+    kept_out: tuple[Problem, ...]
+    """one per prompt, ordered by hash"""
 
     @property
     def num_held_out(self) -> int:
@@ -119,11 +107,11 @@ class JsonlTask:
         check_number(self.name, number)
         passes, place = divmod(number, len(self.training))
         line = int(_order(self.seed, passes, len(self.training))[place])
-        return self.training[line].as_problem(number)
+        return replace(self.training[line], number=number)
 
     def held_out(self, number: int) -> Problem:
         check_number(self.name, number, self.num_held_out)
-        return self.kept_out[number].as_problem(number)
+        return replace(self.kept_out[number], number=number)
 
     def reward(self, problem: Problem, answer_text: str) -> float:
         return float(same_final_answer(problem.answer, answer_text))
@@ -139,7 +127,7 @@ def jsonl_task(path: Path | str, *, seed: int = 0, held_out_share: float = 0.1) 
             f"{path} has {len(prompts)} different prompts: training and evaluation need at least one each; add more"
         )
     num_held_out = min(max(1, round(held_out_share * len(prompts))), len(prompts) - 1)
-    answers: dict[str, list[Line]] = {prompt: [] for prompt in prompts[:num_held_out]}
+    answers: dict[str, list[Problem]] = {prompt: [] for prompt in prompts[:num_held_out]}
     for line in lines:
         answers.get(line.prompt, []).append(line)
     return JsonlTask(
@@ -156,7 +144,7 @@ def _order(seed: int, passes: int, num_lines: int) -> NDArray[np.int64]:
     return np.random.Philox(key=[seed % (1 << 64), passes % (1 << 64)]).random_raw(num_lines).argsort(kind="stable")
 
 
-def _read(path: Path) -> list[Line]:
+def _read(path: Path) -> list[Problem]:
     try:
         if path.is_dir():
             raise InputError(f"cannot read {path}: it is a folder; give a file with one problem per line")
@@ -181,7 +169,7 @@ def _texts(path: Path, file: IO[bytes]) -> Iterator[tuple[int, str]]:
             _refuse(path, number, f"not UTF-8 ({error.reason} at byte {error.start}); save the file as UTF-8")
 
 
-def _line(path: Path, number: int, text: str) -> Line:
+def _line(path: Path, number: int, text: str) -> Problem:
     try:
         entry = json.loads(text, parse_constant=lambda word: _refuse(path, number, f"{word} is not valid JSON"))
     except InputError:
@@ -194,10 +182,11 @@ def _line(path: Path, number: int, text: str) -> Line:
     if len(asked) != 1 or "answer" not in entry:
         keys = ", ".join(map(repr, list(entry)[:8])) or "none"
         _refuse(path, number, f'must have "answer" and one of "question" and "prompt"; its keys are {keys}')
-    return Line(
-        number=number,
+    return Problem(
+        number=0,  # not yet known
         prompt=_text(path, number, asked[0], entry[asked[0]]),
         answer=_text(path, number, "answer", entry["answer"]),
+        metadata={"line": number},
     )
 
 

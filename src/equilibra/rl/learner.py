@@ -34,7 +34,7 @@ from equilibra.execute.runtime import Runtime
 from equilibra.execute.steps.balancer import Balancer
 from equilibra.execute.steps.gradients import clip_gradients, nonfinite_gradients
 from equilibra.execute.steps.step import Step
-from equilibra.rl.sample import Sample
+from equilibra.rl.engine import Sample
 from equilibra.rl.vocabulary import Padded, chunk_of, padded, token_logprobs
 from equilibra.trace.routing import RoutingTrace, narrow_ids
 

@@ -11,35 +11,19 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
 
 import numpy as np
 
 from equilibra.core.errors import NonFiniteError
 from equilibra.events.run import PlannerRecord
 from equilibra.rl.algorithms import Algorithm
+from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Batch, Learner, total_over
 from equilibra.rl.loss import Total
 from equilibra.rl.mismatch import Mismatch, MismatchCheck, measure_mismatch
 from equilibra.rl.observe import Clock, Observer
-from equilibra.rl.sample import Sample
+from equilibra.rl.rollout import Source
 from equilibra.rl.updates import POLICY_SUMS, Critic, MiniBatches, policy_columns, policy_loss_of
-
-
-class Source(Protocol):
-    """Where samples come from: an engine or a recording."""
-
-    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
-        """Collective: this rank's samples of a step, with rewards."""
-
-    def new_weights(self, version: int) -> None:
-        """Collective: hand over the policy's weights; version: optimizer steps so far."""
-
-    def held_out(self) -> dict[str, float]:
-        """Collective: mean rewards on held-out problems; empty for a recording."""
-
-    def take_unscored(self) -> int:
-        """Own answers since the last call that got no reward because scoring timed out."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

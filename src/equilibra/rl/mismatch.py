@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import MismatchError
 from equilibra.execute.group import ExpertGroup
-from equilibra.rl.sample import Sample
+from equilibra.rl.engine import Sample
 
 PER_LAYER = 4.0
 """mean difference that one layer explains, in unit roundoffs"""

@@ -36,7 +36,7 @@ from numpy.typing import NDArray
 from equilibra.core.atomic import atomic_file, cannot
 from equilibra.core.checks import check_text, check_whole
 from equilibra.core.errors import InputError
-from equilibra.rl.sample import Sample, Segment
+from equilibra.rl.engine import Sample, Segment
 from equilibra.trace.open import _Member as StoredArray
 from equilibra.trace.open import save_trace
 from equilibra.trace.routing import PolicySegments, RoutingTrace, narrow_ids

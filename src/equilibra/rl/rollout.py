@@ -22,11 +22,10 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.execute.group import ExpertGroup
-from equilibra.rl.engine import Engine, Generation, Request
+from equilibra.rl.engine import Engine, Generation, Request, Sample
 from equilibra.rl.learner import total_over
 from equilibra.rl.observe import Clock
 from equilibra.rl.recording import ModelShape, load_rollout
-from equilibra.rl.sample import Sample
 from equilibra.rl.tasks import Problem, Task, TimedTask
 
 
@@ -39,9 +38,6 @@ class Words(Protocol):
 
     def prompt(self, text: str) -> NDArray[np.int64]:
         """Tokens of a prompt."""
-
-    def answer(self, text: str) -> NDArray[np.int64]:
-        """Tokens of an answer, with the end-of-text token."""
 
     def read(self, tokens: NDArray[np.int64]) -> str:
         """Text of an answer."""
@@ -182,8 +178,33 @@ class Rollout:
         return [self._reward(problem, one.tokens) for problem, one in zip(problems, said, strict=True)]
 
 
-class EngineSource:
-    """Samples from an engine; unfinished answers are carried from window to window."""
+class Source:
+    """Where the samples of a run come from."""
+
+    carried: list[Sample] | None = None
+    """windows: this rank's answers before the next step; None: whole answers"""
+
+    def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
+        """Collective: this rank's samples of a step, with rewards."""
+        raise NotImplementedError
+
+    def new_weights(self, version: int) -> None:
+        """Collective: hand over the policy's weights. version: optimizer steps so far."""
+
+    def held_out(self) -> dict[str, float]:
+        """Collective: mean rewards on held-out problems; empty without an engine."""
+        return {}
+
+    def take_unscored(self) -> int:
+        """Own answers since the last call that got no reward because scoring timed out."""
+        return 0
+
+    def resume(self, carried: Sequence[Sample]) -> None:
+        """Windows: continue unfinished answers, whichever ranks had them."""
+
+
+class EngineSource(Source):
+    """Samples from an engine."""
 
     def __init__(
         self, rollout: Rollout, group: ExpertGroup, weights: Callable[[], Iterable[tuple[str, Tensor]]], *,
@@ -194,18 +215,16 @@ class EngineSource:
         record: called with every step and its samples.
         """
         self.rollout, self.group, self.weights, self.record = rollout, group, weights, record
-        self.num_held_out, self.windowed = num_held_out, windowed
-        self.carried: list[Sample] = rollout.places() if windowed else []
-        """windows: this rank's answers before the next step"""
+        self.num_held_out, self.carried = num_held_out, rollout.places() if windowed else None
 
     def samples(self, step: int, *, version: int, clock: Clock) -> list[Sample]:
         with clock.stage("rollout"):
-            begun = self.carried if self.windowed else self.rollout.begin(step)
+            begun = self.rollout.begin(step) if self.carried is None else self.carried
             grown = self.rollout.generate(begun, version=version)
         with clock.stage("reward"):
             rewarded = self.rollout.rewarded(grown)
         self.group.barrier(what="waiting for the rollouts of all ranks")
-        if self.windowed:
+        if self.carried is not None:
             self.carried = self.rollout.succeed(rewarded)
         if self.record is not None:
             self.record(step, rewarded)
@@ -222,11 +241,11 @@ class EngineSource:
         return task.take_unscored() if isinstance(task, TimedTask) else 0
 
     def resume(self, carried: Sequence[Sample]) -> None:
-        """Continue unfinished answers, whichever ranks had them."""
-        self.carried = self.rollout.here(carried)
+        if self.carried is not None:
+            self.carried = self.rollout.here(carried)
 
 
-class RecordedSource:
+class RecordedSource(Source):
     """Samples from recorded rollouts, with their rewards; there is no engine."""
 
     def __init__(self, folder: Path, group: ExpertGroup, model: ModelShape) -> None:
@@ -237,12 +256,3 @@ class RecordedSource:
             return load_rollout(
                 self.folder, step, rank=self.group.world_rank, world_size=self.group.world_size, model=self.model
             )
-
-    def new_weights(self, version: int) -> None:
-        """Nothing to do."""
-
-    def held_out(self) -> dict[str, float]:
-        return {}
-
-    def take_unscored(self) -> int:
-        return 0

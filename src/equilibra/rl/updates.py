@@ -16,9 +16,9 @@ from torch import Tensor
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms import Algorithm, Target
+from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Learner, LossSums, Predictions
 from equilibra.rl.loss import Divergence, LossSetting, Total, policy_loss, token_weights, value_loss
-from equilibra.rl.sample import Sample
 
 POLICY_SUMS = ("loss", "policy", "kl", "divergence", "entropy", "clipped", "weight")
 """statistics of the policy loss; a rank whose group ran nothing reports none"""

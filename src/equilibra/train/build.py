@@ -156,8 +156,7 @@ def build_learner(parts: Parts, model: ShardedModel, *, lr: float | None, value:
         planner = "static"
         model.requires_grad_(requires_grad=False)
     else:
-        if parts.dtype is torch.bfloat16:
-            masters = float32_masters(model)
+        masters = float32_masters(model)
         optimizer = torch.optim.AdamW(
             masters_or_parameters(model, masters), lr=lr, betas=(chosen.beta1, chosen.beta2), eps=chosen.epsilon,
             weight_decay=chosen.weight_decay,

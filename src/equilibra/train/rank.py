@@ -116,10 +116,8 @@ def run_rank(job: Job, rank: int, *, screen: Observer, stop: Callable[[], bool])
         files = several(metrics, log, TensorBoard(job.folder.tensorboard))
         observer = several(files, screen)
     try:
-        worker(
-            job.config, job.folder.path, resume=job.resume, observer=observer, stop=stop, say=observer.note,
-            cut=metrics.cut if rank == 0 else lambda _step: None,
-        )  # fmt: skip
+        cut = metrics.cut if rank == 0 else lambda _step: None
+        worker(job.config, job.folder.path, resume=job.resume, observer=observer, stop=stop, cut=cut)
     finally:
         files.close()
 

@@ -21,9 +21,9 @@ from torch import nn
 from equilibra.core.errors import InputError, UnreadableError
 from equilibra.core.placement import Placement
 from equilibra.execute.state.checkpoint import Checkpoints, checkpoint_steps, remove_checkpoint
+from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Learner
 from equilibra.rl.recording import read_samples, write_samples
-from equilibra.rl.sample import Sample
 
 
 class State:

@@ -24,10 +24,10 @@ from equilibra.execute.steps.balancer import Balancer
 from equilibra.integrations.differences import Difference, apart, gradient_limit, largest, of_all_ranks
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.algorithms import Target
+from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Batch, Learner, total_over
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Clock, Observer
-from equilibra.rl.sample import Sample
 from equilibra.rl.updates import MiniBatches, policy_columns, policy_loss_of
 from equilibra.train.build import Parts, balancer_setting, build_model_of, build_parts
 from equilibra.train.config import TrainConfig

@@ -31,12 +31,12 @@ from equilibra.execute.steps.gradients import check_replicated, clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.learner import Learner, total_over
-from equilibra.rl.loop import Source, Trainer, train
+from equilibra.rl.loop import Trainer, train
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
 from equilibra.rl.recording import ModelShape, save_rollout
-from equilibra.rl.rollout import EngineSource, RecordedSource, share_of_rank
+from equilibra.rl.rollout import EngineSource, RecordedSource, Source, share_of_rank
 from equilibra.rl.tasks import TimedTask
 from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
@@ -54,12 +54,12 @@ RAMP = 20
 
 def run_worker(
     config: TrainConfig, folder: Path, *, resume: bool, observer: Observer, stop: Callable[[], bool],
-    say: Callable[[str], None] = print, cut: Callable[[int], None] = lambda _step: None,
+    cut: Callable[[int], None] = lambda _step: None,
 ) -> None:  # fmt: skip
     """Train in a run folder that all ranks share.
 
-    resume: continue from the folder's last checkpoint. stop: whether this rank was told to stop. say: prints a line.
-    cut: drops the metrics of this step and later ones. observer, say and cut matter on world rank 0 only.
+    resume: continue from the folder's last checkpoint. stop: whether this rank was told to stop. cut: drops the metrics
+    of this step and later ones. observer and cut matter on world rank 0 only.
     """
     transformers_logging.set_verbosity_error()  # type: ignore[no-untyped-call]
     device = device_of(config)
@@ -70,14 +70,12 @@ def run_worker(
         policy, critic, reference = _learners(parts, model, folder, observer, resume=resume)
         learners = [learner for learner in (policy, critic, reference) if learner is not None]
         source = source_of(parts, model, folder)
-        windowed = parts.algorithm.windowed and isinstance(source, EngineSource)
         state = State(folder, policy, critic, keep=config.run.keep, timeout_s=config.run.checkpoint_timeout_s)
         first = 0
         if resume:
             observer.stage("checkpoint", step=0)
-            first, carried = state.load(windowed=windowed, say=say)
-            if isinstance(source, EngineSource) and windowed:
-                source.resume(carried)
+            first, carried = state.load(windowed=source.carried is not None, say=observer.note)
+            source.resume(carried)
         else:
             state.forget_halves()  # of an attempt that ended before its first checkpoint was complete
         for learner in learners:
@@ -89,17 +87,14 @@ def run_worker(
             """Collective: whether any rank was told to stop."""
             return bool(np.concatenate(group.gather(np.array([stop()]), what="asking whether to stop")).any())
 
-        def save(step: int) -> None:
-            state.save(step, source.carried if isinstance(source, EngineSource) and windowed else None)
-
         trainer = Trainer(
             steps=config.run.steps, evaluate_every=config.run.evaluate_every,
             checkpoint_every=config.run.checkpoint_every, mini_batches=config.algorithm.mini_batches,
             epochs=config.algorithm.epochs, max_answer_tokens=config.rollout.max_answer_tokens,
             places=config.rollout.prompts * config.rollout.answers if parts.algorithm.windowed else 0,
-            source=source, check=_check(parts, source, say), algorithm=parts.algorithm, policy=policy,
-            critic=None if critic is None else Critic(critic),
-            reference=reference, save=save, keep_record=last.keep, observer=observer, stop=stopping,
+            source=source, check=_check(parts, source, observer), algorithm=parts.algorithm, policy=policy,
+            critic=None if critic is None else Critic(critic), reference=reference,
+            save=lambda step: state.save(step, source.carried), keep_record=last.keep, observer=observer, stop=stopping,
         )  # fmt: skip
         done = train(trainer, first)
         observer.stage("report", step=done)
@@ -289,7 +284,7 @@ def source_of(parts: Parts, model: ShardedModel, folder: Path) -> Source:
     )  # fmt: skip
 
 
-def _check(parts: Parts, source: Source, say: Callable[[str], None]) -> MismatchCheck | None:
+def _check(parts: Parts, source: Source, observer: Observer) -> MismatchCheck | None:
     """Checks the engine's weights; None for a recording, which may be of any weights."""
     if not isinstance(source, EngineSource):
         return None
@@ -298,4 +293,4 @@ def _check(parts: Parts, source: Source, say: Callable[[str], None]) -> Mismatch
     limit = rollout.mismatch_limit or mismatch_limit(
         roundoffs, num_layers=parts.folder.config.num_hidden_layers, temperature=rollout.temperature
     )
-    return MismatchCheck(limit=limit, stop=rollout.mismatch == "stop", say=say)
+    return MismatchCheck(limit=limit, stop=rollout.mismatch == "stop", say=observer.note)

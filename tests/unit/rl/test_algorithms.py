@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms import ALGORITHMS, Target, algorithm_named
+from equilibra.rl.engine import Sample
 from equilibra.rl.loss import Average, Ratio, policy_loss, token_weights, value_loss
-from equilibra.rl.sample import Sample
 
 NAMES = ["grpo", "gspo", "ppo", "tppo"]
 

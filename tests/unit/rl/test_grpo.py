@@ -7,8 +7,8 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms import Grpo, group_advantages
+from equilibra.rl.engine import Sample
 from equilibra.rl.loss import Average, Ratio
-from equilibra.rl.sample import Sample
 
 
 def answer(reward, *, group=0, length=2):

@@ -7,8 +7,8 @@ import torch
 from equilibra.core.errors import MismatchError
 from equilibra.core.placement import Cluster
 from equilibra.execute.group import join_expert_group
+from equilibra.rl.engine import Sample
 from equilibra.rl.mismatch import Mismatch, MismatchCheck, measure_mismatch, mismatch_limit, unit_roundoff
-from equilibra.rl.sample import Sample
 
 ALONE = join_expert_group(Cluster(num_nodes=1, ranks_per_node=1))
 

@@ -7,7 +7,7 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms import Ppo, token_rewards, whitened
-from equilibra.rl.sample import Sample
+from equilibra.rl.engine import Sample
 
 
 def answer(reward, length):

@@ -14,6 +14,7 @@ import pytest
 from equilibra.cli.main import main
 from equilibra.core.errors import InputError
 from equilibra.rl import recording
+from equilibra.rl.engine import Sample
 from equilibra.rl.recording import (
     ModelShape,
     convert_rollout,
@@ -25,7 +26,6 @@ from equilibra.rl.recording import (
     to_trace,
     write_samples,
 )
-from equilibra.rl.sample import Sample
 from equilibra.trace.open import load_trace
 
 LAYERS, TOP_K, EXPERTS, VOCABULARY = 2, 2, 16, 50

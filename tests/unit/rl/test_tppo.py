@@ -7,7 +7,7 @@ import pytest
 
 from equilibra.core.errors import InputError
 from equilibra.rl.algorithms import Tppo
-from equilibra.rl.sample import Sample
+from equilibra.rl.engine import Sample
 
 
 def answer(*windows, finished, reward=0.0, number=0):

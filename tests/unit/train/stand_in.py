@@ -29,12 +29,12 @@ def checkpoint(folder: Path, step: int) -> None:
         (folder / "checkpoints" / "policy" / f"step-{step:08d}").mkdir(parents=True, exist_ok=True)
 
 
-def trains(config, folder, *, resume, observer, stop, say, cut):
+def trains(config, folder, *, resume, observer, stop, cut):
     """Learns a little in every step; ends after the step in which it is told to."""
     first = 0
     if resume:
         first = max(int(path.name[5:]) for path in (folder / "checkpoints" / "policy").glob("step-*"))
-        say(f"going on from step {first}")
+        observer.note(f"going on from step {first}")
     cut(first)
     (folder / f"environment-{rank()}.json").write_text(json.dumps(dict(os.environ)))
     for step in range(first, config.run.steps):
