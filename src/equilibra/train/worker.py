@@ -112,14 +112,27 @@ def run_worker(
 def _learners(
     parts: Parts, model: ShardedModel, folder: Path, observer: Observer, *, resume: bool
 ) -> tuple[Learner, Learner | None, Learner | None]:
-    """Collective: the policy, and the value model and the reference if the algorithm needs them."""
-    optimizer = parts.config.optimizer
+    """Collective: the policy; a value model that starts from its weights, if the algorithm needs values; and the policy
+    at the start of RL, if the loss has a divergence from it.
+    """
+    optimizer, start = parts.config.optimizer, folder / "start"
+    fresh = not resume and not parts.folder.has_weights
+    compares = parts.algorithm.loss.divergence is not Divergence.NONE
     value = build_model_of(parts, value=True) if parts.algorithm.needs_values else None
-    if not resume and not parts.folder.has_weights:
-        _prepare(parts, model, value, folder, observer)
-    policy = build_learner(parts, model, lr=optimizer.lr)
-    critic = None if value is None else build_learner(parts, value, lr=optimizer.value_lr, value=True)
-    return policy, critic, _reference(parts, model, folder, resume=resume)
+    if fresh:
+        _prepare(parts, model, observer)
+    if (compares and not resume) or (value is not None and fresh):
+        model.save(start, parts.text.files(), overwrite=True)
+    if value is not None and fresh:
+        value.load(start, head=False)
+    policy, critic, reference = build_learner(parts, model, lr=optimizer.lr), None, None
+    if value is not None:
+        critic = build_learner(parts, value, lr=optimizer.value_lr, value=True)
+    if compares:
+        initial = build_model_of(parts)
+        initial.load(start)
+        reference = build_learner(parts, initial, lr=None)
+    return policy, critic, reference
 
 
 def device_of(config: TrainConfig) -> torch.device:
@@ -136,8 +149,6 @@ def device_of(config: TrainConfig) -> torch.device:
     try:
         torch.cuda.set_device(device)
         torch.zeros(1, device=device)
-    except torch.OutOfMemoryError:
-        raise
     except RuntimeError as error:
         if "busy or unavailable" not in str(error):
             raise
@@ -173,8 +184,8 @@ def joined_group(config: TrainConfig, device: torch.device) -> Iterator[ExpertGr
             dist.destroy_process_group()
 
 
-def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, folder: Path, observer: Observer) -> None:
-    """Collective: warm up a fresh model, or load it from the cache; a value model starts from the same weights."""
+def _prepare(parts: Parts, model: ShardedModel, observer: Observer) -> None:
+    """Collective: warm up a fresh model, or load it from the cache."""
     setting = parts.config.warm_up
     cached = Path(setting.cache) / _warm_up_key(parts) if setting.cache else None
     if cached is not None and (cached / "config.json").is_file():
@@ -183,39 +194,30 @@ def _prepare(parts: Parts, model: ShardedModel, value: ShardedModel | None, fold
         _warm_up(parts, model, observer)
         if cached is not None:
             model.save(cached, parts.text.files(), overwrite=True)
-    if value is not None or parts.algorithm.loss.divergence is not Divergence.NONE:
-        model.save(folder / "start", parts.text.files(), overwrite=True)
-    if value is not None:
-        value.load(folder / "start", head=False)
 
 
 def _warm_up(parts: Parts, model: ShardedModel, observer: Observer) -> None:
     """Collective: supervised steps on right answers, so that a fresh model answers at all.
 
-    Tokens are routed live to their home experts without an auxiliary loss: the skew that grows is the model's own.
-    Apart from rounding, the weights do not depend on the number of ranks.
+    Tokens are routed live and without an auxiliary loss, so the load grows as skewed as the model makes it. Apart from
+    rounding, the weights do not depend on the number of ranks.
     """
     setting = parts.config.warm_up
     masters = float32_masters(model)
     learning = masters_or_parameters(model, masters)
     optimizer = torch.optim.AdamW(learning, lr=setting.lr, betas=(0.9, 0.99), weight_decay=0.0)
-    balancer = Balancer(
-        model.runtime, BalancerSetting(tokens_per_rank=1, planner="static"), optimizer=optimizer, masters=masters
-    )
-    try:
+    static = BalancerSetting(tokens_per_rank=1, planner="static")
+    with Balancer(model.runtime, static, optimizer=optimizer, masters=masters) as balancer:
         for step in range(setting.steps):
             observer.stage("warm-up", step=0, done=step, total=setting.steps)
             for options in optimizer.param_groups:
                 options["lr"] = setting.lr * min(1.0, (step + 1) / RAMP)
-            own = _own_problems(parts, FIRST_PROBLEM + step * setting.batch)
-            loss = _supervised_loss(parts, model, own)
+            loss = _supervised_loss(parts, model, _own_problems(parts, FIRST_PROBLEM + step * setting.batch))
             loss.backward()  # type: ignore[no-untyped-call]
             balancer.finish_gradients(model)
             clip_gradients(model, model.runtime, 1.0)
             optimizer.step()
             optimizer.zero_grad()
-    finally:
-        balancer.close()
 
 
 def _own_problems(parts: Parts, first: int) -> list[tuple[Tensor, int]]:
@@ -229,7 +231,7 @@ def _own_problems(parts: Parts, first: int) -> list[tuple[Tensor, int]]:
 def _supervised_loss(parts: Parts, model: ShardedModel, sequences: Sequence[tuple[Tensor, int]]) -> Tensor:
     """Collective: this rank's share of the mean over all answer tokens."""
     inputs = padded(sequences, parts.text.pad, parts.device)
-    count = total_over(model.runtime.group)(torch.tensor([len(inputs.targets)]).double().numpy())
+    count = total_over(model.runtime.group)(np.array([len(inputs.targets)], np.float64))
     hidden = model.hidden(inputs.tokens_BT, inputs.mask_BT).flatten(0, 1)[inputs.predicting]
     logs = model.head(hidden).log_softmax(dim=-1)
     right, any_token = logs.gather(1, inputs.targets[:, None]).sum(), logs.mean(dim=-1).sum()
@@ -242,18 +244,6 @@ def _warm_up_key(parts: Parts) -> str:
     about = [asdict(config.task), asdict(config.warm_up), config.run.seed, config.run.dtype, parts.text.digest()]
     text = json.dumps([*about, parts.folder.config.to_dict()], sort_keys=True, default=str)
     return sha256(text.encode()).hexdigest()[:16]
-
-
-def _reference(parts: Parts, model: ShardedModel, folder: Path, *, resume: bool) -> Learner | None:
-    """Collective: the policy at the start of RL, if the loss has a divergence from it."""
-    if parts.algorithm.loss.divergence is Divergence.NONE:
-        return None
-    start = folder / "start"
-    if not resume and parts.folder.has_weights:
-        model.save(start, parts.text.files(), overwrite=True)
-    frozen = build_model_of(parts)
-    frozen.load(start)
-    return build_learner(parts, frozen, lr=None)
 
 
 def source_of(parts: Parts, model: ShardedModel, folder: Path) -> Source:
