@@ -22,8 +22,8 @@ from equilibra.execute.steps.step import measured_record
 from equilibra.rl.algorithms import Algorithm
 from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Batch, routing_of, total_over
+from equilibra.rl.loop import MiniBatches, policy_columns, policy_loss_of
 from equilibra.rl.rollout import Rollout
-from equilibra.rl.updates import MiniBatches, policy_columns, policy_loss_of
 
 __all__ = ["Answers", "Bench", "Prepared", "Trained"]
 

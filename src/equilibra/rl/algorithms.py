@@ -57,12 +57,6 @@ class Target:
     returns: NDArray[np.float64] | None = None
     """[A] targets of the value model; None without one"""
 
-    def __post_init__(self) -> None:
-        if self.returns is not None and self.returns.shape != self.advantages.shape:
-            raise InputError(
-                f"{self.advantages.shape} advantages need as many returns, one per token, not {self.returns.shape}"
-            )
-
 
 @dataclass(frozen=True, kw_only=True)
 class Algorithm:

@@ -5,7 +5,7 @@ Symbols: P prompt and A answer tokens of a sample, N answer tokens of a micro-ba
     batch = learner.begin(samples, mini_batches)         # plan, move homes, prepare copies
     old = batch.logprobs()                               # log-prob stage, for own samples
     batch.give(columns)                                  # loss inputs, sent to the ranks that run the samples
-    for mini_batch in range(batch.num_mini_batches):
+    for mini_batch in range(number_of_mini_batches):
         batch.update(mini_batch, loss)                   # update stage: forward, backward, optimizer
 
 A sample stays on the rank that generated it; the plan says which rank runs it, and only its numbers travel.
@@ -212,10 +212,6 @@ class Batch:
     """[P + A, 2] token ids and answer flags of every sequence that runs here"""
     columns: dict[int, Tensor] = field(default_factory=dict)
     """[A, C] loss inputs of every sequence that runs here, and [0, C] under NOTHING"""
-
-    @property
-    def num_mini_batches(self) -> int:
-        return self.step.num_mini_batches
 
     def _inputs(self, micro_batch: MicroBatch) -> Padded:
         sequences = [self.tokens[s] for s in micro_batch.sequences.tolist()]

@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from equilibra.core.checks import check_choice, check_number, check_whole
+from equilibra.core.checks import check_choice, check_number
 from equilibra.core.errors import InputError
 
 Total = Callable[[NDArray[np.float64]], NDArray[np.float64]]
@@ -127,7 +127,6 @@ def token_weights(
 
     Sequences without a trained token are not counted.
     """
-    check_whole("the length that divides token sums", max_length, low=1)
     lengths = [int(np.count_nonzero(mask)) for mask in masks]
     own = np.array([sum(lengths), sum(length > 0 for length in lengths)], np.float64)
     num_tokens, num_sequences = (float(count) for count in total(own))
@@ -189,7 +188,6 @@ def value_loss(values_T: Tensor, old_values_T: Tensor, returns_T: Tensor, weight
 
     With a clip above 0, moving further than that from the old value does not lower the loss.
     """
-    check_number("the value clip", clip)
     _check_shapes(values=values_T, old_values=old_values_T, returns=returns_T, weights=weights_T)
     clean = _Cleaner(weights_T, values_T)
     values, old, returns = clean(values_T), clean(old_values_T).detach(), clean(returns_T).detach()

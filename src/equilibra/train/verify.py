@@ -26,9 +26,9 @@ from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.algorithms import Target
 from equilibra.rl.engine import Sample
 from equilibra.rl.learner import Batch, Learner, total_over
+from equilibra.rl.loop import MiniBatches, policy_columns, policy_loss_of
 from equilibra.rl.mismatch import mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Clock, Observer
-from equilibra.rl.updates import MiniBatches, policy_columns, policy_loss_of
 from equilibra.train.build import Parts, balancer_setting, build_model_of, build_parts
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import device_of, joined_group, source_of

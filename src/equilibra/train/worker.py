@@ -31,14 +31,13 @@ from equilibra.execute.steps.gradients import check_replicated, clip_gradients
 from equilibra.execute.steps.masters import float32_masters, masters_or_parameters
 from equilibra.integrations.hf import ShardedModel
 from equilibra.rl.learner import Learner, total_over
-from equilibra.rl.loop import Trainer, train
+from equilibra.rl.loop import Critic, Trainer, train
 from equilibra.rl.loss import Divergence
 from equilibra.rl.mismatch import MismatchCheck, mismatch_limit, unit_roundoff
 from equilibra.rl.observe import Observer
 from equilibra.rl.recording import ModelShape, save_rollout
 from equilibra.rl.rollout import EngineSource, RecordedSource, Source, share_of_rank
 from equilibra.rl.tasks import TimedTask
-from equilibra.rl.updates import Critic
 from equilibra.rl.vocabulary import padded
 from equilibra.rollout.pool import PoolOfRanks
 from equilibra.train.build import Parts, build_learner, build_model_of, build_parts, build_rollout

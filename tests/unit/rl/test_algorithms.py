@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from equilibra.core.errors import InputError
-from equilibra.rl.algorithms import ALGORITHMS, Target, algorithm_named
+from equilibra.rl.algorithms import ALGORITHMS, algorithm_named
 from equilibra.rl.engine import Sample
 from equilibra.rl.loss import Average, Ratio, policy_loss, token_weights, value_loss
 
@@ -63,11 +63,6 @@ def test_unknown_options_are_errors():
         algorithm_named("ppo", loss={"clip": 0.9})
     with pytest.raises(InputError, match="clip_low must be a number more than 0 to 1, not 7"):
         algorithm_named("ppo", loss={"clip_low": 7})
-
-
-def test_targets_check_themselves():
-    with pytest.raises(InputError, match="as many returns, one per token, not"):
-        Target(advantages=np.zeros(3), returns=np.zeros(2))
 
 
 @pytest.mark.parametrize("name", NAMES)
