@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 
 from equilibra.cost import decode
-from equilibra.plan.deployment.pipeline import timeline
 from equilibra.plan.deployment.question import MEMORY_SHARE, Question, Side
+from equilibra.plan.deployment.times import timeline
 
 
 def powers(side: Side, parts: int) -> list[int]:

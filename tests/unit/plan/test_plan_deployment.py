@@ -16,9 +16,8 @@ from equilibra.cost.lengths import Context, lognormal_context
 from equilibra.cost.presets import prices_named
 from equilibra.plan.deployment import search
 from equilibra.plan.deployment.answer import answer
-from equilibra.plan.deployment.pipeline import Server, conditions, iteration_us, timeline
 from equilibra.plan.deployment.question import Question, Side
-from equilibra.plan.deployment.times import colocated_times
+from equilibra.plan.deployment.times import Server, colocated_times, conditions, iteration_us, timeline
 
 TIMES = st.floats(0.1, 100)
 

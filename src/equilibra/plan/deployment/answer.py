@@ -1,8 +1,8 @@
 """The answer to a question about a deployment: the best disaggregated one beside the best colocated one.
 
-Where disaggregation loses it says by how much, and whether a faster network would change that: with links of 2, 4, 8 or
-16 times the bandwidth, or without any transfer time, both deployments searched again under the same links. The field
-calls it the dead zone (arXiv 2602.09721): ordinary networks, experts so small that each token's rows cost more to send
+Where disaggregation loses, the answer says by how much, and whether a faster network would change that: both kinds are
+searched again with links of 2, 4, 8 and 16 times the bandwidth, and without any transfer time. The field calls such
+cases the dead zone (arXiv 2602.09721): ordinary networks, experts so small that each token's rows cost more to send
 than to compute, or memory that one side holds twice.
 """
 
@@ -13,11 +13,9 @@ from time import perf_counter
 from typing import Any
 
 from equilibra.core.errors import InputError
-from equilibra.plan.deployment.pipeline import Conditions, conditions, iteration_us, timeline
 from equilibra.plan.deployment.question import OBJECTIVES, Plan, Question, Side
 from equilibra.plan.deployment.search import best_colocated, best_disaggregated, grown
-
-__all__ = ["Answer", "answer"]
+from equilibra.plan.deployment.times import Conditions, conditions, iteration_us, timeline
 
 LEVEL = 0.02
 """difference below which two deployments count as level"""
@@ -34,18 +32,18 @@ class Answer:
     question: Question
     disaggregated: Plan
     colocated: tuple[Plan, ...]
-    """the best one on each hardware that can, best first"""
+    """the best one on each hardware that can serve, best first"""
     not_colocated: tuple[str, ...]
-    """why there is none on a hardware"""
+    """for each hardware that cannot, why"""
     links: float | None
     """in a dead zone, the least multiple of the network's bandwidth at which disaggregation wins; inf: only without
     transfer times; None: not asked, or never"""
     search_s: float
-    """the search for the disaggregated deployment"""
+    """seconds that the search for the disaggregated deployment took"""
 
     @property
     def ratio(self) -> dict[str, float]:
-        """Disaggregated over best colocated, by objective; without those whose costs are unknown."""
+        """Disaggregated over best colocated, by objective; objectives whose costs are unknown are left out."""
         found = {}
         for objective in OBJECTIVES:
             other = max((plan.value(objective) for plan in self.colocated), default=0.0)
@@ -63,7 +61,7 @@ class Answer:
 
     @property
     def sentence(self) -> str:
-        """The verdict for people."""
+        """The verdict in a sentence."""
         ratio, per = self.ratio.get(self.question.objective), "GPU" if self.question.objective == "gpu" else "cost"
         if ratio is None:
             return "Only disaggregated: no colocated deployment serves this within latency, memory and ranks."
@@ -131,7 +129,7 @@ class Answer:
 
 
 def answer(question: Question) -> Answer:
-    """Search both; InputError if no disaggregated deployment serves."""
+    """Search both kinds; InputError if no disaggregated deployment serves."""
     start = perf_counter()
     plan = best_disaggregated(question)
     took = perf_counter() - start
@@ -142,7 +140,7 @@ def answer(question: Question) -> Answer:
 
 
 def _colocated(question: Question) -> tuple[tuple[Plan, ...], tuple[str, ...]]:
-    """On either hardware, best first."""
+    """The best plan on each hardware, best first, and why others have none."""
     plans, reasons = [], []
     for side in [question.attention] if question.one_hardware else [question.attention, question.experts]:
         try:
@@ -184,7 +182,7 @@ def _pipeline(question: Question, plan: Plan) -> dict[str, Any]:
 
 
 def _of_answers(question: Question, plan: Plan) -> dict[str, float]:
-    """What the rate means for whole answers, where their lengths are known."""
+    """The rate in whole answers, where their lengths are known."""
     context = question.context
     if not context.mean_answer:
         return {}

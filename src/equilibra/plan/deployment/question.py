@@ -1,4 +1,4 @@
-"""What is asked of a deployment, and what a plan says."""
+"""The question that a search of deployments answers, and the plan it finds."""
 
 from __future__ import annotations
 
@@ -12,10 +12,8 @@ from equilibra.cost.decode import DecodeLaw, check_decodes, decode_law
 from equilibra.cost.lengths import Context
 from equilibra.cost.prices import Prices
 
-__all__ = ["MEMORY_SHARE", "OBJECTIVES", "Plan", "Question", "Side"]
-
 MEMORY_SHARE = 0.9
-"""of device memory, for weights and caches; the rest is for activations and the runtime"""
+"""share of device memory for weights and caches; the rest is for activations and the runtime"""
 OBJECTIVES = ("gpu", "cost")
 
 
@@ -30,7 +28,7 @@ class Side:
 
     @classmethod
     def of(cls, prices: Prices, *, of_h200: DecodeLaw | None = None, cost_per_hour: float | None = None) -> Side:
-        """A side with these prices; its law by the ratios of its rates to the H200's."""
+        """A side with these prices; its law follows from the ratios of its rates to the H200's."""
         cost = prices.cost_per_hour if cost_per_hour is None else cost_per_hour
         check_number("cost per hour", cost)
         return cls(prices=prices, law=decode_law(prices, of_h200), cost_per_hour=cost)
@@ -42,7 +40,7 @@ class Side:
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Which deployment decodes most tokens within the latency?"""
+    """Which deployment decodes the most tokens within the latency?"""
 
     model: MoEModel
     attention: Side
@@ -81,12 +79,12 @@ class Question:
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A deployment and what it is predicted to do. Times are of one micro-batch and layer, in microseconds."""
+    """A deployment and its predicted times; T_a, T_e and T_c are of one micro-batch and layer."""
 
     kind: str
     """disaggregated or colocated"""
     hardware: tuple[str, str]
-    """of attention and of experts"""
+    """that of attention and that of experts"""
     attention_nodes: int
     attention_tensor: int
     """tensor-parallel ranks of an attention node"""
@@ -110,7 +108,7 @@ class Plan:
 
     @property
     def sequences(self) -> int:
-        """Decoded at once."""
+        """Sequences decoded at once."""
         return self.batch * self.micro_batches * self.attention_nodes
 
     @property

@@ -19,20 +19,19 @@ from equilibra.cost.decode import CACHE_BYTES, Numbers, cached_tokens
 from equilibra.plan.deployment.question import MEMORY_SHARE, Plan, Question, Side
 from equilibra.plan.deployment.times import Layout, Times, colocated_times, times
 
-__all__ = ["EVERY_NODE", "best_colocated", "best_disaggregated", "colocated_layouts", "grown", "layouts"]
-
 EVERY_NODE = 64
 """attention nodes up to which every number is tried"""
 CHUNK = 8192
-"""layouts that are searched at once: their arrays stay in a core's cache"""
+"""layouts searched at once: their arrays stay in a core's cache"""
 MOST_SEQUENCES = 2**22
-"""of one micro-batch on one attention node"""
+"""largest batch that is tried"""
 
 Law = Callable[[Question, Layout, Numbers], Times]
+LAWS: dict[str, Law] = {"disaggregated": times, "colocated": colocated_times}
 
 
 def layouts(question: Question) -> Layout:
-    """Every disaggregated deployment of at most so many ranks."""
+    """Every disaggregated deployment of at most `max_ranks` ranks."""
     model, most = question.model, question.max_ranks
     grid = np.meshgrid(
         _thinned(most), _tensor_sizes(question.attention, model.num_heads), _divisors(model.num_experts),
@@ -45,7 +44,7 @@ def layouts(question: Question) -> Layout:
 
 
 def colocated_layouts(question: Question) -> Layout:
-    """Every colocated group of at most so many ranks; more groups give the same per rank."""
+    """Every colocated group of at most `max_ranks` ranks; several groups give the same throughput per rank."""
     model, side = question.model, question.attention
     grid = np.meshgrid(
         _tensor_sizes(side, model.num_heads), _divisors(model.num_experts), _tensor_sizes(side, model.expert_ffn),
@@ -70,8 +69,7 @@ def _thinned(most: int) -> NDArray[np.int64]:
 
 def _tensor_sizes(side: Side, parts: int) -> NDArray[np.int64]:
     """Powers of 2 within a node that divide the heads or the experts' inner width."""
-    sizes = [2**i for i in range(11) if 2**i <= side.prices.ranks_per_node and parts % 2**i == 0]
-    return np.array(sizes)
+    return np.array([2**i for i in range(11) if 2**i <= side.prices.ranks_per_node and parts % 2**i == 0])
 
 
 def _divisors(number: int) -> NDArray[np.int64]:
@@ -79,27 +77,28 @@ def _divisors(number: int) -> NDArray[np.int64]:
 
 
 def best_disaggregated(question: Question) -> Plan:
-    """The disaggregated deployment of most throughput per rank or cost; InputError says why there is none."""
-    return _best(question, layouts(question), times, "disaggregated")
+    """The disaggregated deployment of highest throughput per rank or cost; InputError says why there is none."""
+    return _best(question, layouts(question), "disaggregated")
 
 
 def best_colocated(question: Question) -> Plan:
-    """The colocated deployment on the attention hardware."""
-    return _best(question, colocated_layouts(question), colocated_times, "colocated")
+    """The best colocated deployment on the attention hardware; InputError says why there is none."""
+    return _best(question, colocated_layouts(question), "colocated")
 
 
-def _best(question: Question, layout: Layout, law: Law, kind: str) -> Plan:
+def _best(question: Question, layout: Layout, kind: str) -> Plan:
+    law = LAWS[kind]
     if not np.size(layout.micro_batches):
         raise BudgetError(f"a {kind} deployment has a rank for each side: allow 2 or more, not {question.max_ranks}")
     batch = _largest_batch(question, layout, law)
     some = batch > 0
     if not some.any():
-        _refuse(question, layout, law, kind)
+        _refuse(question, layout, kind)
     layout, batch = layout.chosen(some), batch[some]
     tokens = batch * layout.micro_batches * layout.attention_nodes / np.asarray(law(question, layout, batch).latency)
     value = tokens / (_cost(question, layout, kind) if question.objective == "cost" else _ranks(layout, kind))
     good = value >= value.max() * (1 - 1e-9)
-    best = int(np.flatnonzero(good)[np.argmin(_ranks(layout, kind)[good])])  # of equal ones, the smallest
+    best = int(np.flatnonzero(good)[np.argmin(_ranks(layout, kind)[good])])  # the smallest of equal ones
     return _plan_of(question, layout.chosen(best), int(batch[best]), kind)
 
 
@@ -149,10 +148,10 @@ def _most_sequences(question: Question) -> int:
     return int(min(side.room_bytes * side.prices.ranks_per_node / each + 2, MOST_SEQUENCES))
 
 
-def _refuse(question: Question, layout: Layout, law: Law, kind: str) -> None:
-    """InputError: memory, or the latency that one sequence per node and micro-batch would reach."""
+def _refuse(question: Question, layout: Layout, kind: str) -> None:
+    """InputError: the memory that is missing, or the latency that a batch of one reaches."""
     model, context = question.model, question.context
-    least = law(question, layout, np.ones(np.shape(layout.micro_batches)))
+    least = LAWS[kind](question, layout, np.ones(np.shape(layout.micro_batches)))
     if not least.fits.any():
         experts = model.num_layers * model.num_experts * model.expert_bytes
         cache = cached_tokens(model, context.longest, 1.0) * model.cache_values * CACHE_BYTES * model.num_layers
@@ -170,11 +169,9 @@ def _refuse(question: Question, layout: Layout, law: Law, kind: str) -> None:
 
 
 def _plan_of(question: Question, layout: Layout, batch: int, kind: str) -> Plan:
-    """One deployment with its figures."""
-    law = colocated_times if kind == "colocated" else times
-    found = law(question, layout, float(batch))
+    found = LAWS[kind](question, layout, float(batch))
     second = question.attention if kind == "colocated" else question.experts
-    bytes_of = (float(found.attention_bytes), float(found.expert_bytes))
+    attention_bytes, expert_bytes = found.memory_bytes
     return Plan(
         kind=kind, hardware=(question.attention.prices.name, second.prices.name),
         attention_nodes=int(layout.attention_nodes), attention_tensor=int(layout.attention_tensor),
@@ -182,16 +179,14 @@ def _plan_of(question: Question, layout: Layout, batch: int, kind: str) -> Plan:
         micro_batches=int(layout.micro_batches), batch=batch, ranks=int(_ranks(layout, kind)),
         cost_per_hour=float(np.ravel(_cost(question, layout, kind))[0]), t_a_us=float(found.t_a),
         t_e_us=float(found.t_e), t_c_us=float(found.t_c), outer_us=float(found.outer),
-        latency_us=float(found.latency),
-        memory_bytes=(sum(bytes_of), sum(bytes_of)) if kind == "colocated" else bytes_of,
+        latency_us=float(found.latency), memory_bytes=(float(attention_bytes), float(expert_bytes)),
     )  # fmt: skip
 
 
 def grown(question: Question, plan: Plan) -> str:
-    """What stops this plan's batch from growing: latency, memory, or both."""
+    """What keeps this plan's batch from growing: latency, memory, or both."""
     names = ("attention_nodes", "attention_tensor", "expert_nodes", "expert_tensor", "micro_batches")
     layout = Layout(**{name: np.float64(getattr(plan, name)) for name in names})
-    law = colocated_times if plan.kind == "colocated" else times
-    found = law(question, layout, plan.batch + 1.0)
+    found = LAWS[plan.kind](question, layout, plan.batch + 1.0)
     late, full = bool(found.latency > question.latency_us), not found.fits.all()
     return "latency and memory" if late and full else "latency" if late else "memory" if full else "nothing"
