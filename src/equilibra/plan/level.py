@@ -1,25 +1,28 @@
-"""Level: split the tokens of experts with standing copies over nodes, for given copies.
+"""Level and split: tokens of experts with given copies over nodes, and over source ranks. All in whole numbers.
 
-Symbols: M micro-batches, N nodes, E experts, C copies; x the load of each node, share the tokens each copy takes.
+Symbols: M micro-batches, N nodes, E experts, C copies, R source ranks, Q instances of one expert with their quotas;
+x the load of each node, share the tokens that each copy takes.
 
-The min-max split of a micro-batch is also the one of least squares (proof in docs/planner.md). It is found by pouring
-one expert at a time over its nodes, lowest level first, until hardly anything moves. All in whole numbers.
+Level. The min-max split of a micro-batch over nodes is also the one of least squares (proof in docs/planner.md). It is
+found by pouring one expert at a time over its nodes, lowest level first, until hardly anything moves.
+
+Split. Quotas say how many tokens of an expert each instance serves, `split_expert` says whose: a source serves its own
+rank's instance first, then its node's, then the others, in the order of ranks. No split with these quotas keeps more
+tokens on their rank or on their node (proof in docs/planner.md).
 """
 
 from __future__ import annotations
 
 import numpy as np
 
-from equilibra.core.kernel import kernel
-
-__all__ = ["level_from_home", "level_micro_batches", "level_nodes", "level_on"]
+from equilibra.core.kernel import inlined, kernel
 
 _SWEEPS = 40
 
 
 @kernel
 def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies):  # type: ignore[no-untyped-def]
-    """Level one micro-batch from where it is: shares of the copies in share [C], node loads in x [N].
+    """Level one micro-batch from its present split: shares of the copies in share [C], node loads in x [N].
 
     amount [E] tokens of each expert; copies of one expert must be adjacent.
     """
@@ -80,7 +83,7 @@ def level_nodes(x, share, amount, copy_expert, copy_node, home_node, num_copies)
 
 @kernel
 def level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, num_copies, x_NM, share_CM):  # type: ignore[no-untyped-def]
-    """Level every micro-batch from all at home; returns sum_m max_n."""
+    """Level every micro-batch from all tokens at home; returns sum_m max_n."""
     for m in range(x_NM.shape[1]):
         for n in range(x_NM.shape[0]):
             x_NM[n, m] = base_NM[n, m]
@@ -91,7 +94,7 @@ def level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, num_cop
 
 @kernel
 def level_on(load_EM, home_node, copy_expert, copy_node, num_copies, x_NM, share_CM):  # type: ignore[no-untyped-def]
-    """Level every micro-batch from where it is; returns sum_m max_n."""
+    """Level every micro-batch from its present split; returns sum_m max_n."""
     num_nodes, num_micro_batches = x_NM.shape
     x = np.empty(num_nodes, np.int64)
     share = np.zeros(max(num_copies, 1), np.int64)
@@ -133,3 +136,56 @@ def level_micro_batches(load_EM, home_node, num_nodes, copy_expert, copy_node, n
             base_NM[home_node[copy_expert[c]], m] -= share_CM[c, m]
     level_on(load_EM, home_node, copy_expert, copy_node, copy_expert.size, base_NM, share_CM)
     return share_CM
+
+
+# --- over sources ---
+
+
+@inlined
+def _pour(left, quota, q, start, end, to, out):  # type: ignore[no-untyped-def]
+    """Fill quota q from the sources start..end - 1; returns the source at which the next instance goes on."""
+    need = quota[q]
+    r = start
+    while need > 0 and r < end:
+        here = min(left[r], need)
+        left[r] -= here
+        if to >= 0:
+            out[to, r] += here
+        need -= here
+        r += 1
+    quota[q] = need
+    return max(r - 1, start)
+
+
+@inlined
+def split_expert(left, rank, node, quota, home, group, row, out):  # type: ignore[no-untyped-def]
+    """Write tokens of every source into out[row[q]] for the copies q = 0..home - 1; instance `home` is the home.
+
+    left [R]: tokens of the expert by source; left and quota [Q] are used up. The home serves what no copy takes. Rows
+    of `out` that are written must be zero before.
+    """
+    needed = np.int64(0)
+    for q in range(home + 1):
+        r = rank[q]
+        here = min(left[r], quota[q])
+        left[r] -= here
+        quota[q] -= here
+        if q < home:
+            out[row[q], r] = here
+            needed += quota[q]
+    at_node = np.int64(-1)
+    start = np.int64(0)
+    for q in range(home + 1):
+        if needed == 0:
+            break  # the home serves the rest, wherever that is
+        if node[q] != at_node:
+            at_node = node[q]
+            start = at_node * group
+        before = quota[q]
+        start = _pour(left, quota, q, start, (at_node + 1) * group, row[q] if q < home else -1, out)
+        if q < home:
+            needed -= before - quota[q]
+    if needed > 0:
+        start = np.int64(0)
+        for q in range(home):
+            start = _pour(left, quota, q, start, left.size, row[q], out)

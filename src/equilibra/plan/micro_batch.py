@@ -3,8 +3,8 @@
 Symbols: R ranks, E experts, N nodes, G ranks per node, C standing copies of the layer, I = E + C instances.
 
 `scratch_for` packs a layer's constants and scratch memory into one array, because every array argument costs a compiled
-call 0.1 us. `balance_micro_batches` plans all micro-batches of a layer, `balance` one, for other runtimes. One node and
-several have separate kernels, so one node never waits for the other's compilation; scarce slots are handled in Python.
+call 0.1 us. `balance_micro_batches` plans all micro-batches of a layer, `balance` plans one, for other runtimes. One
+node and several have separate kernels, so neither waits for the other's compilation; Python handles scarce slots.
 """
 
 from __future__ import annotations
@@ -22,14 +22,10 @@ from equilibra.core.placement import Cluster, contiguous
 from equilibra.cost.prices import MOST_ROWS
 from equilibra.plan import replicate
 from equilibra.plan.across import serve_across
-from equilibra.plan.level import level_nodes
+from equilibra.plan.level import level_nodes, split_expert
 from equilibra.plan.replicate import BASE, ITEM, RANK, SCARCE, TOKENS, level_node, level_scarce_node
-from equilibra.plan.split import split_expert
 
-__all__ = [
-    "EXPERT", "NO_EXCHANGE", "ORIGIN", "QUOTA", "TARGET", "TRIES", "Balanced", "CopyCosts", "balance",
-    "balance_micro_batches", "scratch_for",
-]  # fmt: skip
+__all__ = ["Balanced", "balance"]
 
 TRIES = 6
 """orders of exporters tried when planning ahead; each takes a few microseconds for 64 ranks"""
@@ -157,7 +153,7 @@ def _begin_nodes(tokens_ER, b, num_nodes, group, tolerance, hold, num_standing, 
 
 @kernel
 def _hold_standing(b, node, group, hold, num_standing):  # type: ignore[no-untyped-def]
-    """What standing copies with rows cost the ranks of a node."""
+    """Row BASE: what standing copies with rows cost the ranks of a node."""
     for r in range(group):
         b[BASE, r] = 0
     for c in range(num_standing):
@@ -279,7 +275,7 @@ def balance_on_nodes(  # type: ignore[no-untyped-def]
     tokens_MLER, layer, m, n, b, num_nodes, group, slots, tolerance, hold, serve, min_tokens, tries, row_slack,
     first_of, copies, standing_MCR, out,
 ):  # fmt: skip
-    """The same on several nodes, with standing copies."""
+    """`balance_on_node` for several nodes, with standing copies."""
     num_standing = standing_MCR.shape[1]
     while m < tokens_MLER.shape[0]:
         tokens_ER = tokens_MLER[m, layer]
@@ -314,14 +310,14 @@ class FlashCopies(NamedTuple):
 
 
 class CopyCosts(NamedTuple):
-    """What decides whether a flash copy is made."""
+    """The costs that decide whether a flash copy is made, all in rows but the tolerance."""
 
     tolerance: float
     """imbalance accepted for fewer copies"""
     hold: int = 0
-    """cost of a copy to the rank that holds it, in rows"""
+    """cost of a copy to the rank that holds it"""
     serve: int = 0
-    """its cost to the rank it comes from, in rows"""
+    """its cost to the rank it comes from"""
     min_tokens: int = 0
     """rows by which it must relieve the rank it comes from"""
     tries: int = QUICK_TRIES
@@ -332,7 +328,7 @@ def balance_micro_batches(
     tokens_MLER: NDArray[np.int32], layer: int, b: NDArray[np.int64], cluster: Cluster, slots: int, costs: CopyCosts,
     row_slack: float, standing_MCR: NDArray[np.int32],
 ) -> FlashCopies:  # fmt: skip
-    """Flash copies of every micro-batch of a layer; tokens that standing copies serve into standing_MCR, zero before.
+    """Flash copies of every micro-batch of a layer; standing_MCR, zero before, gets the tokens standing copies serve.
 
     b: from `scratch_for`. row_slack: see `across`; below 0, no copies are made for traffic.
     """
@@ -361,7 +357,7 @@ def _balance_scarce(
     tokens_ER: NDArray[np.int32], n: int, b: NDArray[np.int64], cluster: Cluster, slots: int, costs: CopyCosts,
     row_slack: float, copies: NDArray[np.int64], standing_CR: NDArray[np.int32], out: NDArray[np.int32],
 ) -> int:  # fmt: skip
-    """One micro-batch where the slots of a node do not suffice; returns the end of all copies."""
+    """Balance one micro-batch where the slots of a node do not suffice; returns the end of all copies."""
     group, num_nodes, num_standing = cluster.ranks_per_node, cluster.num_nodes, len(standing_CR)
     tolerance, hold, serve, min_tokens, tries = costs
     if num_nodes == 1:
@@ -426,9 +422,9 @@ def balance(
 ) -> Balanced:
     """Balance one layer of one micro-batch: tokens [experts, source ranks] in, copies and split out.
 
-    Homes are contiguous unless given. As few copies are made as bring every rank within the tolerance of the mean rank
-    of the fullest node. hold_rows, serve_rows: cost of a copy to the rank that holds it and the one it comes from, in
-    rows.
+    Homes are contiguous unless given. The fewest copies are made that bring every rank within the tolerance of the mean
+    rank of the fullest node. hold_rows, serve_rows: cost of a copy, in rows, to the rank that holds it and to the one
+    it comes from.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
     check_whole("spare_slots", spare_slots, low=0, high=None)

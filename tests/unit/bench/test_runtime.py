@@ -27,7 +27,7 @@ from equilibra.core.load import StepLoad, imbalance
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
 from equilibra.plan.baselines import Balanced, Eplb
-from equilibra.plan.baselines.assemble import no_flash_copies, step_plan
+from equilibra.plan.baselines.assemble import step_plan
 from equilibra.plan.planner import StepProblem
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
@@ -163,10 +163,7 @@ def test_eplb_from_even_homes_gives_every_rank_the_same_rows(skew, spare_slots):
 @pytest.mark.parametrize("homes", [[0, 0, 0, 0, 0, 0, 1, 1], [1, 1, 1, 0, 1, 1, 1, 1]])
 def test_instances_that_allow_no_even_homes_get_homes_without_rows(homes):
     made = case(experts=8)
-    plan = step_plan(
-        problem(made.load), "by hand", no_flash_copies(problem(made.load)),
-        home_of_expert=np.tile(np.array(homes, np.int32), (2, 1)),
-    )  # fmt: skip
+    plan = step_plan(problem(made.load), "by hand", home_of_expert=np.tile(np.array(homes, np.int32), (2, 1)))
     same = on_even_homes(made, plan)
     assert same.plan.placement.is_even()
     same.plan.check(same.load)

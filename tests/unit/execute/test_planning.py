@@ -15,7 +15,7 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
 from equilibra.execute.steps.counts import StepCounts, check_routing
 from equilibra.execute.steps.planning import own_schedule, plan_of_counts, warm
-from equilibra.plan.baselines.longest_first import Static
+from equilibra.plan.baselines.fixed import Static
 
 RANKS, GROUPS, EXPERTS, LAYERS = 2, 2, 8, 2
 GROUP = ExpertGroup(cluster=Cluster(ranks_per_node=RANKS), num_groups=GROUPS, channels={})

@@ -13,8 +13,7 @@ from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.rates import Rates
 from equilibra.plan.baselines import Balanced, Eplb, LeastLoaded, LongestFirst, Lplb, Static, UltraEP, eplb_replicas
-from equilibra.plan.baselines.longest_first import pack_evenly
-from equilibra.plan.baselines.lplb import level_edges, origin_of_slot
+from equilibra.plan.baselines.fixed import level_edges, origin_of_slot, pack_evenly
 from equilibra.plan.planner import Planner, StepProblem
 
 NODE = Cluster(num_nodes=1, ranks_per_node=8)

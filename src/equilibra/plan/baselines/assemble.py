@@ -13,13 +13,11 @@ from numpy.typing import NDArray
 from equilibra.core.kernel import kernel
 from equilibra.core.placement import Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
+from equilibra.plan.level import split_expert
 from equilibra.plan.planner import StepProblem
-from equilibra.plan.split import split_expert
-
-__all__ = ["EXPERT", "QUOTA", "RANK", "flash_copies", "no_flash_copies", "split_copies", "step_plan"]
 
 EXPERT, RANK, QUOTA = 0, 1, 2
-"""rows of the array of copies a solver fills"""
+"""rows of the array of copies that a solver fills"""
 
 Solver = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]], int]
 """(copies [3, ...], load [E], home [E]) -> number of copies written"""
@@ -28,32 +26,27 @@ Solver = Callable[[NDArray[np.int64], NDArray[np.int64], NDArray[np.int32]], int
 def step_plan(
     problem: StepProblem,
     planner: str,
-    stage: StagePlan,
+    stage: StagePlan | None = None,
     *,
     home_of_expert: NDArray[np.int32] | None = None,
     standing: StandingCopies | None = None,
 ) -> StepPlan:
-    """A plan with the same copies in both stages; homes stay unless given."""
-    homes = problem.home_now
+    """A plan with the same copies in both stages (none: only homes serve tokens); homes stay unless given."""
+    homes, load = problem.home_now, problem.load
     if home_of_expert is not None:
         homes = Placement(home_of_expert=home_of_expert, cluster=problem.cluster)
+    if stage is None:
+        none = np.zeros((0, load.num_micro_batches, load.num_ranks), np.int32)
+        stage = StagePlan.without_flash(none, load.num_layers)
     return StepPlan(
         planner=planner,
         placement=homes,
         previous=problem.home_now,
-        standing=StandingCopies.none() if standing is None else standing,
+        standing=standing or StandingCopies.none(),
         stages=dict.fromkeys(Stage, stage),
-        bound_LM=problem.load.lower_bound(),
+        bound_LM=load.lower_bound(),
         schedule=problem.schedule,
     )
-
-
-def no_flash_copies(problem: StepProblem, standing_tokens_CMR: NDArray[np.int32] | None = None) -> StagePlan:
-    """A stage in which only homes and standing copies serve tokens."""
-    load = problem.load
-    if standing_tokens_CMR is None:
-        standing_tokens_CMR = np.zeros((0, load.num_micro_batches, load.num_ranks), np.int32)
-    return StagePlan.without_flash(standing_tokens_CMR, load.num_layers)
 
 
 def flash_copies(problem: StepProblem, solve: Solver) -> StagePlan:

@@ -26,19 +26,17 @@ from equilibra.core.plan import StepPlan
 from equilibra.plan.baselines.assemble import EXPERT, QUOTA, RANK, flash_copies, step_plan
 from equilibra.plan.planner import StepProblem, Timing
 
-__all__ = ["Balanced", "LeastLoaded", "UltraEP"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class UltraEP:
-    """Online exact balancing by flash copies with quotas."""
+    """Online balancing of exact loads, by flash copies with quotas."""
 
     timing: ClassVar[Timing] = Timing.ONLINE
     online_us: ClassVar[float] = 70.0
 
     name: str = "ultraep"
     min_tokens_per_copy: int = 0
-    """fewest tokens of a copy"""
+    """smallest quota of a copy"""
 
     def __post_init__(self) -> None:
         check_whole("min_tokens_per_copy", self.min_tokens_per_copy, low=0)
@@ -108,7 +106,7 @@ def _export(load, at_home, by_home, first, low, high, threshold, slots, floor, c
 
 @dataclass(frozen=True, kw_only=True)
 class LeastLoaded:
-    """Online exact balancing without a slot limit."""
+    """Online balancing of exact loads without a slot limit."""
 
     respects_slots: ClassVar[bool] = False
     respects_nodes: ClassVar[bool] = False
