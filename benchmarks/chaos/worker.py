@@ -20,7 +20,7 @@ from typing import Any
 from equilibra.cost.rates import Rates
 from equilibra.execute.copies import segment
 from equilibra.execute.steps import balancer
-from equilibra.plan.setting import PlannerSetting
+from equilibra.plan.planner import PlannerSetting
 from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import run_worker

@@ -20,7 +20,7 @@ from equilibra.core.checks import check_choice, check_flag, check_number, check_
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Cluster, Migration, Placement
 from equilibra.core.visit import CopyList, Visit, VisitKey
-from equilibra.plan.setting import PlannerSetting
+from equilibra.plan.planner import PlannerSetting
 
 RANKS_PER_NODE = 8
 MODES = ("replay", "live", "history")

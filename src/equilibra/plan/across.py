@@ -23,18 +23,14 @@ import numpy as np
 
 from equilibra.core.kernel import inlined, kernel
 
-__all__ = ["fill_levels", "serve_across"]
-
-# Rows of the instances by rank: where the homes of each begin, these homes, its first copy and its last; the next copy.
+# Rows of the lists of instances by rank: where its homes begin, these homes, its first and last copy; the next copy.
 _FIRST, _HOMES, _COPY, _LAST, _NEXT = 0, 1, 2, 3, 4
 
 
 @kernel
 def fill_levels(level, cap, count, total, out):  # type: ignore[no-untyped-def]
     """Whole numbers out[:count] from 0 to cap with sum `total` that keep the highest level + out lowest."""
-    low = level[0]
-    high = level[0]
-    room = np.int64(0)
+    low, high, room = level[0], level[0], np.int64(0)
     for i in range(count):
         low = min(low, level[i])
         high = max(high, level[i] + cap[i])
@@ -201,7 +197,7 @@ def _instance_on(e, r, home, expert, on):  # type: ignore[no-untyped-def]
 
 @kernel
 def _best(source, target, local, can_copy, home, at_home, expert, quota, remote, remote_home, on):  # type: ignore[no-untyped-def]
-    """(expert, from, to, rows) that `source` can hand to `target` most of; to: -2 where a copy must be made."""
+    """(expert, from, to, rows): the most rows that `source` can hand to `target`; to: -2 where a copy must be made."""
     best_e, best_from, best_to, most = np.int64(-1), np.int64(-2), np.int64(-2), np.int64(0)
     for i in range(on[_FIRST, source], on[_FIRST, source + 1]):
         e = on[_HOMES, i]
@@ -323,7 +319,7 @@ def _exchange(  # type: ignore[no-untyped-def]
 
 @kernel
 def _prices(e, giver, taker, hold, serve, home, group, num_standing, expert, rank, rows_of_rank, most_rows):  # type: ignore[no-untyped-def]
-    """What a new copy costs the rank that gives rows and the one that takes it, and whether its origin can bear it."""
+    """What a new copy costs the rank that gives rows and the one that holds it, and whether its origin can bear it."""
     origin = _origin(e, taker, home, group, num_standing, expert, rank)
     if origin == giver:
         return serve, hold, True
@@ -345,7 +341,7 @@ def _new_copy(e, r, home, group, num_standing, count, expert, rank, quota, origi
 
 @kernel
 def _without_empty(num_standing, count, expert, rank, quota, origin, remote):  # type: ignore[no-untyped-def]
-    """Leave out flash copies that handed all their rows over; returns the number of all copies."""
+    """Leave out flash copies that handed over all their rows; returns the number of all copies."""
     kept = num_standing
     for c in range(num_standing, count):
         if quota[c] > 0:

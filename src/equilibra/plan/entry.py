@@ -1,4 +1,4 @@
-"""`plan_step`: plan a step in one call, for scripts and other runtimes."""
+"""Plan a step in one call, for scripts and other runtimes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def step_problem(
 ) -> StepProblem:
     """The problem of one step. A recording or sequence loads need `tokens_per_rank`, the budget of a micro-batch.
 
-    Without a model, copies and moves are free. hardware: a preset, a file, or prices; auto does not look at the device
-    here and means an H200 on which copies cost no more than their rows.
+    Without a model, copies and moves are free. hardware: a preset, a file, or prices. auto does not look at the device
+    here: it means an H200 on which copies cost no more than their rows.
     """
     model = model_named(model) if isinstance(model, str) else model
     rates = Rates.free()

@@ -25,12 +25,10 @@ from equilibra.plan.micro_batch import CopyCosts, balance_micro_batches, scratch
 from equilibra.plan.reorder import quantized, reorder_bins
 from equilibra.plan.stand import choose_standing_copies
 
-__all__ = ["Choice", "LayerProblem", "Search", "choose", "fill", "real_cost_us", "stay"]
-
 BUSIEST_OVER_MEAN = 8
-"""slowdown of moved homes over links that are evenly loaded and otherwise idle"""
+"""slowdown of moving homes over links that are evenly loaded and otherwise idle"""
 PAYBACK_FACTOR = 4
-"""traffic a standing copy must save, in multiples of its own transfer"""
+"""traffic that a standing copy must save, in multiples of its own transfer"""
 GOOD_ENOUGH = 1.0005
 """slowest node over mean node at which the search for standing copies stops"""
 
@@ -86,11 +84,11 @@ class Choice:
     standing_node: NDArray[np.int64]
     """[C]"""
     rows_us: float
-    """compute of the slowest nodes (ranks, if nothing levels them) over all micro-batches and both stages"""
+    """compute of the slowest node (rank, if nothing levels them), summed over micro-batches and both stages"""
     traffic_us: float
-    """pairs that cross nodes, slowest nodes over all micro-batches"""
+    """pairs that the slowest node receives from others, summed over micro-batches"""
     moving_us: float
-    """standing copies and moved homes, once a step"""
+    """transfers of standing copies and moved homes, once a step"""
 
     @property
     def cost_us(self) -> float:
@@ -110,14 +108,14 @@ def choose(problem: LayerProblem) -> Choice:
 
 
 def stay(problem: LayerProblem) -> Choice:
-    """The choice to change nothing, which every other must beat."""
+    """No change: what every other choice must beat."""
     return _stand(problem, problem.home, PlanLimits(standing_slots=0, spare_slots=0))
 
 
 def fill(
     problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], costs: CopyCosts, row_slack: float
 ) -> StagePlan:
-    """Balance every micro-batch; standing_rank [C] is the rank of each standing copy. row_slack: see `across`."""
+    """Flash copies and splits of every micro-batch. standing_rank [C] of standing copies; row_slack: see `across`."""
     load, cluster, slots = problem.load, problem.cluster, problem.limits.spare_slots
     scratch = scratch_for(cluster, choice.home_of_expert, slots, choice.standing_expert, standing_rank)
     standing_MCR = np.zeros((load.num_micro_batches, choice.standing_expert.size, cluster.num_ranks), np.int32)
@@ -135,10 +133,10 @@ def fill(
 def real_cost_us(
     problem: LayerProblem, choice: Choice, standing_rank: NDArray[np.integer], copies: dict[Stage, StagePlan]
 ) -> float:
-    """Cost of a choice by its actual rank loads instead of node loads.
+    """Cost of a choice by the loads of ranks instead of nodes.
 
-    In each stage it counts the slowest rank with the copies it holds and serves, and the exposed part of the busiest
-    link's flash copies: a small share, or all that exceeds the time of the layer.
+    Each stage costs the time of the slowest rank, with the copies it holds and serves, and the exposed part of the
+    busiest link's flash copies: a small share, or all that exceeds the time of the layer.
     """
     rates = problem.rates
     standing = StandingCopies(
@@ -172,7 +170,9 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], limits: PlanLimits) -
     expert, node = np.zeros((2, num_bins * slots + 1), np.int64)
     mean = -(-load_EM.sum(axis=0) // num_bins)
     held_us = load_EM.shape[1] * sum(rates.hold_us.values()) / cluster.num_ranks  # once levelled over all ranks
-    n, slowest = 0, _slowest_bins(load_EM, bins, num_bins)
+    load_BM = np.zeros((num_bins, load_EM.shape[1]), np.int64)
+    np.add.at(load_BM, bins, load_EM)
+    n, slowest = 0, int(load_BM.max(axis=0).sum())
     if slots and num_bins > 1:
         n, slowest = choose_standing_copies(
             load_EM, bins, num_bins, slots, int((copy_us + held_us) * group / rates.step_row_us),
@@ -194,20 +194,13 @@ def _stand(problem: LayerProblem, home: NDArray[np.int32], limits: PlanLimits) -
     return choice if problem.near_NEM is None else replace(choice, traffic_us=_traffic_us(problem, choice))
 
 
-def _slowest_bins(load_EM: NDArray[np.int64], bins: NDArray[np.int64], num_bins: int) -> int:
-    """sum_m max_b of the loads of nodes, or of ranks, without copies."""
-    load_BM = np.zeros((num_bins, load_EM.shape[1]), np.int64)
-    np.add.at(load_BM, bins, load_EM)
-    return int(load_BM.max(axis=0).sum())
-
-
 def _add_for_traffic(
     problem: LayerProblem, home_node: NDArray[np.int64], slots: int, n: int,
     expert: NDArray[np.int64], node: NDArray[np.int64],
 ) -> int:  # fmt: skip
-    """Fill free standing slots with the experts that the node's tokens use most; returns the number of copies.
+    """Fill free standing slots with the experts that the node's tokens use most; returns the number of all copies.
 
-    Such a copy pays if the tokens it keeps from crossing cost several times its own transfer.
+    Such a copy pays if the tokens that it keeps on their node would cost several times its own transfer.
     """
     assert problem.near_NEM is not None
     rates, group = problem.rates, problem.cluster.ranks_per_node
@@ -230,7 +223,7 @@ def _add_for_traffic(
 
 
 def _traffic_us(problem: LayerProblem, choice: Choice) -> float:
-    """Cost of pairs that enter each node: those it serves less those from its own ranks."""
+    """Cost of the pairs that enter a node: those it serves less those from its own ranks."""
     assert problem.near_NEM is not None
     load_EM, group = problem.load_EM, problem.cluster.ranks_per_node
     home_node = choice.home_of_expert.astype(np.int64) // group

@@ -1,33 +1,40 @@
-"""The planner protocol, the problem planners solve, and planners by name (`registry` adds those we ship)."""
+"""The planner protocol, the problem planners solve, planners by name, and the setting with which a run plans.
+
+`registry` adds the planners we ship.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import cached_property
+from hashlib import sha256
 from importlib import import_module
-from typing import Protocol
+from typing import Protocol, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.checks import PlanLimits
+from equilibra.core.checks import PlanLimits, check_text
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad, check_mini_batches, step_load
+from equilibra.core.model import MoEModel
 from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import StepPlan
-from equilibra.cost.rates import Rates
+from equilibra.cost.presets import AUTO, prices_of
+from equilibra.cost.prices import Prices
+from equilibra.cost.rates import Rates, rates_for
 
 __all__ = [
-    "Planner", "StepProblem", "Timing", "online_us_of", "planner_named", "planner_names", "register",
+    "Planner", "PlannerSetting", "StepProblem", "Timing", "online_us_of", "planner_named", "planner_names", "register",
     "respects_nodes", "respects_slots", "timing_of",
 ]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StepProblem(PlanLimits):
-    """One step to plan. Values only, no clocks, devices or process groups, so every rank makes the same plan."""
+    """One step to plan: values only, no clocks, devices or process groups, so every rank makes the same plan."""
 
     cluster: Cluster
     given_load: StepLoad | None = None
@@ -41,7 +48,7 @@ class StepProblem(PlanLimits):
     tokens_per_rank: int | None = None
     """token budget of a (micro-batch, rank), for planners that pack"""
     least_micro_batches: int = 1
-    """fewest micro-batches a planner that packs may make, in each mini-batch; empty ones are left out"""
+    """fewest micro-batches per mini-batch, for planners that pack; empty ones are left out"""
     previous: Placement | None = None
     """homes before the step; None: contiguous"""
     history_LE: NDArray[np.int64] | None = None
@@ -99,26 +106,25 @@ class StepProblem(PlanLimits):
     def home_now(self) -> Placement:
         if self.previous is not None:
             return self.previous
-        load = self.load
-        return contiguous(self.cluster, num_layers=load.num_layers, num_experts=load.num_experts)
+        return contiguous(self.cluster, num_layers=self.load.num_layers, num_experts=self.load.num_experts)
 
 
 class Timing(StrEnum):
-    """When a planner decides, and so what the step waits for."""
+    """When a planner decides, and therefore what the step waits for."""
 
     AHEAD = "ahead"
-    """before the step, from replayed routing: split sizes are known, copies are prefetched"""
+    """before the step, by replayed routing: split sizes are known, copies are prefetched"""
     FIXED = "fixed"
-    """before the step, from history or totals: every layer still exchanges counts"""
+    """before the step, by history or totals: every layer still exchanges counts"""
     ONLINE = "online"
-    """in every layer after its router: the step waits for planning and copies"""
+    """in every layer, after its router: the step waits for planning and copies"""
 
 
 class Planner(Protocol):
     """One method: a problem in, a plan out.
 
-    A planner that ignores a limit sets the class attribute `respects_slots = False` or `respects_nodes = False`,
-    read by the functions of these names. The contract suite (tests/contracts) holds all others to the limits.
+    A planner that ignores a limit sets the class attribute `respects_slots = False` or `respects_nodes = False`, which
+    the functions of these names read. The contract suite (tests/contracts) holds all others to the limits.
     """
 
     @property
@@ -151,7 +157,7 @@ def timing_of(planner: Planner) -> Timing:
 
 
 def online_us_of(planner: Planner) -> float:
-    """Microseconds an online planner takes in every layer: its class attribute `online_us`."""
+    """Microseconds that an online planner takes in every layer: its class attribute `online_us`."""
     return float(getattr(planner, "online_us", 0.0))
 
 
@@ -179,6 +185,44 @@ def planner_named(name: str) -> Planner:
 
 
 def _all_planners() -> dict[str, Callable[[], Planner]]:
-    """All planners; those we ship are imported here because they import this file and their kernels load slowly."""
+    """All planners. Those we ship are imported late: they import this file, and their kernels load slowly."""
     import_module("equilibra.plan.registry")
     return _PLANNERS
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlannerSetting(PlanLimits):
+    """How a run plans its steps: planner, limits and prices, the same on every rank."""
+
+    planner: str | Planner = "equilibra"
+    """planner or its name; "static" turns balancing off: contiguous homes, no copies"""
+    hardware: str | Prices = AUTO
+    """prices: a preset; a file written by `equilibra doctor` or `calibrate`; or auto, the GPU's preset (for an unknown
+    device an H200's, with copies that cost no more than their rows)"""
+    rates: Rates | None = None
+    """costs of rows, copies and moves, instead of those derived from the hardware"""
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if isinstance(self.planner, str):
+            planner_named(self.planner)
+        elif not hasattr(self.planner, "plan"):
+            raise InputError(f"planner must be a name or a Planner, not {self.planner!r}")
+        if not isinstance(self.hardware, Prices):
+            check_text(f"{self.section}hardware", self.hardware)
+
+    @property
+    def chosen_planner(self) -> Planner:
+        return planner_named(self.planner) if isinstance(self.planner, str) else self.planner
+
+    def on(self, device_name: str | None) -> Self:
+        """The setting with auto resolved for a device as the driver names it (None: no GPU)."""
+        return self if self.rates else replace(self, hardware=prices_of(self.hardware, device_name))
+
+    def prices_hash(self) -> str:
+        """A hash of the prices, for ranks to compare."""
+        return sha256(repr(self.rates or prices_of(self.hardware)).encode()).hexdigest()
+
+    def rates_of(self, model: MoEModel, *, num_nodes: int) -> Rates:
+        """The planner's rates for a model."""
+        return self.rates or rates_for(model, prices_of(self.hardware), num_nodes=num_nodes)

@@ -2,11 +2,11 @@
 
 Symbols: M micro-batches, L layers, E experts, R ranks, F flash copies, C standing copies, P = L * M problems.
 
-While a layer computes, weights of neighbour visits' flash copies move, and gradients leave and are added at their
-homes. Both cost ranks time that planning one visit cannot know. So copies stay, quotas are levelled again with these
-costs counted as rows, and copies left without tokens are dropped. (Choosing copies again was no better.)
+While a layer computes, the flash copies of neighbour visits move, and gradients leave and are added at their homes.
+Both cost ranks time that is unknown while a single visit is planned. So copies stay, quotas are levelled again with
+these costs counted as rows, and copies left without tokens are dropped. (Choosing copies again was no better.)
 
-Kernels compute rows in tiles; an instance's last tile costs as much as a full one in two thirds of the work. So shares
+Kernels compute rows in tiles; in two thirds of the work an instance's last tile costs as much as a full one. So shares
 that fill tiles are sought around the level. Visits are ordered by micro-batch, then layer, and wrap around.
 """
 
@@ -25,8 +25,6 @@ from equilibra.cost.prices import MOST_ROWS
 from equilibra.cost.rates import Rates
 from equilibra.plan.level import level_nodes
 
-__all__ = ["base_rows", "relevel", "thirds"]
-
 THIRDS = 3
 """costs are counted in thirds of rows where tiles matter"""
 _SWEEPS = 16
@@ -35,7 +33,7 @@ _SWEEPS = 16
 def relevel(
     part: StagePlan, load: StepLoad, placement: Placement, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> StagePlan:
-    """The stage with new quotas, if rates price transfers during other layers and traffic did not choose the quotas."""
+    """The stage with new quotas, if rates price transfers beside other layers and quotas do not even out traffic."""
     counts_traffic = rates.cross_row_us > 0 and placement.cluster.num_nodes > 1
     priced = rates.move_beside_us[stage] + rates.add_beside_us[stage] > 0
     if not priced or counts_traffic or part.num_copies == 0:
@@ -64,7 +62,7 @@ def _without_idle_copies(part: StagePlan) -> StagePlan:
 def base_rows(
     part: StagePlan, load: StepLoad, standing: StandingCopies, rates: Rates, stage: Stage
 ) -> NDArray[np.int64]:
-    """[P, R] what copies cost every rank besides their rows, those of the neighbour visits too; in rows."""
+    """[P, R] what copies of a visit and of its neighbours cost every rank besides their rows, as rows."""
     flash_PR, served_PR = part.on_links()
     held_PR = flash_PR + part.standing_in_use(standing)
     visit = np.arange(len(flash_PR)).reshape(load.num_micro_batches, load.num_layers).T.ravel()
@@ -83,7 +81,7 @@ def base_rows(
 
 @inlined
 def _with_tokens(layer, m, begin, end, st_layer, standing_CMR):  # type: ignore[no-untyped-def]
-    """Copies of a layer and micro-batch: standing ones by their number, flash copies after all of those."""
+    """Copies of a layer and micro-batch: standing ones by their number, then flash copies from `st_layer.size` on."""
     copies = np.empty(st_layer.size + end - begin, np.int64)
     n = 0
     for c in range(st_layer.size):
@@ -100,7 +98,7 @@ def _with_tokens(layer, m, begin, end, st_layer, standing_CMR):  # type: ignore[
 def _level(  # type: ignore[no-untyped-def]
     tokens_MLER, home_LE, first, expert, rank, st_layer, st_expert, st_rank, base_PR, tile, tokens_FR, standing_CMR
 ):
-    """Level every problem, and split by sources what changes hands; whether a copy is left without tokens."""
+    """Level every problem, and split by source what changes hands; returns whether a copy is left without tokens."""
     num_micro_batches, _, num_experts, num_ranks = tokens_MLER.shape
     at_home_ER = np.empty((num_experts, num_ranks), np.int32)
     needless = False
@@ -114,7 +112,7 @@ def _level(  # type: ignore[no-untyped-def]
         for k in range(n):
             c, f = copies[k], copies[k] - st_layer.size
             of[k] = st_expert[c] if f < 0 else expert[f]
-        order = np.argsort(of, kind="mergesort")  # those of one expert must stand next to each other
+        order = np.argsort(of, kind="mergesort")  # copies of one expert must be adjacent
         copies, of = copies[order], of[order]
         rows = base_PR[p].copy()
         at_home_ER[:] = tokens_MLER[m, layer]
@@ -131,7 +129,7 @@ def _level(  # type: ignore[no-untyped-def]
             rows[home_LE[layer, e]] += at_home_ER[e].sum()
         level_nodes(rows, share, load, of, on, home_LE[layer].astype(np.int64), n)
         if share.min() == 0:
-            needless = True  # levelled once more, without it
+            needless = True  # the caller levels once more, without it
         elif tile > 1:
             _fill_tiles(tile, base_PR[p], share, load, of, on, home_LE[layer], n)
         for giving in (True, False):  # what copies give back must be there before others take it
@@ -146,17 +144,17 @@ def _level(  # type: ignore[no-untyped-def]
 
 @inlined
 def thirds(rows, tile):  # type: ignore[no-untyped-def]
-    """What an instance's rows take: its last tile is computed whole in two thirds of the work."""
+    """The cost of an instance's rows: its last tile is computed whole in two thirds of the work."""
     return THIRDS * rows + (THIRDS - 1) * (-rows % tile)
 
 
 @kernel
 def _fill_tiles(tile, base_R, share, load, of, on, home, n):  # type: ignore[no-untyped-def]
-    """Change shares so that tiles are fuller, as long as that brings down the slower of the two ranks it concerns."""
+    """Change shares so that tiles are fuller, as long as that brings down the slower of the two ranks concerned."""
     left, cost = load.copy(), THIRDS * base_R
     for k in range(n):
         left[of[k]] -= share[k]
-        # A copy's price has what its last tile wastes in the mean; here it is counted as it is.
+        # A copy's price includes the mean waste of a last tile; here the actual waste counts.
         cost[on[k]] += thirds(share[k], tile) - (THIRDS - 1) * tile // 2
     for e in range(load.size):
         cost[home[e]] += thirds(left[e], tile)
@@ -191,7 +189,7 @@ def _fill_tiles(tile, base_R, share, load, of, on, home, n):  # type: ignore[no-
 
 @inlined
 def _move(more, own, left, taken):  # type: ignore[no-untyped-def]
-    """Give a copy on rank `own` more of what is left, by source, or fewer: its own tokens come first and go last."""
+    """Give a copy on rank `own` more of what is left, by source, or take some: own tokens come first and go last."""
     for turn in range(left.size):
         other = turn - 1 if more > 0 else turn  # of all sources but its own
         other += other >= own

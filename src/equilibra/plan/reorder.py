@@ -17,8 +17,6 @@ from numpy.typing import NDArray
 
 from equilibra.core.kernel import inlined, kernel
 
-__all__ = ["quantized", "reorder_bins"]
-
 
 def quantized(time_BEM: NDArray[np.float64]) -> tuple[NDArray[np.int32], float]:
     """Times as whole numbers that sum over experts and micro-batches without overflow, and the time of one unit."""
@@ -31,20 +29,17 @@ def quantized(time_BEM: NDArray[np.float64]) -> tuple[NDArray[np.int32], float]:
 @kernel
 def _swap(members, position, x_BM, time_BEM, p, i, q, j):  # type: ignore[no-untyped-def]
     """Exchange member i of bin p and member j of bin q."""
-    a = members[p, i]
-    b = members[q, j]
+    a, b = members[p, i], members[q, j]
     for m in range(x_BM.shape[1]):
         x_BM[p, m] += time_BEM[p, b, m] - time_BEM[p, a, m]
         x_BM[q, m] += time_BEM[q, a, m] - time_BEM[q, b, m]
-    members[p, i] = b
-    members[q, j] = a
-    position[a] = q
-    position[b] = p
+    members[p, i], members[q, j] = b, a
+    position[a], position[b] = q, p
 
 
 @kernel
 def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves):  # type: ignore[no-untyped-def]
-    """Apply the best swap of each pair of bins until none helps; returns what is left of the budget."""
+    """Apply the best swap of each pair of bins until none helps; returns the budget that is left."""
     num_bins, num_micro_batches = x_BM.shape
     size = members.shape[1]
     without_p = np.empty((size, num_micro_batches), np.int32)
@@ -55,8 +50,7 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
     for e in range(position.size):
         moves += position[e] != home0[e]
     quiet = 0  # pairs in a row without a swap that helps
-    p = np.int64(0)
-    q = np.int64(1)
+    p, q = np.int64(0), np.int64(1)
     while quiet < num_pairs and budget > 0:
         for m in range(num_micro_batches):
             others[m] = 0
@@ -68,15 +62,11 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
         for m in range(num_micro_batches):
             now += max(others[m], x_BM[p, m], x_BM[q, m])
         for i in range(size):
-            a = members[p, i]
-            b = members[q, i]
+            a, b = members[p, i], members[q, i]
             for m in range(num_micro_batches):
                 without_p[i, m] = x_BM[p, m] - time_BEM[p, a, m]
                 without_q[i, m] = x_BM[q, m] - time_BEM[q, b, m]
-        best = np.int64(0)
-        best_i = np.int64(-1)
-        best_j = np.int64(-1)
-        best_away = np.int64(0)
+        best, best_i, best_j, best_away = np.int64(0), np.int64(-1), np.int64(-1), np.int64(0)
         for i in range(size):
             a = members[p, i]
             for j in range(size):
@@ -92,10 +82,7 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
                 if max_moves >= 0 and away > 0 and moves + away > max_moves:
                     continue
                 if gain > best:
-                    best = gain
-                    best_i = np.int64(i)
-                    best_j = np.int64(j)
-                    best_away = away
+                    best, best_i, best_j, best_away = gain, np.int64(i), np.int64(j), away
         budget -= size * size
         if best_i >= 0:
             moves += best_away
@@ -105,11 +92,9 @@ def _descend(members, position, home0, x_BM, time_BEM, price, budget, max_moves)
             quiet += 1
             q += 1
             if q == num_bins:
-                p += 1
-                q = p + 1
+                p, q = p + 1, p + 2
                 if q >= num_bins:
-                    p = np.int64(0)
-                    q = np.int64(1)
+                    p, q = np.int64(0), np.int64(1)
     return budget
 
 

@@ -31,8 +31,6 @@ from equilibra.core.kernel import inlined, kernel
 from equilibra.plan.level import level_nodes
 from equilibra.plan.stand import choose_standing_copies
 
-__all__ = ["BASE", "ITEM", "NUM_ROWS", "RANK", "SCARCE", "TOKENS", "level_node", "level_scarce_node"]
-
 Ints = NDArray[np.int64]
 
 # Rows of the int64 workspace, each at least max(I, G * (S + 1)) + 2 long: one array keeps the calls cheap.
@@ -41,8 +39,8 @@ _ITEM2, _RANK2, _TOKENS2 = 3, 4, 5  # the order being tried
 _LOAD, _TOP = 6, 7  # load of each rank, its largest instance
 _ORDER, _EXCESS0, _EXCESS = 8, 9, 10  # exporters
 _ROOM0, _ROOM = 11, 12  # receivers, in falling order of room
-_USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the exporter at hand
-BASE = 15  # what each rank has to do besides its rows, before any flash copy, in rows
+_USED, _LEFT = 13, 14  # slots taken, what is left of each instance of the present exporter
+BASE = 15  # each rank's work besides its rows, before any flash copy, in rows
 _KEPT_ITEM = 16  # to 18: a result put aside
 NUM_ROWS = 19
 SCARCE = -1  # instead of a number of copies: slots do not suffice for the cap
@@ -50,9 +48,9 @@ _SEARCHED = 32  # ranks up to which a search takes about a millisecond
 _RANK_BITS = 16
 _RANKS = 1 << _RANK_BITS
 _SEED = 0x2545F4914F6CDD1D
-_FINE = 500  # part of the cap to which one that prices raise is found
+_FINE = 500  # a cap that prices raise is found to this fraction of it
 _NEVER = 1 << 40  # copies where no number is enough
-# Numbers of this type: numba compiles a function once more for every literal that it is called with.
+# Typed numbers: numba compiles a function once more for every literal that it is called with.
 _NOTHING, _NO_CHAIN = np.int64(0), np.int64(0)
 
 
@@ -97,9 +95,7 @@ def _take(w, n, k):  # type: ignore[no-untyped-def]
 def _pair(w, n, piece, fine):  # type: ignore[no-untyped-def]
     """Two rooms whose sum holds the piece with the least waste, or at most `fine` (the largest two do hold it)."""
     needed = piece * _RANKS
-    a = 0
-    b = 1
-    high = n - 1
+    a, b, high = 0, 1, n - 1
     while b < high:  # rooms after b are too small even for the largest one
         middle = (b + high + 1) >> 1
         if w[_ROOM, 0] + w[_ROOM, middle] - _RANKS >= needed:
@@ -108,15 +104,12 @@ def _pair(w, n, piece, fine):  # type: ignore[no-untyped-def]
             high = middle - 1
     least = w[_ROOM, 0] + w[_ROOM, b]
     enough = needed + _RANKS * (fine + 1)
-    best_a = 0
-    best_b = b
+    best_a, best_b = 0, b
     while a < b and least > enough:
         total = w[_ROOM, a] + w[_ROOM, b]
         if total - _RANKS >= needed:  # ranks may add up to a whole room: be safe by one token
             if total < least:
-                least = total
-                best_a = a
-                best_b = b
+                least, best_a, best_b = total, a, b
             a += 1
         else:
             b -= 1
@@ -127,18 +120,17 @@ def _pair(w, n, piece, fine):  # type: ignore[no-untyped-def]
 def _cover(  # type: ignore[no-untyped-def]
     load, first, w, num_exporters, num_rooms, slots, hold, serve, min_tokens, most, chain, state
 ):
-    """Serve the exporters in the order at hand; returns (copies, largest fan-out), or -1 copies if it fails.
+    """Serve the exporters in their present order; returns (copies, largest fan-out), or -1 copies if it fails.
 
-    Rooms are what a copy there may take: hold is off already. chain: how often, in percent, an exporter's excess goes
-    through a later exporter instead of to a room.
+    Rooms are what a copy there may take, without hold. chain: how often, in percent, an exporter's excess goes through
+    a later exporter instead of to a room.
     """
     for r in range(first.size - 1):
         w[_USED, r] = 0
         w[_EXCESS, r] = w[_EXCESS0, r]
     for k in range(num_rooms):
         w[_ROOM, k] = w[_ROOM0, k]
-    n = 0
-    widest = 0
+    n, widest = 0, 0
     fine = (w[_ROOM, 0] >> _RANK_BITS) >> 9
     least = min_tokens + serve  # fewer rows would not bring the exporter down by min_tokens
     for k in range(num_exporters):
@@ -232,9 +224,7 @@ def _cover(  # type: ignore[no-untyped-def]
 @kernel
 def _sides(w, num_ranks, cap, hold, serve, min_tokens):  # type: ignore[no-untyped-def]
     """Exporters by falling excess, and rooms; returns how many there are and how few copies may do at this cap."""
-    num_exporters = 0
-    num_rooms = 0
-    demand = np.int64(0)
+    num_exporters, num_rooms, demand = 0, 0, np.int64(0)
     for r in range(num_ranks):
         gap = w[_LOAD, r] - cap
         if gap >= min_tokens:
@@ -265,20 +255,15 @@ def _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most, c
     num_exporters, num_rooms, fewest = _sides(w, first.size - 1, cap, hold, serve, min_tokens)
     if fewest > most:
         return -1
-    best = -1
-    best_fan_out = 0
+    best, best_fan_out = -1, 0
     for attempt in range(tries):
         if attempt > 0:
             for k in range(num_exporters - 1, 0, -1):
                 other = _random_below(state, k + 1)
-                swap = w[_ORDER, k]
-                w[_ORDER, k] = w[_ORDER, other]
-                w[_ORDER, other] = swap
+                w[_ORDER, k], w[_ORDER, other] = w[_ORDER, other], w[_ORDER, k]
         n, widest = _cover(load, first, w, num_exporters, num_rooms, slots, hold, serve, min_tokens, most, chain, state)
         if n >= 0 and (best < 0 or n < best or widest < best_fan_out):
-            best = n
-            most = n
-            best_fan_out = widest
+            best, most, best_fan_out = n, n, widest
             _copy_copies(w, n, _ITEM2, ITEM)
             if n == fewest or chain > 0:
                 break
@@ -287,10 +272,8 @@ def _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most, c
 
 @kernel
 def _risen_cap(w, num_ranks, slots, cap, level, hold, serve, min_tokens):  # type: ignore[no-untyped-def]
-    """The cap that the fewest copies raise whose number may be enough there, by halving; what they cost counts too."""
-    low = np.int64(0)
-    high = np.int64(num_ranks * slots)
-    price = hold + serve
+    """The cap as raised by the prices of the fewest copies that may be enough at it, found by bisection."""
+    low, high, price = np.int64(0), np.int64(num_ranks * slots), hold + serve
     while low < high:
         n = (low + high) >> 1
         risen = max(cap, level + (n * price + num_ranks - 1) // num_ranks)
@@ -304,7 +287,7 @@ def _risen_cap(w, num_ranks, slots, cap, level, hold, serve, min_tokens):  # typ
 
 @inlined
 def _fine(cap, price, num_ranks):  # type: ignore[no-untyped-def]
-    """How close to the smallest cap that works one is looked for where copies cost something."""
+    """How close to the smallest cap that works the search comes where copies cost something."""
     return max(price // num_ranks + 1, cap // _FINE)
 
 
@@ -329,25 +312,18 @@ def _slowest(first, w, n, hold, serve):  # type: ignore[no-untyped-def]
 @kernel
 def _attempt_or_rise(load, first, w, slots, cap, hold, serve, min_tokens, tries, state):  # type: ignore[no-untyped-def]
     """Copies at the cap, or at a small one above it that works, or -1; it rises by one copy's price, two, four, ..."""
-    num_ranks = first.size - 1
+    num_ranks, price = first.size - 1, hold + serve
     most_copies = num_ranks * slots
     found = _attempt(load, first, w, slots, cap, hold, serve, min_tokens, tries, most_copies, _NO_CHAIN, state)
     if found >= 0:
         return found
-    low = cap
-    high = cap
-    price = hold + serve
+    best, low, high, most = -1, cap, cap, cap + ((price + 1) >> 1)
     fine = _fine(cap, price, num_ranks)
-    most = cap + ((price + 1) >> 1)
-    best = -1
     probe = min(cap + price // num_ranks + 1, most)
     while True:
-        found = _attempt(
-            load, first, w, slots, probe, hold, serve, min_tokens, tries, num_ranks * slots, _NO_CHAIN, state
-        )
+        found = _attempt(load, first, w, slots, probe, hold, serve, min_tokens, tries, most_copies, _NO_CHAIN, state)
         if found >= 0:
-            best = found
-            high = probe
+            best, high = found, probe
         else:
             low = probe
         if (best < 0 and probe >= most) or (best >= 0 and high - low <= fine):
@@ -359,8 +335,7 @@ def _attempt_or_rise(load, first, w, slots, cap, hold, serve, min_tokens, tries,
 def _begin(load, first, w):  # type: ignore[no-untyped-def]
     """Load and largest instance of every rank; returns (mean load, highest load)."""
     num_ranks = first.size - 1
-    total = np.int64(0)
-    highest = np.int64(0)
+    total, highest = np.int64(0), np.int64(0)
     for r in range(num_ranks):
         rank_load = w[BASE, r]
         top = first[r]
@@ -377,7 +352,7 @@ def _begin(load, first, w):  # type: ignore[no-untyped-def]
 
 @inlined
 def _new_state():  # type: ignore[no-untyped-def]
-    """Of the random generator: the same for every node, layer and micro-batch."""
+    """The random generator's state: the same for every node, layer and micro-batch."""
     state = np.empty(1, np.uint64)
     state[0] = np.uint64(_SEED)
     return state
@@ -417,7 +392,7 @@ def level_node(load, first, slots, cap, slack, hold, serve, min_tokens, tries, w
     return n
 
 
-# --- where slots do not suffice: Python over the kernels, as it takes a millisecond and would take long to compile ---
+# --- where slots do not suffice: Python over the kernels, since this takes a millisecond and would compile slowly ---
 
 
 def level_scarce_node(

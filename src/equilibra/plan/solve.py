@@ -1,7 +1,7 @@
 """Solve many problems of one layer and micro-batch, and time each.
 
-Symbols: P problems, E experts, R source ranks. Timed is the call a runtime makes, compiled before; each pass goes over
-all problems, so none finds its own data in the nearest cache.
+Symbols: P problems, E experts, R source ranks. What is timed is the compiled call that a runtime makes. Each pass goes
+over all problems, so none finds its own data in the nearest cache.
 """
 
 from __future__ import annotations
@@ -13,34 +13,31 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.checks import check_number, check_whole
 from equilibra.core.load import imbalance
 from equilibra.core.placement import Cluster, contiguous
-from equilibra.plan.micro_batch import NO_EXCHANGE, ORIGIN, QUOTA, TARGET, CopyCosts, balance_micro_batches, scratch_for
-
-__all__ = ["Solved", "over_sources", "solve_problems"]
+from equilibra.plan.micro_batch import NO_EXCHANGE, CopyCosts, balance, balance_micro_batches, scratch_for
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solved:
-    """Results of P problems."""
+    """What P problems' solutions reach and take."""
 
     imbalance_before: NDArray[np.float64]
     """[P] with contiguous homes and no copies"""
     imbalance_after: NDArray[np.float64]
     """[P]"""
     lower_bound: NDArray[np.float64]
-    """[P] imbalance that no flash copies can beat"""
+    """[P] imbalance below which no flash copies can bring it"""
     copies: NDArray[np.int64]
     """[P] flash copies"""
     largest_fan_out: NDArray[np.int64]
-    """[P] most copies sent by one rank"""
+    """[P] most copies that one rank sends"""
     solve_us: NDArray[np.float64]
     """[passes, P]"""
 
 
 def over_sources(load_PE: NDArray[np.integer], num_ranks: int) -> NDArray[np.int32]:
-    """[P, E, R] tokens of every expert split evenly over source ranks, in whole numbers."""
+    """[P, E, R] tokens of every expert, split as evenly over source ranks as whole numbers allow."""
     share, rest = np.divmod(load_PE.astype(np.int64), num_ranks)
     turn = np.arange(load_PE.shape[1])[:, None]  # the odd tokens of different experts go to different ranks
     extra = (np.arange(num_ranks) - turn) % num_ranks < rest[:, :, None]
@@ -56,34 +53,24 @@ def solve_problems(
     passes: int = 3,
 ) -> Solved:
     """Solve and time problems with contiguous homes."""
-    check_whole("spare_slots", spare_slots, low=0, high=None)
-    check_number("tolerance", tolerance, high=1000, below=True)
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
-    spare_slots = min(spare_slots, home.size)  # more experts than there are cannot be copied
-    scratch, costs = scratch_for(cluster, home, spare_slots), CopyCosts(tolerance)
-    standing = np.zeros((1, 0, num_ranks), np.int32)
-
-    def solve(tokens_ER: NDArray[np.int32]) -> NDArray[np.int64]:
-        tokens_MLER = tokens_ER[None, None]
-        return balance_micro_batches(tokens_MLER, 0, scratch, cluster, spare_slots, costs, NO_EXCHANGE, standing).copies
-
     before, after = np.zeros((2, num_problems, num_ranks), np.int64)
     num_copies, fan_out = np.zeros((2, num_problems), np.int64)
     for p, tokens_ER in enumerate(tokens_PER):
-        load = tokens_ER.sum(axis=1, dtype=np.int64)
-        before[p] = load.reshape(num_ranks, -1).sum(axis=1)
-        copies = solve(tokens_ER)
-        after[p] = before[p]
-        np.subtract.at(after[p], copies[ORIGIN], copies[QUOTA])
-        np.add.at(after[p], copies[TARGET], copies[QUOTA])
-        num_copies[p] = copies.shape[1]
-        fan_out[p] = np.bincount(copies[ORIGIN], minlength=1).max()
+        done = balance(tokens_ER, cluster=cluster, spare_slots=spare_slots, tolerance=tolerance)
+        before[p] = tokens_ER.sum(axis=1, dtype=np.int64).reshape(num_ranks, -1).sum(axis=1)
+        after[p] = done.rank_load
+        num_copies[p] = done.expert_of_copy.size
+        fan_out[p] = np.bincount(home[done.expert_of_copy], minlength=1).max()
+    spare_slots = min(spare_slots, home.size)  # as in `balance`
+    scratch, costs = scratch_for(cluster, home, spare_slots), CopyCosts(tolerance)
+    standing = np.zeros((1, 0, num_ranks), np.int32)
     solve_us = np.zeros((passes, num_problems))
     for one_pass in solve_us:
         for p, tokens_ER in enumerate(tokens_PER):
             start = perf_counter_ns()
-            solve(tokens_ER)
+            balance_micro_batches(tokens_ER[None, None], 0, scratch, cluster, spare_slots, costs, NO_EXCHANGE, standing)
             one_pass[p] = (perf_counter_ns() - start) / 1000
     node_load = before.reshape(num_problems, cluster.num_nodes, group).sum(axis=2)
     bound = -(-node_load.max(axis=1) // group) if spare_slots else before.max(axis=1)

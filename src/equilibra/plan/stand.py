@@ -17,8 +17,6 @@ import numpy as np
 from equilibra.core.kernel import kernel
 from equilibra.plan.level import level_from_home, level_on
 
-__all__ = ["choose_standing_copies"]
-
 _LARGEST = 1 << 27
 _WIDE = 10_000  # experts times nodes times micro-batches up to which more candidates are tried
 _ONE = np.int64(1)
@@ -29,7 +27,9 @@ _EXCHANGED = 60_000  # copies squared times micro-batches up to which exchanges 
 def _best_candidates(  # type: ignore[no-untyped-def]
     load_EM, home_node, x_NM, free, copy_expert, copy_node, share_CM, num_copies, best
 ):
-    """Into best [3, width] (gain, expert, node) copies that lower squares of node loads most; returns how many."""
+    """Write into best [3, width] the (gain, expert, node) of the copies that lower squares of node loads most; returns
+    how many there are.
+    """
     width = best.shape[1]
     num_experts, num_micro_batches = load_EM.shape
     num_nodes = x_NM.shape[0]
@@ -86,19 +86,16 @@ def _best_candidates(  # type: ignore[no-untyped-def]
 def _insert(copy_expert, copy_node, num_copies, expert, node):  # type: ignore[no-untyped-def]
     k = num_copies
     while k > 0 and (copy_expert[k - 1] > expert or (copy_expert[k - 1] == expert and copy_node[k - 1] > node)):
-        copy_expert[k] = copy_expert[k - 1]
-        copy_node[k] = copy_node[k - 1]
+        copy_expert[k], copy_node[k] = copy_expert[k - 1], copy_node[k - 1]
         k -= 1
-    copy_expert[k] = expert
-    copy_node[k] = node
+    copy_expert[k], copy_node[k] = expert, node
     return k
 
 
 @kernel
 def _remove(copy_expert, copy_node, num_copies, k):  # type: ignore[no-untyped-def]
     for i in range(k, num_copies - 1):
-        copy_expert[i] = copy_expert[i + 1]
-        copy_node[i] = copy_node[i + 1]
+        copy_expert[i], copy_node[i] = copy_expert[i + 1], copy_node[i + 1]
 
 
 @kernel
@@ -185,8 +182,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
                 new_cost = level_from_home(load_EM, home_node, base_NM, copy_expert, copy_node, n, x_NM, share_CM)
                 _remove(copy_expert, copy_node, n, at)
                 if new_cost < cost:
-                    cost = new_cost
-                    pick_expert, pick_node = expert, node
+                    cost, pick_expert, pick_node = new_cost, expert, node
             _insert(copy_expert, copy_node, n - 1, pick_expert, pick_node)
             free[pick_node] -= 1
             k += 1
@@ -211,8 +207,7 @@ def choose_standing_copies(  # type: ignore[no-untyped-def]
         _remove(copy_expert, copy_node, n, at)
         without = level_on(load_EM, home_node, copy_expert, copy_node, n - 1, x_NM, share_CM)
         if without - cost < max(price, 1) or without <= good_enough:
-            n -= 1
-            cost = without
+            n, cost = n - 1, without
         else:
             _insert(copy_expert, copy_node, n - 1, expert, node)
             _copy(x_before, x_NM)

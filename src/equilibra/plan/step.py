@@ -7,7 +7,7 @@ threads, so every rank makes the same one (they compare its digest).
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple, TypeVar
@@ -30,27 +30,25 @@ __all__ = ["Equilibra", "late_stages", "usable_cores"]
 
 T = TypeVar("T")
 DEARER_FACTOR = 4
-"""factor on the fewest tokens of a flash copy where links are too slow for all copies that would pay"""
+"""factor on the fewest tokens of a flash copy where links are too slow for all copies that pay by their rows"""
 LATE = 0.01
 """share of the layers' time by which flash copies may be late before a second link is used"""
 
 
 class _Filled(NamedTuple):
-    """A planned layer."""
-
     choice: Choice
     copies: dict[Stage, StagePlan]
     cost_us: float
 
 
 def usable_cores() -> int:
-    """Processors this process may use."""
+    """Processors that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 @dataclass(frozen=True, kw_only=True)
 class Equilibra(Search):
-    """Our planner; each mechanism can be switched off for ablations."""
+    """Our planner; each mechanism can be turned off for ablations."""
 
     name: str = "equilibra"
     pack: bool = True
@@ -62,7 +60,7 @@ class Equilibra(Search):
     tolerance: float = 0.005
     """imbalance accepted for fewer flash copies"""
     threads: int | None = None
-    """threads to plan with; None: one per processor"""
+    """threads that plan; None: one per processor"""
 
     def __post_init__(self) -> None:
         check_number("tolerance", self.tolerance, high=1000, below=True)
@@ -70,12 +68,12 @@ class Equilibra(Search):
             check_whole("threads", self.threads, low=1)
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """Plan one step; packing is used only if it costs no more than changing nothing."""
+        """The plan of a step; the sequences are packed only where that costs no more than changing nothing."""
         schedule = self._schedule(problem)
         plan, cost_us = self._plan(problem, schedule)
         if schedule is not problem.schedule:
             given = self._layers(problem, problem.load)
-            still_us = sum(self._each(lambda layer: stay(given[layer]).cost_us, len(given)))
+            still_us = sum(self._each(lambda layer: stay(given[layer]).cost_us, range(len(given))))
             if cost_us > still_us:
                 plan, _ = self._plan(problem, problem.schedule)
         return plan
@@ -83,28 +81,33 @@ class Equilibra(Search):
     def _plan(self, problem: StepProblem, schedule: Schedule | None) -> tuple[StepPlan, float]:
         load = problem.load_under(schedule)
         layers = self._layers(problem, load)
-        choices = self._each(lambda layer: choose(layers[layer]), len(layers))
+        every = range(len(layers))
+        choices = self._each(lambda layer: choose(layers[layer]), every)
         ranks = _on_ranks(choices, load, problem.cluster)
-        done = self._fill_some(list(range(len(layers))), layers, choices, ranks)
+
+        def filled(layer: int) -> _Filled:
+            return self._fill(layers[layer], choices[layer], ranks[layer])
+
+        done = self._each(filled, every)
         # Layers that gave up their standing copies leave gaps: spread the others again until no layer gives up.
-        while any(filled.choice.standing_expert.size < rank.size for filled, rank in zip(done, ranks, strict=True)):
-            choices, before = [filled.choice for filled in done], ranks
+        while any(done[layer].choice.standing_expert.size < ranks[layer].size for layer in every):
+            choices, before = [layer.choice for layer in done], ranks
             ranks = _on_ranks(choices, load, problem.cluster)
-            stale = [layer for layer in range(len(layers)) if not np.array_equal(ranks[layer], before[layer])]
-            for layer, filled in zip(stale, self._fill_some(stale, layers, choices, ranks), strict=True):
-                done[layer] = filled
-        home_LE = np.stack([filled.choice.home_of_expert for filled in done])
+            stale = [layer for layer in every if not np.array_equal(ranks[layer], before[layer])]
+            for layer, again in zip(stale, self._each(filled, stale), strict=True):
+                done[layer] = again
+        home_LE = np.stack([layer.choice.home_of_expert for layer in done])
         placement = Placement(home_of_expert=home_LE, cluster=problem.cluster)
-        standing = _standing([filled.choice for filled in done], ranks)
-        stages = {stage: StagePlan.joined([filled.copies[stage] for filled in done]) for stage in Stage}
-        stages = {
-            stage: relevel(part, load, placement, standing, problem.rates, stage) for stage, part in stages.items()
-        }
+        standing = _standing([layer.choice for layer in done], ranks)
+        stages = {}
+        for stage in Stage:
+            part = StagePlan.joined([layer.copies[stage] for layer in done])
+            stages[stage] = relevel(part, load, placement, standing, problem.rates, stage)
         plan = StepPlan(
             planner=self.name, placement=placement, previous=problem.home_now, standing=standing, stages=stages,
             bound_LM=load.lower_bound(), schedule=schedule,
         )  # fmt: skip
-        return plan, sum(filled.cost_us for filled in done)
+        return plan, sum(layer.cost_us for layer in done)
 
     def _schedule(self, problem: StepProblem) -> Schedule | None:
         if not self.pack or problem.sequences is None or problem.tokens_per_rank is None:
@@ -136,13 +139,8 @@ class Equilibra(Search):
             for layer, home in enumerate(problem.home_now.home_of_expert)
         ]  # fmt: skip
 
-    def _fill_some(
-        self, which: list[int], layers: list[LayerProblem], choices: list[Choice], ranks: list[NDArray[np.int64]]
-    ) -> list[_Filled]:
-        return self._each(lambda i: self._fill(layers[which[i]], choices[which[i]], ranks[which[i]]), len(which))
-
     def _fill(self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64]) -> _Filled:
-        """Copies of both stages, with or without those that even out traffic, or none where that is cheaper."""
+        """The layer with copies that even out traffic, else without those, else with none, where that is cheaper."""
         still = stay(layer)
         for row_slack, dearer in ((layer.rates.row_slack, 1), (NO_EXCHANGE, 1), (NO_EXCHANGE, DEARER_FACTOR)):
             copies = self._copies(layer, choice, ranks, row_slack, dearer)
@@ -157,7 +155,7 @@ class Equilibra(Search):
     def _copies(
         self, layer: LayerProblem, choice: Choice, ranks: NDArray[np.int64], row_slack: float, dearer: int
     ) -> dict[Stage, StagePlan]:
-        """Copies of both stages; equal prices give the same copies."""
+        """Copies of both stages, made once where the prices are equal."""
         costs = {}
         for stage in Stage:
             hold, serve = layer.rates.hold_rows(stage), layer.rates.serve_rows(stage)
@@ -166,16 +164,16 @@ class Equilibra(Search):
         by_cost = {cost: fill(layer, choice, ranks, cost, row_slack) for cost in set(costs.values())}
         return {stage: by_cost[costs[stage]] for stage in Stage}
 
-    def _each(self, function: Callable[[int], T], num_layers: int) -> list[T]:
+    def _each(self, function: Callable[[int], T], layers: Sequence[int]) -> list[T]:
         threads = self.threads or usable_cores()
-        if threads == 1 or num_layers == 1:
-            return [function(layer) for layer in range(num_layers)]
+        if threads == 1 or len(layers) == 1:
+            return [function(layer) for layer in layers]
         with ThreadPoolExecutor(threads) as pool:
-            return list(pool.map(function, range(num_layers)))
+            return list(pool.map(function, layers))
 
 
 def _on_ranks(choices: list[Choice], load: StepLoad, cluster: Cluster) -> list[NDArray[np.int64]]:
-    """A rank for every standing copy: of its node the one that holds fewest (memory is even), then the least loaded."""
+    """A rank for every standing copy: of its node the one with fewest (memory stays even), then the least loaded."""
     group = cluster.ranks_per_node
     held = np.zeros(cluster.num_ranks, np.int64)
     batch_LE = load.tokens_MLER.sum(axis=(0, 3), dtype=np.int64)
@@ -201,7 +199,7 @@ def _standing(choices: list[Choice], ranks: list[NDArray[np.int64]]) -> Standing
 
 
 def late_stages(plan: StepPlan, load: StepLoad, rates: Rates) -> frozenset[Stage]:
-    """Stages in which the busiest link exceeds the layers that hide it by more than LATE; a second link is not free."""
+    """Stages whose transfers exceed the layers that hide them by more than LATE, so that a second link pays."""
     late = []
     for stage in Stage:
         rows_PR = plan.rank_load(load, stage).reshape(-1, plan.cluster.num_ranks)

@@ -1,4 +1,4 @@
-"""Plans on disk: one .npz file, checked against the plan's digest when it is read."""
+"""Plans on disk: one .npz file each, checked against the plan's digest when it is read."""
 
 from __future__ import annotations
 

@@ -18,9 +18,8 @@ from equilibra.integrations.planned import MegatronSetting, PlanSetting
 from equilibra.integrations.slime.hooks import SlimeSetting
 from equilibra.integrations.verl.engine import VerlSetting
 from equilibra.plan.entry import plan_step
-from equilibra.plan.planner import StepProblem
+from equilibra.plan.planner import PlannerSetting, StepProblem
 from equilibra.plan.relevel import base_rows
-from equilibra.plan.setting import PlannerSetting
 from equilibra.plan.step import Equilibra
 from equilibra.train.config import BalanceConfig
 

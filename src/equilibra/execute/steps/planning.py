@@ -26,8 +26,7 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.kernels.shares import launches_of
 from equilibra.execute.steps.counts import StepCounts, recorded_experts
 from equilibra.plan.pack import turn_in_mini_batch
-from equilibra.plan.planner import StepProblem
-from equilibra.plan.setting import PlannerSetting
+from equilibra.plan.planner import PlannerSetting, StepProblem
 from equilibra.plan.step import Equilibra, late_stages
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace

@@ -32,11 +32,10 @@ from typing import ClassVar
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.cluster import Cluster
 from equilibra.core.errors import InputError
 from equilibra.core.kernel import kernel
 from equilibra.core.load import StepLoad
-from equilibra.core.placement import Placement
+from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import StagePlan, StandingCopies, StepPlan
 from equilibra.plan.baselines.assemble import split_copies, step_plan
 from equilibra.plan.planner import StepProblem, Timing
