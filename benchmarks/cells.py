@@ -22,8 +22,6 @@ from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace
 from equilibra.trace.synth import SynthKnobs, SynthShape, fit_knobs, synthesize_loads
 
-__all__ = ["SLOTS", "Case", "knobs_of_prompts", "mean_of_seeds", "metrics_of", "row_of"]
-
 # `fit_knobs` on gpt-oss-20b.npz: the whole recording, and the mean over eight runs of neighbouring sequences, which in
 # that recording are of one domain. --traces fits anew.
 MIXED = SynthKnobs(popularity_skew=0.847, sequence_noise=1.018, group_correlation=0.355)

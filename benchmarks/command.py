@@ -16,8 +16,6 @@ from equilibra.cli.arguments import positive
 if TYPE_CHECKING:
     from benchmarks.suite import Suite
 
-__all__ = ["main"]
-
 TRAIN_NUMBERS = {
     "repeats": "timed rounds of all contenders (5)",
     "prompts": "problems of a step, on both ranks together (12)",

@@ -26,8 +26,6 @@ from equilibra.plan.deployment.answer import answer
 from equilibra.plan.deployment.question import Plan, Question, Side
 from equilibra.plan.deployment.search import best_colocated, best_disaggregated, layouts
 
-__all__ = ["DEPLOYMENT"]
-
 RESULTS = Path(__file__).parent / "results"
 PAPER_LENGTHS = context_of_lengths([159.0], [571.0])
 """the paper's median prompt and answer"""

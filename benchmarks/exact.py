@@ -23,8 +23,6 @@ from numpy.typing import NDArray
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Cluster
 
-__all__ = ["ExactMakespan", "exact_fewest_copies", "exact_makespan"]
-
 _SLACK = 1e-5
 """tokens by which HiGHS may miss; sums of whole tokens are far enough apart to round it away"""
 

@@ -38,8 +38,6 @@ from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace
 
-__all__ = ["compare", "main", "steps_of"]
-
 MODES = ("static", "history", "live", "replay")
 CLUSTERS = ((1, 8), (2, 4), (4, 2))
 """nodes and ranks of each"""

@@ -20,8 +20,6 @@ from equilibra.core.plan import StepPlan
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 
-__all__ = ["PAPER"]
-
 
 def relibra(setting: Setting) -> list[Row]:
     """Three models, expert parallelism over 16 and 32 ranks, two kinds of prompts."""

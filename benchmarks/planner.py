@@ -33,8 +33,6 @@ from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
-__all__ = ["PLANNER"]
-
 
 def flash_zipf(setting: Setting) -> list[Row]:
     """Flash copies on Zipf loads in one node."""

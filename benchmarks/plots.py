@@ -12,8 +12,6 @@ from typing import Any
 from benchmarks.suite import Row
 from equilibra.core.atomic import atomic_file
 
-__all__ = ["plot_gpu", "plot_growth", "plot_paper"]
-
 GREY, DIM, BROWN, ORANGE, BLUE = "#bbbbbb", "#8d99ae", "#a98467", "#e09f3e", "#1d6fb8"
 OF_GRID = {"eplb-oracle": DIM, "lplb": BROWN, "ultraep": ORANGE, "equilibra": BLUE, "balanced": GREY}
 OF_GPU = {"static": GREY, "eplb-oracle": DIM, "online-exact": ORANGE, "equilibra": BLUE}

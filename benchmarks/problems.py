@@ -18,9 +18,6 @@ from equilibra.plan.micro_batch import balance
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.open import load_trace
 
-__all__ = ["LARGE", "MIDDLE", "SMALL", "evenly_spread", "file_order_load", "flash_per_layer", "over_optimum",
-           "sequences_of", "small_instance", "static_imbalance", "traces_folder", "zipf_loads"]  # fmt: skip
-
 SMALL, MIDDLE, LARGE = 2048, 8192, 32_768
 """tokens of a micro-batch"""
 

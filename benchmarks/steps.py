@@ -25,8 +25,6 @@ from equilibra.plan.planner import Planner, StepProblem, planner_named, planner_
 from equilibra.plan.step import Equilibra
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 
-__all__ = ["ablation", "growth", "planners", "whole_step"]
-
 
 def whole_step(*, quick: bool) -> list[Row]:
     """1,024 sequences, 48 layers, 32 micro-batches, 128 experts, 4 x 8 ranks: loads to complete plan, on all cores."""

@@ -21,19 +21,6 @@ from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 from equilibra.plan.step import usable_cores
 
-__all__ = [
-    "Row",
-    "Setting",
-    "Suite",
-    "earlier_results",
-    "environment",
-    "markdown",
-    "plain",
-    "run_sections",
-    "spread",
-    "write_results",
-]
-
 Row = dict[str, Any]
 """a line of a table, by column"""
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from random import Random
 
-__all__ = ["INJECTIONS", "STAGES", "TIMEOUT_S", "Case", "Shape", "draw", "overrides"]
-
 TIMEOUT_S = 6.0
 """run.timeout_s, run.checkpoint_timeout_s and rollout.timeout_s of the runs"""
 STEPS = 3

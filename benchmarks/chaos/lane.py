@@ -15,8 +15,6 @@ from benchmarks.chaos.cases import Case, Shape, overrides
 from benchmarks.chaos.program import Ended, Lane, start_server
 from benchmarks.chaos.verdict import Numbers, numbers_of, record, verdict
 
-__all__ = ["Series", "own_disk", "run_lane"]
-
 DISK_BYTES = 16 << 20
 NEW_NAMESPACE = 0x00020000
 MODEL = {

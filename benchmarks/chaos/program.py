@@ -27,8 +27,6 @@ from equilibra.cli.main import main
 from equilibra.core.atomic import atomic_file
 from equilibra.train import processes
 
-__all__ = ["Ended", "Lane", "start_server"]
-
 POLL_S = 0.005
 IN_TIME_S = 2 * TIMEOUT_S + processes.GRACE_S + 2 * processes.TERMINATE_S
 """from an injection to the end: the timeout of training, that of checkpoints, and what the program gives them"""

@@ -1,7 +1,5 @@
 """The reward of the runs, in a file that loads nothing: every rank's scorer starts from it."""
 
-__all__ = ["spread"]
-
 
 def spread(prompt: str, answer: str, expected: str) -> float:  # noqa: ARG001
     """A reward that differs between answers, so that there is something to learn."""

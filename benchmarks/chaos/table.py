@@ -15,8 +15,6 @@ from typing import Any
 
 from benchmarks.chaos.cases import INJECTIONS, TIMEOUT_S
 
-__all__ = ["write_results"]
-
 ABOUT = """\
 {runs} training runs of three steps with a checkpoint after each, a tiny Qwen3-MoE on 2 to 4 ranks, `run.timeout_s`,
 `run.checkpoint_timeout_s` and `rollout.timeout_s` {timeout_s:g} s. Something happens to each of them: at a random

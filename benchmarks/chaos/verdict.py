@@ -13,8 +13,6 @@ from typing import Any
 from benchmarks.chaos.cases import INJECTIONS, Case
 from benchmarks.chaos.program import IN_TIME_S, Ended
 
-__all__ = ["Numbers", "cause_named", "numbers_of", "record", "verdict"]
-
 TIMES = ("seconds", "tokens_per_s", "exposed")
 """metrics that are measured"""
 CAUSES = {

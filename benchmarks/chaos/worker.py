@@ -25,8 +25,6 @@ from equilibra.rl.observe import Observer
 from equilibra.train.config import TrainConfig
 from equilibra.train.worker import run_worker
 
-__all__ = ["fill_disk", "limit_files", "run"]
-
 FILLER = "filler"
 LIMIT_BYTES = 1
 

@@ -26,19 +26,6 @@ from equilibra.simulate.scenario import file_order_schedule, joined, ranks_for_l
 from equilibra.trace.count import micro_batches_in_file_order
 from equilibra.trace.routing import Recording
 
-__all__ = [
-    "MODELS",
-    "PATHS",
-    "RANKS",
-    "RECORDINGS",
-    "Case",
-    "GpuSetting",
-    "Routing",
-    "case_of",
-    "cases_for",
-    "routing_of",
-]
-
 RECORDINGS = {"gpt-oss-20b": ("gpt-oss-20b",), "dsv2-lite": ("dsv2-lite-law", "dsv2-lite-intent")}
 """recordings that are taken if nobody names one, each from one file or several, joined"""
 MODELS = ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")

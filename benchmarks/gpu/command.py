@@ -15,8 +15,6 @@ if TYPE_CHECKING:
     from benchmarks.gpu.records import Records
     from equilibra.core.model import MoEModel
 
-__all__ = ["add_gpu", "models_asked", "routings_asked"]
-
 NUMBERS = {
     "tokens_per_rank": "tokens of a micro-batch, per rank (4096)",
     "layers": "MoE layers, evenly spread over the model (2)",

@@ -31,9 +31,6 @@ from equilibra.plan.baselines import Eplb, Static, UltraEP
 from equilibra.plan.planner import Planner, StepProblem
 from equilibra.plan.step import Equilibra
 
-__all__ = ["AGAIN", "BALANCED", "EPLB", "EQUILIBRA", "NAMES", "ONLINE", "OTHER_PATH", "STATIC", "STILL_ONE",
-           "Contender", "contenders", "seconds_to_plan"]  # fmt: skip
-
 STATIC, EPLB, ONLINE, EQUILIBRA, BALANCED = "static", "eplb-oracle", "online-exact", "equilibra", "balanced"
 OTHER_PATH, STILL_ONE, AGAIN = "equilibra-host", "equilibra-still", "balanced-again"
 NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN)

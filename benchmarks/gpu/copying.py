@@ -16,8 +16,6 @@ from torch import Tensor
 
 from equilibra.execute.kernels import multiprocessors
 
-__all__ = ["copy_beside", "read_beside"]
-
 BLOCK, WARPS = 2048, 4
 
 

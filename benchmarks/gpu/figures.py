@@ -45,8 +45,6 @@ if TYPE_CHECKING:
 
     from benchmarks.gpu.measure import Measured
 
-__all__ = ["FIGURES", "Outcome", "case_result", "device_named", "earlier_outcome", "fresh", "run_cases"]
-
 FIGURES = ("static_imbalance", "share_of_balanced", "speedup_over_static", "exposed_share")
 
 Outcome = dict[str, Any]

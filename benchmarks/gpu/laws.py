@@ -22,8 +22,6 @@ from equilibra.cost.calibrate import calibrate
 from equilibra.cost.presets import prices_named
 from equilibra.cost.prices import Prices
 
-__all__ = ["ERROR_REACH", "calibration", "chosen_to_fit", "measured_us", "measurements_of", "predicted_us"]
-
 ERROR_REACH = 0.05
 MOST_PER_CASE = 120
 """measurements of a case and direction: more say nothing new"""

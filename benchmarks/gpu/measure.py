@@ -22,8 +22,6 @@ from benchmarks.gpu.contenders import NAMES, Contender, seconds_to_plan
 from benchmarks.gpu.records import FIELDS
 from benchmarks.gpu.replay import RankTimes, Replay, Sizes
 
-__all__ = ["Measured", "measure"]
-
 WAITED = 0.9
 """part of a call that the host may be queueing; above, the device may have waited for it"""
 MOST_HEAD_START_US = 20_000.0

@@ -22,19 +22,6 @@ from benchmarks.suite import spread
 from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 
-__all__ = [
-    "FIELDS",
-    "NEIGHBOURS",
-    "Records",
-    "layer_times",
-    "load_records",
-    "rank_times",
-    "ratio",
-    "relative_times",
-    "save_records",
-    "settled_ratio",
-]
-
 FIELDS = np.dtype([
     ("case", "i2"), ("contender", "u1"), ("layer", "i2"), ("micro_batch", "i2"), ("repeat", "i2"), ("rank", "i2"),
     ("rows", "i4"), ("instances", "i2"), ("copies", "i2"), ("bytes", "i8"), ("plan_us", "f4"), ("copy_us", "f4"),

@@ -27,8 +27,6 @@ from equilibra.execute.experts.expert_math import backward, forward
 from equilibra.execute.experts.weights import FlatLayout
 from equilibra.execute.kernels import ExpertParts, RowWeights, add_in_order, has_triton, multiprocessors
 
-__all__ = ["Clock", "RankTimes", "Replay", "Sizes", "Stamp"]
-
 Stamp = Any
 """a CUDA event or seconds"""
 CYCLES_PER_US = 1_900

@@ -27,8 +27,6 @@ from benchmarks.suite import Row
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["measured_ceilings", "pass_bytes", "pass_flop", "roofline"]
-
 
 def pass_flop(hidden: int, ffn: int, rows: float, *, backward: bool) -> float:
     """Products of all rows."""

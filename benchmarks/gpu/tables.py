@@ -16,8 +16,6 @@ from benchmarks.plots import plot_gpu
 from benchmarks.suite import Row, Suite, markdown, plain
 from equilibra.core.atomic import atomic_file
 
-__all__ = ["EXPOSED_REACH", "GPU", "SHARE_REACH", "page", "result_of", "write_gpu"]
-
 SHARE_REACH, EXPOSED_REACH = 0.97, 0.01
 TITLES = {
     "cases": "Expert layers, rank after rank on one device (measured)",

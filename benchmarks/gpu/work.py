@@ -20,8 +20,6 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
 
-__all__ = ["STILL", "Moves", "RankWork", "Works", "balanced_works", "moves_of", "works_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class RankWork:

@@ -8,8 +8,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-__all__ = ["SHAPES", "Case", "Shape", "cases_named", "cases_of"]
-
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-__all__ = ["Spans"]
-
 
 class Spans:
     """Beginnings and ends of one kind of work, in the order it ran."""

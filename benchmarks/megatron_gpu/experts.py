@@ -18,8 +18,6 @@ from benchmarks.megatron_gpu.clock import Spans
 from equilibra.execute.experts import expert_math
 from equilibra.execute.kernels import Activation, ExpertGradients, ExpertParts, RowWeights
 
-__all__ = ["GroupedExperts"]
-
 
 class GroupedExperts(nn.Module):
     """The experts of a rank, or its copy slots."""

@@ -10,8 +10,6 @@ from typing import Any
 
 from equilibra.core.atomic import atomic_file
 
-__all__ = ["BALANCED", "OURS", "STATIC", "keep", "largest_difference", "results_of", "tables", "tolerance"]
-
 STATIC, OURS, BALANCED = "Megatron", "Equilibra", "Megatron, balanced routing"
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-8, "float64": 1e-10}
 """of a step's loss, relative: rounding of sums in another order, after several steps of Adam"""

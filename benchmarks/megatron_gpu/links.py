@@ -23,8 +23,6 @@ from benchmarks.megatron_gpu.clock import Spans
 from equilibra.execute.copies.device_paths import exchanged, signals_of_node
 from equilibra.execute.group import ExpertGroup
 
-__all__ = ["IpcTokens", "route_through"]
-
 
 class IpcTokens:
     """All-to-all between the processes of one GPU, queued on the current stream."""

@@ -22,8 +22,6 @@ from benchmarks.megatron_gpu.clock import Spans
 from benchmarks.megatron_gpu.experts import GroupedExperts
 from equilibra.integrations.megatron import MegatronSetting, balance
 
-__all__ = ["Place", "Took", "Training", "join"]
-
 LEARNING_RATE, EPSILON = 1e-3, 1e-5
 """a larger epsilon than Adam's own, which would make steps of equal size out of rounding"""
 Routing = list[list[Tensor]]

@@ -40,8 +40,6 @@ from equilibra.integrations.executor.warming import warm_up
 from equilibra.integrations.megatron import MegatronSetting
 from equilibra.integrations.planned import cluster_of
 
-__all__ = ["Request", "run"]
-
 STEPS = 2
 """of routing that take turns"""
 PATIENCE_S = 75.0

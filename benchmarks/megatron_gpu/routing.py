@@ -15,8 +15,6 @@ from benchmarks.megatron_gpu.cases import Shape
 from equilibra.core.load import imbalance
 from equilibra.trace.synth import SynthShape, synthesize
 
-__all__ = ["balanced_ids", "rank_imbalance", "skewed_ids"]
-
 LEAST = 1.45
 """imbalance of the routing that is chosen"""
 SEEDS = 200

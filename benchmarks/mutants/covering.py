@@ -11,8 +11,6 @@ from pathlib import Path
 from benchmarks.mutants.run import tried
 from benchmarks.mutants.sample import SOURCE, Mutant
 
-__all__ = ["Test", "compiled", "covering_tests", "known_tests"]
-
 TESTS = SOURCE.parents[1] / "tests"
 PLAN = ("unit/plan/*.py", "golden/*.py", "property/plan/*.py", "contracts/test_planners.py")
 RANKS = (

@@ -14,8 +14,6 @@ import pytest
 
 from benchmarks.mutants.seen import Seen
 
-__all__ = ["Plugin"]
-
 TIMES = 5
 """a test may take so many times what it takes without a mutant, beyond the limit"""
 

@@ -20,8 +20,6 @@ from typing import Any
 
 from benchmarks.mutants.sample import SOURCE
 
-__all__ = ["Outcome", "load_libraries", "tried"]
-
 ROOT = SOURCE.parents[1]
 
 

@@ -14,8 +14,6 @@ import cosmic_ray.plugins
 from cosmic_ray.ast import ast_nodes, get_ast
 from cosmic_ray.mutating import mutate_code
 
-__all__ = ["SOURCE", "Mutant", "mutated", "sample"]
-
 SOURCE = Path(__file__).resolve().parents[2] / "src" / "equilibra"
 NEED_GPU = (
     "execute/kernels/products.py", "execute/kernels/grouped.py", "execute/kernels/rows.py",

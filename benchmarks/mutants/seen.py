@@ -17,8 +17,6 @@ from typing import Any
 
 from benchmarks.mutants.sample import SOURCE
 
-__all__ = ["Seen"]
-
 WATCHED = (f"{SOURCE}/plan/", f"{SOURCE}/execute/")
 ENOUGH = 3000
 

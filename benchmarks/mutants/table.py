@@ -10,8 +10,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-__all__ = ["name_of", "write_results"]
-
 ABOUT = """\
 Cosmic Ray's operators, drawn evenly from the places that can change in `src/equilibra/plan` and
 `src/equilibra/execute`; a place counts once for each kind of change. Left out: files that need a GPU (Triton kernels,

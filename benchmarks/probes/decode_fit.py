@@ -26,8 +26,6 @@ from equilibra.cost.calibrate import not_negative
 from equilibra.cost.decode import CACHE_BYTES, ROW_NUMBERS, SHARP, DecodeLaw
 from equilibra.cost.prices import ExpertLaw
 
-__all__ = ["DecodeFit", "attention_predicted", "experts_predicted", "fit_decode"]
-
 Case = dict[str, Any]
 Move = str | tuple[str, str]
 """a constant, or a table of factors and a shape"""

@@ -27,8 +27,6 @@ from equilibra.simulate.scenario import file_order_schedule
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.routing import Recording, RoutingTrace, id_dtype
 
-__all__ = ["CLUSTER", "Case", "Routing", "Select", "Shape", "case_of"]
-
 CLUSTER = Cluster(num_nodes=1, ranks_per_node=2)
 FULL = 0.7
 """part of its budget that a micro-batch must fill to be chosen"""

@@ -21,8 +21,6 @@ from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 if TYPE_CHECKING:
     from equilibra.execute.group import ExpertGroup
 
-__all__ = ["Clock", "Stages", "Timed", "busy_seconds"]
-
 DISTURBED = 0.03
 """share of a core that others may have"""
 SHORT_S = 0.3

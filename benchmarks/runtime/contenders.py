@@ -27,20 +27,6 @@ from equilibra.plan.baselines import Eplb, Static
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 
-__all__ = [
-    "BALANCED",
-    "EPLB",
-    "EQUILIBRA",
-    "NAMES",
-    "PLAIN",
-    "STATIC",
-    "Contender",
-    "balanced_routing",
-    "contenders",
-    "counted",
-    "on_even_homes",
-]
-
 STATIC, EPLB, EQUILIBRA, BALANCED = "static", "eplb-oracle", "equilibra", "forced-balanced"
 NAMES = (STATIC, EPLB, EQUILIBRA, BALANCED)
 PLAIN = "plain"

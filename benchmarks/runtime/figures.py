@@ -34,8 +34,6 @@ from equilibra.core.errors import InputError
 if TYPE_CHECKING:
     from equilibra.execute.group import ExpertGroup
 
-__all__ = ["FIGURES", "RUNTIME", "measured"]
-
 FIGURES = ("share_of_balanced", "speedup_over_static", "static_imbalance", "runtime_overhead")
 SHARE_REACH, SPEEDUP_REACH, OVERHEAD_REACH = 0.95, 1.3, 0.03
 

@@ -39,8 +39,6 @@ from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.moe import BalancedMoE, Router
 from equilibra.execute.runtime import CopySetting, Runtime
 
-__all__ = ["PlainMoE", "RankLayers"]
-
 
 class _AllToAll(torch.autograd.Function):
     """Rows to other ranks; their gradients come back the same way."""

@@ -32,8 +32,6 @@ from equilibra.core.errors import EquilibraError, ExecuteError, InputError, Rank
 if TYPE_CHECKING:
     from equilibra.execute.group import ExpertGroup
 
-__all__ = ["cores_for_ranks", "run_on_ranks"]
-
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 SILENCE_S = 1800.0
 """after which ranks that say nothing are given up"""

@@ -30,8 +30,6 @@ from equilibra.execute.experts import expert_math
 from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.kernels import ExpertParts, RowWeights
 
-__all__ = ["check_results", "check_rows", "measure"]
-
 TOLERANCE = 1e-4
 """largest difference of outputs and gradients, relative to the largest value: float32 sums in another order"""
 ROUNDING = 1e-2

@@ -18,8 +18,6 @@ from equilibra.trace.open import load_trace
 from equilibra.trace.routing import Recording
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
-__all__ = ["SKEWED_FROM", "RuntimeSetting", "cases_for"]
-
 SKEWED_FROM = 1.5
 """static imbalance from which a speedup is asked for"""
 TOKENS, HIDDEN, FFN, LAYERS = 4096, 512, 512, 2

@@ -35,8 +35,6 @@ from equilibra.rl.learner import Learner
 from equilibra.trace.routing import RoutingTrace
 from equilibra.train.build import Parts, build_model_of
 
-__all__ = ["Contender", "Spent", "contenders"]
-
 
 @dataclass(kw_only=True)
 class Spent:

@@ -34,8 +34,6 @@ from equilibra.core.errors import InputError
 if TYPE_CHECKING:
     from equilibra.execute.group import ExpertGroup
 
-__all__ = ["figures_of", "measured"]
-
 NEEDED = ("torch", "transformers", "reasoning_gym")
 LEARNING = ("logprob", "update")
 Repeat = dict[str, Any]

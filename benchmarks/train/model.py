@@ -36,8 +36,6 @@ from equilibra.train.config import (
     TrainConfig,
 )
 
-__all__ = ["config_of", "skew_routers", "write_model_folder"]
-
 HEAD = 64
 """width of an attention head"""
 SHARED = 0.5

@@ -34,8 +34,6 @@ from equilibra.execute.group import ExpertGroup
 from equilibra.execute.state.published import logical_weights
 from equilibra.train.build import build_parts, build_rollout
 
-__all__ = ["measure"]
-
 TOLERANCE = 1e-3
 """largest difference of log-probabilities, and relative one of gradient norms: float32 sums in another order"""
 CARRIED = 3

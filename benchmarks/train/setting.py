@@ -8,8 +8,6 @@ from math import isfinite
 from benchmarks.runtime.case import CLUSTER
 from equilibra.core.errors import InputError
 
-__all__ = ["BALANCED", "EQUILIBRA", "MOVES", "NAMES", "PARTS", "PLANNED", "QUICK", "STAGES", "STATIC", "TrainSetting"]
-
 STATIC, EQUILIBRA, MOVES, BALANCED = "static", "equilibra", "equilibra-moves", "balanced"
 NAMES = (STATIC, EQUILIBRA, MOVES, BALANCED)
 PLANNED = (EQUILIBRA, MOVES)

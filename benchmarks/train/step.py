@@ -25,8 +25,6 @@ from equilibra.rl.learner import Batch, routing_of, total_over
 from equilibra.rl.loop import MiniBatches, policy_columns, policy_loss_of
 from equilibra.rl.rollout import Rollout
 
-__all__ = ["Answers", "Bench", "Prepared", "Trained"]
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answers:

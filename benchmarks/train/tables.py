@@ -8,8 +8,6 @@ from typing import Any
 from benchmarks.suite import Row, Suite
 from benchmarks.train.setting import EQUILIBRA, MOVES, NAMES, STAGES, STATIC
 
-__all__ = ["REACH", "TRAIN", "section_rows"]
-
 REACH = 0.02
 """share of a step that planning and moving may take"""
 SHARES = {
