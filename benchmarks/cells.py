@@ -60,7 +60,7 @@ class Case:
 
 @cache
 def knobs_of_prompts(traces: Path | None) -> dict[str, SynthKnobs]:
-    """The skew of single-domain and of mixed prompts."""
+    """Routing skew of single-domain and of mixed prompts."""
     single, mixed = SINGLE, MIXED
     if traces is not None:
         trace = load_trace(traces / "gpt-oss-20b.npz")
@@ -80,7 +80,7 @@ def _mean(parts: list[SynthKnobs]) -> SynthKnobs:
 
 
 def _skew_of(knobs: SynthKnobs) -> SynthKnobs:
-    """The skew of these knobs, the lengths of RL answers."""
+    """Synthetic routing with this skew and the answer lengths of RL."""
     return replace(
         LENGTHS, popularity_skew=knobs.popularity_skew, sequence_noise=knobs.sequence_noise,
         group_correlation=knobs.group_correlation,
@@ -106,7 +106,7 @@ def _loads(model: MoEModel, case: Case, step: int) -> SequenceLoad:
 
 
 def metrics_of(case: Case, setting: Setting) -> dict[str, dict[str, float]]:
-    """Every planner's figures in one cell."""
+    """Figures of every planner in one cell."""
     model = _model(case.model, setting)
     loads = _loads(model, case, 1)
     tokens = int(loads.length_of_sequence.sum())
@@ -140,7 +140,7 @@ def row_of(metrics: dict[str, dict[str, float]]) -> Row:
 
 
 def mean_of_seeds(case: Case, setting: Setting) -> Row:
-    """The mean over seeds, and the worst share of balanced."""
+    """The row of means over seeds, with the worst share of balanced."""
     seeds = (1,) if setting.quick else (1, 2, 3)
     rows = [row_of(metrics_of(replace(case, seed=seed), setting)) for seed in seeds]
     mean: Row = {key: float(np.mean([row[key] for row in rows])) for key in rows[0]}

@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_runtime(benches: Any) -> None:  # noqa: ANN401
-    """The executed bench has options of its own: what to run is part of what it measures."""
+    """Add the runtime bench, whose options choose the case to run."""
     bench = benches.add_parser(
         "runtime",
         help="plans executed on two ranks of one core each, beside what they must reach",
@@ -211,7 +211,7 @@ def _tell(line: str) -> None:
 
 
 def _folder(arguments: argparse.Namespace, suite: Suite) -> Path | None:
-    """Where results go; an error, before anything is measured, if they cannot."""
+    """The output folder; an error before anything is measured if it cannot be written."""
     from benchmarks.suite import earlier_results
     from equilibra.core.errors import InputError
 
@@ -225,7 +225,6 @@ def _folder(arguments: argparse.Namespace, suite: Suite) -> Path | None:
 
 
 def _finish(suite: Suite, result: dict[str, Any], folder: Path | None, arguments: argparse.Namespace) -> int:
-    """Write and print."""
     from benchmarks.suite import markdown, plain, write_results
 
     for section in result["sections"].values():
@@ -237,7 +236,7 @@ def _finish(suite: Suite, result: dict[str, Any], folder: Path | None, arguments
 
 
 def _runtime_command(arguments: argparse.Namespace, asked: dict[str, Any]) -> str:
-    """As it was asked for, without names of folders."""
+    """The command as entered, without names of folders."""
     words = ["equilibra bench runtime"]
     if arguments.trace:
         words.append(f"--trace {Path(arguments.trace).name} --select {arguments.select}")
@@ -249,7 +248,7 @@ def _runtime_command(arguments: argparse.Namespace, asked: dict[str, Any]) -> st
 
 
 def not_negative(text: str) -> float:
-    """A number from 0 on."""
+    """A number that is at least 0."""
     try:
         value = float(text)
     except ValueError:

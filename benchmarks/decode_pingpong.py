@@ -2,17 +2,17 @@
 
     nvidia-cuda-mps-control -d
     python -m benchmarks.decode_pingpong [FOLDER] [--share 50] [--models a,b] [--batches 64,256] [--contexts 1024,8192]
-    python -m benchmarks.decode_pingpong FOLDER --tiny       # on a CPU: that it runs, not how fast
+    python -m benchmarks.decode_pingpong FOLDER --tiny       # on a CPU: checks that it runs, not how fast
 
-One process decodes with an attention layer (as `probes.measure_decode` has it), and another computes all experts; each
-has its share of the GPU's multiprocessors under MPS, both share its memory. Rows travel through the engine's M2N. The
-router's choice is copied to the host, as the engine must, but rows go where a fixed random choice says, so that every
-layer has the same load. Layers follow each other with the same weights, which are larger than the cache.
+One process decodes with an attention layer (that of `probes.measure_decode`), another computes all experts. Each has
+its share of the GPU's multiprocessors under MPS; both share its memory. Rows travel through the engine's M2N. The
+router's choice is copied to the host, as in the engine, but rows follow a fixed random choice, so that every layer has
+the same load. All layers use the same weights, which are larger than the cache.
 
 Symbols: m micro-batches in flight, of `batch` sequences each; T_a, T_e, T_c, T_f as in `benchmarks.pingpong`. T_a and
-T_e are the GPU's own time of both parts (events), medians of the same iteration, because memory is shared; `alone` is
-that of a part without the other. Colocated: the same layers for m micro-batches at once, one after the other, on the
-whole GPU, without transfers; `law` is what the decode laws say of them.
+T_e are the GPU's own times of both parts (events), medians within one iteration, because the parts share memory;
+`alone` is the time of a part without the other. Colocated: the same layers for m micro-batches at once, one part after
+the other, on the whole GPU, without transfers; `law` is the decode laws' prediction of it.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ class Spans:
 
 
 def attention_work(case: Case, batch: int, tray_PD: Tensor | None) -> tuple[Work, Tensor, Tensor]:
-    """A layer's attention with the sum of the experts before it; the tokens it sends, and the router's choice."""
+    """A layer's attention after the sum of the previous experts; also the tokens it sends and the router's choice."""
     model, bench = case.model, case.bench
     tokens = batch * case.context * model.cache_heads * (model.attention_width // model.num_heads)
     caches = torch.empty(2 * tokens, device=bench.device, dtype=bench.dtype)
@@ -342,7 +342,7 @@ def _of_colocated(case: Case, m: int, took: tuple[float, float]) -> Row:
 
 
 def heard(pipe: Connection) -> Any:  # noqa: ANN401
-    """What a process says; SystemExit if it says nothing for a minute."""
+    """The next message of a process; SystemExit if there is none for a minute."""
     if not pipe.poll(WORKER_S):
         raise SystemExit(f"a process has said nothing for {WORKER_S:g} s")
     return pipe.recv()

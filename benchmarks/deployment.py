@@ -1,9 +1,9 @@
-"""Deployments for MegaScale-Infer's setups, simulated; the search against brute force; its time as the problem grows.
+"""Deployments for MegaScale-Infer's setups, simulated; the search against brute force; search time by problem size.
 
     python -m benchmarks.deployment [--output DIR] [--quick]
 
-The paper's ratios are its own measurements, of its system against others on its clusters. Ours compare two deployments
-under one set of laws, each the best of its kind, so the ratios answer another question; the notes say where they part.
+The paper's ratios are measurements of its system against others on its clusters. Ours compare two deployments under one
+set of laws, each the best of its kind, so they answer another question; the notes say where the two differ.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAPER_LENGTHS = context_of_lengths([159.0], [571.0])
 """the paper's median prompt and answer"""
 PAPER_LATENCY_MS = 150.0
 PAPER_MODELS = {"mixtral-8x22b": 8, "dbrx": 8, "scaled-moe-317b": 16}
-"""and the GPUs of a colocated deployment that holds the model"""
+"""the models, with the GPUs of a colocated deployment that holds each"""
 
 
 def question_of(
@@ -80,7 +80,7 @@ def _paper_ratio(attention: str, experts: str) -> str | None:
 
 
 def zones(setting: Setting) -> list[Row]:
-    """Where disaggregation wins and loses: models, devices and lengths of RL."""
+    """Where disaggregation wins and loses, for models, devices and answer lengths of RL."""
     rows = []
     tail = lognormal_context(prompt=500, median=4000, sigma=0.8, limit=32_768)
     cases = [
@@ -108,7 +108,7 @@ def zones(setting: Setting) -> list[Row]:
 
 
 def exact(setting: Setting) -> list[Row]:
-    """The search beside brute force on small instances: every layout, every batch, a played-out pipeline."""
+    """The search against brute force on small instances: every layout, every batch, a simulated pipeline."""
     rng, rows = np.random.default_rng(0), []
     for ranks in (4, 6, 8):
         worst, slow_s, fast_s, solved = 0.0, 0.0, 0.0, 0
@@ -130,7 +130,7 @@ def exact(setting: Setting) -> list[Row]:
 
 
 def _small(rng: np.random.Generator, ranks: int) -> Question:
-    """Memory for a few dozen sequences, rates such that any part can be the slowest."""
+    """Devices with memory for a few dozen sequences, and rates at which any part can be the slowest."""
     model = MoEModel(
         name="small", num_layers=int(rng.integers(1, 5)), hidden=64, expert_ffn=48, num_experts=6, top_k=2, num_heads=4,
         cache_heads=2, cache_values=64, score_width=64, outer_parameters=30_000,

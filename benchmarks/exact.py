@@ -1,15 +1,16 @@
-"""Exact flash copies by mixed-integer programming: the yardstick for `replicate`, for small instances only.
+"""Exact flash copies by mixed-integer programming: the reference for `replicate`, for small instances only.
 
 Symbols: E experts, R ranks, S spare slots per rank; y[e, r] whether rank r gets a copy of expert e, x[e, r] the tokens
 of e that r computes, z the slowest rank.
 
 Model. Tokens of an expert stay on the node of its home, so nodes are independent. Per node: minimise z (or the number
 of copies) such that sum_r x[e, r] = load[e], x[e, r] <= load[e] * y[e, r] away from home, sum_e y[e, r] <= S and
-sum_e x[e, r] <= z. Tokens are whole, x is not: with y given the rest is a transport problem with whole capacities,
-which has a whole solution whenever it has one, so the best whole z is the fractional one rounded up. Copies may cost
-tokens: a rank then also has hold * sum_e y[e, r], and serve * y[e, r'] for its own experts e on other ranks r'.
+sum_e x[e, r] <= z. Tokens are whole numbers, x is not: for fixed y the rest is a transport problem with whole
+capacities, which has a whole solution whenever it has any, so the best whole z is the fractional one rounded up. Copies
+may cost tokens: a rank then also has hold * sum_e y[e, r], and serve * y[e, r'] for its own experts e on other ranks
+r'.
 
-Promise: `makespan` can be reached (it is computed again with the copies fixed), and no plan is below `bound`.
+Promise: `makespan` can be reached (it is recomputed with the copies fixed), and no plan is below `bound`.
 """
 
 from __future__ import annotations
@@ -24,21 +25,20 @@ from equilibra.core.errors import InputError
 from equilibra.core.placement import Cluster
 
 _SLACK = 1e-5
-"""tokens by which HiGHS may miss; sums of whole tokens are far enough apart to round it away"""
+"""HiGHS tolerance in tokens; small enough that rounding to whole tokens removes it"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ExactMakespan:
-    """The best slowest rank that flash copies can give."""
+    """The smallest slowest-rank load that flash copies can reach."""
 
     makespan: int
     """tokens of the slowest rank in the best plan found"""
     bound: int
-    """tokens of the slowest rank that no plan gets below"""
+    """lower bound on the tokens of the slowest rank, for any plan"""
 
     @property
     def proven(self) -> bool:
-        """Whether the plan found is optimal: the time limit was not reached."""
         return self.makespan == self.bound
 
 
@@ -99,7 +99,7 @@ def exact_fewest_copies(
     cap: int,
     time_limit_s: float = 60.0,
 ) -> int | None:
-    """The fewest copies with which no rank exceeds `cap` tokens; None if no copies reach it."""
+    """The fewest copies with which no rank exceeds `cap` tokens; None if it cannot be reached."""
     total = 0
     for node in _nodes(load, home, cluster, slots):
         copies = _node_copies(node, cap, time_limit_s)
@@ -239,5 +239,5 @@ def _node_copies(node: _Node, cap: int, time_limit_s: float) -> int | None:
 
 
 def _up(value: float) -> int:
-    """The smallest whole number that is not below the value, up to what HiGHS may miss."""
+    """The value rounded up to a whole number, up to the tolerance of HiGHS."""
     return int(np.ceil(value - _SLACK * max(1.0, abs(value) * 1e-3)))

@@ -1,4 +1,4 @@
-"""What foresight is worth: replay, live, history and static placement on the same recorded routing; not timed.
+"""The value of foresight: replay, live, history and static placement on the same recorded routing, without timing.
 
 python -m benchmarks.foresight RECORDING... [--output FOLDER]     # from the repository
 
@@ -7,13 +7,13 @@ shuffled (as rollouts are mixed). Every mode executes the same steps:
 
     static    contiguous homes
     history   standing copies, per rank, and homes from the four steps before; a copy takes a fixed share of a source's
-              tokens, as `MegatronSetting(mode="history")` does it
+              tokens, as under `MegatronSetting(mode="history")`
     live      flash copies inside the node for each layer and micro-batch, from its own counts, on contiguous homes
     replay    flash copies, standing copies and homes planned with the step known
 
-All plans are made at no price, so imbalance (slowest over mean rank of a layer in a micro-batch) is the lowest that a
-mode reaches; its last digits are the planner's. What a mode costs beside that is not in it: live exchanges counts and
-fetches copies while every layer waits. The first steps, of which history knows nothing, are left out for all.
+Plans are made with all prices zero, so imbalance (slowest over mean rank of a layer in a micro-batch) is the lowest
+that a mode reaches. Costs are not included: live exchanges counts and fetches copies while every layer waits. The first
+steps, for which history has no data, are left out for all modes.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MODES = ("static", "history", "live", "replay")
 CLUSTERS = ((1, 8), (2, 4), (4, 2))
 """nodes and ranks of each"""
 TOKENS, MICRO_BATCHES, WINDOW = 512, 4, 4
-"""tokens of a rank in a micro-batch, micro-batches of a step, steps that history plans from"""
+"""tokens per rank and micro-batch, micro-batches per step, steps that history plans from"""
 SPARE_SLOTS, STANDING_SLOTS = 2, 2
 
 
@@ -88,7 +88,7 @@ def _live(load: StepLoad, home: Placement) -> NDArray[np.int64]:
 
 
 def compare(steps: list[StepLoad], cluster: Cluster) -> dict[str, NDArray[np.float64]]:
-    """By mode, the imbalance of every layer and micro-batch of all steps but the first."""
+    """Imbalance by mode, of every layer and micro-batch after the first steps."""
     planner, home = planner_named("equilibra"), contiguous(
         cluster, num_layers=steps[0].num_layers, num_experts=steps[0].num_experts
     )  # fmt: skip
@@ -118,7 +118,7 @@ def _problem(load: StepLoad, home: Placement, spare_slots: int, standing_slots: 
 
 
 def rows(path: Path) -> list[dict[str, Any]]:
-    """A recording's figures."""
+    """Table rows of a recording."""
     trace, found = load_trace(path), []
     assert isinstance(trace, RoutingTrace)
     for nodes, per_node in CLUSTERS:

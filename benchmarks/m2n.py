@@ -3,15 +3,15 @@
 python -m benchmarks.m2n [FOLDER] [--shapes 1x1,2x2] [--sizes 65536,1048576] [--device cpu|cuda] [--repeats N]
 writes FOLDER/m2n.json and .md
 
-A round trip: every sender has a message of this size for every receiver, and gets as much back from each. Compared:
+In a round trip every sender sends a message of this size to every receiver, and gets as much back from each. Compared:
 
     m2n          one-sided writes, signals (`equilibra.rollout.m2n`, on GPUs `ends`)
     all_to_all   all_to_all_single over all processes, there and back
     p2p          batch_isend_irecv, there and back
 
 Collectives are gloo on CPUs and NCCL on GPUs, where processes may share one GPU. Time is that of sender 0, from its
-first call to the last result; repeats start together. `with a core`: without the longest time that one of the processes
-could run but had no core, as the kernel counts it: where cores are fewer than processes, p99 is the scheduler's.
+first call to the last result; repeats start together. `with a core`: minus the longest time that one of the processes
+was ready but had no core, as the kernel counts it: with fewer cores than processes, p99 is the scheduler's.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Case:
 
 
 def mesh_of(case: Case, rows: int) -> MeshShape:
-    """Buffers for messages of so many rows; a tray has room for the results of every receiver."""
+    """Buffers for messages of this many rows; a tray has room for the results of every receiver."""
     return MeshShape(
         senders=case.senders, receivers=case.receivers, slots=1, tokens=rows, top_k=case.receivers, width=WIDTH,
         dtype=torch.float32,
@@ -68,7 +68,7 @@ def mesh_of(case: Case, rows: int) -> MeshShape:
 
 
 def waited_s() -> float:
-    """Seconds that this thread could have run but had no core."""
+    """Seconds this thread was ready to run but had no core."""
     return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) * 1e-9
 
 
@@ -89,7 +89,7 @@ class _Process:
         )  # fmt: skip
 
     def timed(self, trip: Callable[[], None]) -> list[tuple[float, float]]:
-        """Seconds of every repeat, and those in which this process waited for a core."""
+        """Seconds of every repeat, and those this process waited for a core."""
         found = []
         for _ in range(WARM_UP + self.case.repeats):
             self.synchronize()
@@ -201,7 +201,7 @@ def _main(case: Case, rank: int, store: str, pipe: Connection, memories: dict[in
 
 
 def run_case(case: Case) -> list[Row]:
-    """Start the processes; the rows of sender 0."""
+    """Start the processes; returns the rows of sender 0."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.m2n"])
     store = str(Path(tempfile.mkdtemp(prefix="equilibra-m2n-")) / "store")
@@ -239,7 +239,7 @@ def _row(case: Case, of_ranks: tuple[dict[str, Any], ...]) -> Row:
 
 
 def suite_of(cases: list[Case]) -> Suite:
-    """Measures these cases in one section."""
+    """The suite that measures these cases in one section."""
 
     def section(_setting: Setting) -> list[Row]:
         rows = []

@@ -1,13 +1,13 @@
-"""The same small GPTModel under plain Megatron and balanced, with copies fetched ahead and when they are used.
+"""One small GPTModel under plain Megatron and balanced, with copies prefetched and fetched on use.
 
 Two ranks with a core each, taking turns in one run.
 
 python -m benchmarks.megatron_steps [FOLDER]        # from the repository; writes FOLDER/megatron.md and .json
 
-Routing is replayed, skewed and the same for all; weights, data and optimizer are the same; losses are compared. A
-step's time is that of the slower rank, from `begin` (which plans) to the end of the optimizer. gloo sends with the
-cores that compute, so copies on their way take time from the layer that hides them: here fetching ahead can show what
-it costs, hardly what it saves.
+Routing is replayed, skewed and the same for all contenders; weights, data and optimizer are the same; losses are
+compared. A step's time is that of the slower rank, from `begin` (which plans) to the end of the optimizer. gloo sends
+with the cores that compute, so copies in transit slow down the layer that hides them: this bench can show what
+prefetching costs, but hardly what it saves.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ SIZES = {
 
 
 def steps(num_steps: int) -> dict[str, object]:
-    """Seconds of every step of each on this rank, and their losses."""
+    """Seconds and losses of every step of each contender on this rank."""
     import torch  # noqa: PLC0415 - only ranks need it
     import torch.distributed as dist  # noqa: PLC0415
     from tests.megatron_core import models  # noqa: PLC0415

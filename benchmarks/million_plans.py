@@ -3,9 +3,9 @@
 python -m benchmarks.million_plans [FOLDER] [--visits N] [--workers N]     # from the repository
 writes FOLDER/million_plans.json and .md
 
-A visit is one layer of one micro-batch in one stage: what the planner decides at a time. Steps are numbered, and the
-number is the seed of everything random in a step. Workers take steps in turn; a step that fails ends the run with its
-number. See `tests/references/executed.py` for what is drawn and what is compared.
+A visit is one layer of one micro-batch in one stage, which the planner plans at a time. A step's number is the seed of
+everything random in it. Workers take steps in turn; a failing step ends the run with its number. See
+`tests/references/executed.py` for what is drawn and what is compared.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ BLOCK = 20
 
 @dataclass
 class Block:
-    """What some steps were."""
+    """Counts over some steps."""
 
     tally: Tally = field(default_factory=Tally)
     seconds: float = 0.0
@@ -38,7 +38,6 @@ class Block:
     planners: Counter[str] = field(default_factory=Counter)
 
     def add(self, other: Block) -> None:
-        """Count another one's too."""
         for name, value in asdict(other.tally).items():
             setattr(self.tally, name, getattr(self.tally, name) + value)
         self.seconds += other.seconds
@@ -47,7 +46,7 @@ class Block:
 
 
 def run_block(first: int) -> Block:
-    """Steps from `first` on."""
+    """Plan and execute steps, starting from `first`."""
     block, began = Block(), process_time()
     for seed in range(first, first + BLOCK):
         before = block.tally.visits
@@ -64,7 +63,7 @@ def run_block(first: int) -> Block:
 
 
 def write(folder: Path, total: Block, blocks: int, seconds: float, workers: int) -> None:
-    """The record and its page."""
+    """Write the record and its page."""
     tally = total.tally
     record = {
         "date": f"{datetime.now(UTC):%Y-%m-%d}", "machine": platform.processor() or platform.machine(),
@@ -95,7 +94,7 @@ The plans have {tally.copies:,} flash copies, {tally.standing:,} standing copies
 
 
 def main() -> None:
-    """Run and write, also what there is so far."""
+    """Run the steps; write the record whenever a block ends."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", default="benchmarks/results", type=Path)
     parser.add_argument("--visits", default=1_000_000, type=int)

@@ -1,9 +1,9 @@
 """The papers' tables, simulated: ReLibra's grid, ForeMoE's 64 GPUs, the ablation, where it does not help, scale.
 
-Neither paper has public code or routing, so the setups are theirs as far as they are published (models, expert-parallel
-sizes, 1,024 sequences and 32 micro-batches a step, Hopper nodes of 8 with 400 Gb/s a rank) and the rest is ours:
-routing is synthetic with skew fitted to real recordings, and answers have a median of 3,000 tokens with a long tail.
-What the papers report stands beside our figures; equal numbers would be a coincidence, equal order is the point.
+Neither paper has public code or routing. Setups follow what is published (models, expert-parallel sizes, 1,024
+sequences and 32 micro-batches a step, Hopper nodes of 8 with 400 Gb/s a rank). The rest is ours: synthetic routing with
+skew fitted to real recordings, and answers with a median of 3,000 tokens and a long tail. The papers' figures stand
+beside ours; equal numbers would be a coincidence, the same order is what counts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def sweep(setting: Setting) -> list[Row]:
 
 
 def foremoe(setting: Setting) -> list[Row]:
-    """64 ranks: one expert-parallel group, or several that work on different sequences."""
+    """64 ranks: one expert-parallel group, or several on different sequences."""
     rows = []
     for model, nodes in (("qwen3-30b-a3b", 2), ("qwen3-30b-a3b", 8), ("qwen3-235b-a22b", 4), ("glm-4.5-air", 4)):
         groups = 8 // nodes
@@ -130,7 +130,7 @@ def no_help(setting: Setting) -> list[Row]:
 
 
 def scale(setting: Setting) -> list[Row]:
-    """8 to 2,048 ranks: tokens in step with ranks (weak), and the same tokens for all (strong); planning beside it."""
+    """8 to 2,048 ranks, weak scaling (tokens grow with ranks) and strong scaling, with planning time."""
     sizes = (8, 16) if setting.quick else (8, 16, 32, 64, 128, 256, 512, 1024, 2048)
     rows, knobs = [], knobs_of_prompts(setting.traces)["mixed"]
     for kind in ("weak", "strong"):
@@ -156,7 +156,7 @@ def scale(setting: Setting) -> list[Row]:
 
 
 class _Timed:
-    """Equilibra, with a clock around it: what planning one group took on this machine."""
+    """Equilibra, with the measured time to plan one group."""
 
     name = "equilibra"
 

@@ -1,19 +1,19 @@
-"""Ping-pong between one attention and one expert process against its formula.
+"""Ping-pong between one attention and one expert process, against its formula.
 
 python -m benchmarks.pingpong [FOLDER] [--layers L] [--attention-us X] [--expert-us X] [--work products|waits]
 writes FOLDER/pingpong.json and .md
 
 Symbols: T_a, T_e compute of one micro-batch and layer on each side, T_c one-way transfer, T_f = max(T_a, T_e), L
 layers, m micro-batches in flight. An iteration of m micro-batches takes (T_a + T_e + 2 T_c) + T_f (m L - 1) if
-transfers are hidden, which needs m T_f >= 2 (T_f + T_c); otherwise a micro-batch's own way sets the pace:
+transfers are hidden, which needs m T_f >= 2 (T_f + T_c); otherwise the latency of one micro-batch sets the pace:
 L (T_a + T_e + 2 T_c).
 
-The transport is the engine's own; compute is matrix products (`products`) or sleeping (`waits`, where cores are few),
-as long as asked. Of all repeats the shortest counts: whatever else runs on the machine only adds. T_a and T_e are
-medians of its parts, because two busy cores are slower than one; T_c is that of m = 1, where nothing overlaps.
+The transport is the engine's own. Compute is matrix products (`products`) or sleeping (`waits`, where cores are few) of
+the requested length. The shortest repeat counts, because other programs only add time. T_a and T_e are medians within
+that repeat, because two busy cores are slower than one; T_c is measured at m = 1, where nothing overlaps.
 
-On CPUs a side itself copies rows and signals (`sending`, `answering`); meanwhile it computes nothing. So the pace that
-can be reached is the larger of T_a + sending and T_e + answering: `with messages`.
+On CPUs a side itself copies rows and signals (`sending`, `answering`) and computes nothing meanwhile. So the reachable
+pace is the larger of T_a + sending and T_e + answering: `with messages`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Case:
 
 
 class Iteration(NamedTuple):
-    """Of the attention side, in seconds."""
+    """An iteration seen from the attention side, in seconds."""
 
     seconds: float
     spent: list[tuple[float, float]]
@@ -67,7 +67,7 @@ class Iteration(NamedTuple):
 
 
 def work_of(kind: str, micros: float) -> Callable[[], None]:
-    """Something that takes so long on this machine."""
+    """A function that takes this long on this machine."""
     if kind == "waits":
         return lambda: sleep(micros * 1e-6)
     left = torch.rand(64, 64)

@@ -1,4 +1,4 @@
-"""The planner bench: every figure that the planner promises, measured, beside what it must reach.
+"""The planner bench: every figure that the planner promises, measured, beside its requirement.
 
 Each section is a function from a `Setting` to rows (plain dicts): copies on Zipf loads, copies on real routing, several
 nodes, small instances against an exact solver, an ablation, the speed of counting a recording, whole steps and growth.
@@ -164,7 +164,7 @@ def _slowest(plan: StepPlan, load: StepLoad) -> int:
 
 
 def _bound(plan: StepPlan, load: StepLoad) -> float:
-    """Mean imbalance if every slowest rank were at its lower bound: what rounding to whole tokens leaves."""
+    """Mean imbalance if every slowest rank were at its lower bound, which whole tokens alone force."""
     mean_LM = plan.rank_load(load).mean(axis=2)
     return float(np.mean(plan.bound_LM / np.maximum(mean_LM, 1e-300)))
 

@@ -20,7 +20,7 @@ AGAIN = "balanced-again"
 
 @contextmanager
 def _picture(file: Path, *, dpi: int = 110, columns: int = 1, size: tuple[float, float]) -> Iterator[tuple[Any, Any]]:
-    """A figure and its axes, written when all is drawn."""
+    """A figure and its axes, saved on exit."""
     import matplotlib as mpl  # noqa: PLC0415 - not always there
 
     mpl.use("Agg")
@@ -34,7 +34,7 @@ def _picture(file: Path, *, dpi: int = 110, columns: int = 1, size: tuple[float,
 
 
 def plot_paper(sections: dict[str, list[Row]], folder: Path) -> None:
-    """Draw what is there."""
+    """Draw the pictures of the sections that were run."""
     if "relibra" in sections:
         _grid(sections["relibra"], folder / "paper-grid.png")
     if "scale" in sections:
@@ -81,7 +81,7 @@ def _scale(rows: list[Row], file: Path) -> None:
 
 
 def plot_growth(sections: dict[str, list[Row]], folder: Path) -> None:
-    """Planning time against ranks, experts and layers, where it was measured."""
+    """Draw planning time against ranks, experts and layers, where measured."""
     if "growth" not in sections:
         return
     with _picture(folder / "planner-growth.png", columns=3, size=(11, 3.4)) as (figure, axes):
@@ -104,7 +104,7 @@ def plot_growth(sections: dict[str, list[Row]], folder: Path) -> None:
 
 
 def plot_gpu(rows: list[Row], folder: Path) -> None:
-    """What every contender reaches of the balanced speed, case by case; nothing where matplotlib is not installed."""
+    """Draw every contender's share of the balanced speed by case; without matplotlib, do nothing."""
     if find_spec("matplotlib") is None:
         return
     with _picture(folder / "gpu.png", dpi=120, size=(max(0.55 * len(rows) + 2, 6), 4.2)) as (figure, axis):
@@ -130,7 +130,7 @@ def plot_gpu(rows: list[Row], folder: Path) -> None:
 
 
 def _name_cases(axis: Any, names: list[list[str]]) -> None:  # noqa: ANN401 - matplotlib is not always there
-    """Ranks under every case; what they share, once: the model, and the recording below it."""
+    """Label every case with its ranks, and groups of cases with model and recording."""
     axis.set_xticks(range(len(names)), [name[-1] for name in names], fontsize=7)
     axis.tick_params(axis="x", length=0)
     for depth, height in ((2, -0.10), (1, -0.17)):

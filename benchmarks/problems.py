@@ -1,4 +1,4 @@
-"""What benches plan: Zipf loads, real routing in file order, small instances with a known optimum."""
+"""Planning problems of the benches: Zipf loads, real routing in file order, small instances with a known optimum."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def file_order_load(sequences: SequenceLoad, cluster: Cluster, tokens_per_microb
 
 
 def traces_folder(asked: str | None = None) -> Path | None:
-    """The folder of recordings: the one asked for, $EQUILIBRA_TRACES, or None."""
+    """The folder of recordings: the named one, $EQUILIBRA_TRACES, or None."""
     named = asked or os.environ.get("EQUILIBRA_TRACES")
     if named is None:
         return None
@@ -81,7 +81,7 @@ def flash_per_layer(plan: StepPlan) -> float:
 
 
 def evenly_spread(count: int, num: int) -> NDArray[np.int64]:
-    """`num` of `count` things, the middles of equal parts."""
+    """Indices of `num` of `count` things, evenly spread."""
     return ((np.arange(num) * 2 + 1) * count // (2 * num)).astype(np.int64)
 
 
@@ -109,7 +109,7 @@ def small_instance(seed: int) -> tuple[NDArray[np.int32], Cluster, int]:
 
 
 def over_optimum(num_instances: int) -> list[float]:
-    """Slowest rank over the optimum, less 1, of each instance."""
+    """Slowest rank over the optimum, minus 1, of each instance."""
     over = []
     for seed in range(num_instances):
         tokens_ER, cluster, slots = small_instance(seed)

@@ -1,11 +1,11 @@
-"""slime's schedule of a rollout against the same packed again, on recorded routing. Costs are computed, not timed.
+"""slime's schedule of a rollout against the same samples packed again, on recorded routing. Computed, not timed.
 
 python -m benchmarks.slime_schedule RECORDING... [--output FOLDER]     # from the repository
 
 slime's function is a stand-in (`tests/references/slime_schedule.py`), or slime's own where it is installed. "Waiting"
-is the slowest rank of every micro-batch, in 24,576 s + s² of its samples of s tokens, over the mean rank: what
-attention and dense parts lose. Imbalances are slowest over mean rank of an MoE layer in a micro-batch, on homes and
-under plans with two spare slots at no price.
+is slowest over mean rank of every micro-batch, where a sample of s tokens costs 24,576 s + s²: what attention and dense
+layers lose. Imbalances are slowest over mean rank of an MoE layer in a micro-batch, on homes and under plans with two
+spare slots and all prices zero.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ SETTINGS = [(4, 1024), (8, 1024), (8, 2048)]
 
 
 def use_slime() -> str:
-    """The function of slime, or the stand-in under its name."""
+    """Install slime's function, or the stand-in, under slime's name."""
     if importlib.util.find_spec("slime") is not None:
         return "slime's own function"
     sys.modules.update({name: ModuleType(name) for name in ("slime", "slime.utils")})
@@ -46,7 +46,7 @@ def use_slime() -> str:
 
 
 def as_schedule(found: DpSchedule, num_samples: int) -> Schedule:
-    """Ours, of one optimizer step."""
+    """A schedule of slime's as one of ours, for one optimizer step."""
     micro_batch, rank = np.zeros((2, num_samples), np.int32)
     for number, (partition, indices) in enumerate(zip(found.partitions, found.micro_batch_indices, strict=True)):
         for m, places in enumerate(indices):
@@ -70,7 +70,7 @@ def figures(sequences: SequenceLoad, schedule: Schedule, home: Placement) -> lis
 
 
 def rows(path: Path) -> list[str]:
-    """Lines of the table."""
+    """Rows of the table."""
     trace = load_trace(path)
     assert isinstance(trace, RoutingTrace)
     sequences, lines = sequence_loads(trace), []
@@ -104,7 +104,7 @@ def rows(path: Path) -> list[str]:
 
 
 def main() -> None:
-    """Compute and write."""
+    """Compute the figures and write them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("recordings", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))

@@ -58,7 +58,7 @@ def _peak_mb() -> float:
 
 
 def _in_fresh_process(function: Callable[..., Row], *arguments: int) -> Row:
-    """Run in a process of its own, so that its peak memory is its own."""
+    """Run in a fresh process, so that its peak memory is its own."""
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
         return pool.submit(function, *arguments).result()
 

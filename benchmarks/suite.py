@@ -1,4 +1,4 @@
-"""A bench suite: named sections, each a function from a setting to rows, and how their results are shown and kept."""
+"""A bench suite: named sections, each a function from a setting to rows, and how their results are shown and stored."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from equilibra.core.errors import InputError
 from equilibra.plan.step import usable_cores
 
 Row = dict[str, Any]
-"""a line of a table, by column"""
+"""a row of a table, by column"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a bench run has at hand."""
+    """Options of a bench run."""
 
     traces: Path | None
     """folder with routing recordings; sections that need it are left out without it"""
     quick: bool = False
-    """few repeats: to see that everything runs, not to report"""
+    """few repeats, to see that everything runs; not for reporting"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Suite:
-    """Sections that belong together, and the files they are written to."""
+    """A bench: its sections, and the text of its files."""
 
     name: str
     """of the command and of the files"""
@@ -56,7 +56,7 @@ class Suite:
     need_modules: dict[str, str] = field(default_factory=dict)
     """modules that sections need beyond those of the package"""
     plot: Callable[[dict[str, list[Row]], Path], None] | None = None
-    """draws pictures of the sections that are there into a folder"""
+    """draws pictures of the given sections into a folder"""
 
 
 def run_sections(
@@ -72,7 +72,7 @@ def run_sections(
 
 
 def environment() -> Row:
-    """The machine and the versions that made the figures; $EQUILIBRA_COMMIT where git does not know the commit."""
+    """Machine and versions; the commit is $EQUILIBRA_COMMIT if git does not know it."""
     import numba  # noqa: PLC0415
 
     cpu = platform.processor() or platform.machine()
@@ -94,13 +94,13 @@ def environment() -> Row:
 
 
 def spread(values: Iterable[Any]) -> dict[str, Any]:
-    """Median, least and largest, and all of them."""
+    """Median, least, largest, and all values."""
     numbers = [float(value) for value in values]
     return {"median": median(numbers), "low": min(numbers), "high": max(numbers), "repeats": numbers}
 
 
 def plain(rows: list[Row]) -> list[Row]:
-    """Rows with Python numbers only, floats to six digits."""
+    """Rows with Python numbers only; floats keep six digits."""
 
     def one(value: Any) -> Any:  # noqa: ANN401
         if isinstance(value, np.integer):
@@ -111,7 +111,7 @@ def plain(rows: list[Row]) -> list[Row]:
 
 
 def markdown(suite: Suite, result: dict[str, Any]) -> str:
-    """One table per section, with the command, commit, day and machine that made it."""
+    """One table per section, with its command, commit, date and machine."""
     parts = [f"# {suite.title}", suite.intro]
     for name, section in result["sections"].items():
         rows = section["rows"]
@@ -134,7 +134,7 @@ def _cell(value: Any) -> str:  # noqa: ANN401
 
 
 def earlier_results(suite: Suite, folder: Path) -> dict[str, Any]:
-    """Sections that an earlier run left in the folder; an error if the file is not ours."""
+    """Sections that an earlier run left in the folder; an error if the file is not a suite's."""
     file = folder / f"{suite.name}.json"
     if not file.is_file():
         return {}

@@ -1,4 +1,4 @@
-"""The embedded default, seed by seed, and once with static placement: what it learns, how long it takes, what differs.
+"""The embedded default run, seed by seed, and once with static placement: learning, duration and differences.
 
 python benchmarks/training_runs.py [FOLDER]        # writes FOLDER/training.md and .json (benchmarks/results)
 """
@@ -20,7 +20,7 @@ SEEDS = (0, 1, 2)
 
 
 def train(folder: Path, seed: int, planner: str) -> dict[str, Any]:
-    """One run of `equilibra train`, timed from the command to its end."""
+    """Run `equilibra train`, timed from start to end of the command."""
     command = ["equilibra", "train", "--seed", str(seed), "--planner", planner]
     start = perf_counter()
     subprocess.run(
@@ -54,7 +54,7 @@ def apart(one: dict[str, Any], other: dict[str, Any]) -> float:
 
 
 def row(run: dict[str, Any]) -> str:
-    """A line of the table."""
+    """A row of the table."""
     shares = ", ".join(f"{name} {share:.0%}" for name, share in run["shares"].items() if share >= 0.01)
     return (
         f"| {run['seed']} | {run['planner']} | {run['held_out_first']:.3f} → {run['held_out_last']:.3f} | "
@@ -65,7 +65,7 @@ def row(run: dict[str, Any]) -> str:
 
 
 def main(target: Path) -> None:
-    """Run all; both files are written after every run."""
+    """Run all; write both files after every run."""
     about = {
         "date": datetime.now(UTC).date().isoformat(), "command": "python benchmarks/training_runs.py",
         "commit": subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
@@ -80,7 +80,7 @@ def main(target: Path) -> None:
 
 
 def write(target: Path, about: dict[str, Any], runs: list[dict[str, Any]]) -> None:
-    """Write what there is so far: static first, then seed by seed."""
+    """Write the results so far: static first, then seed by seed."""
     difference = apart(runs[0], runs[1])
     last = [run["held_out_last"] for run in runs[1:]]
     grown = [run["held_out_last"] / run["held_out_first"] for run in runs[1:]]

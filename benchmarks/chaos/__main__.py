@@ -1,4 +1,4 @@
-"""Run a series, in several processes beside each other, and write its table."""
+"""Run a series in several parallel lanes, and write its table."""
 
 from __future__ import annotations
 

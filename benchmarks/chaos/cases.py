@@ -1,4 +1,4 @@
-"""What happens to which run, drawn from a seed."""
+"""The injection and shape of every run, drawn from a seed."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from random import Random
 
 TIMEOUT_S = 6.0
-"""run.timeout_s, run.checkpoint_timeout_s and rollout.timeout_s of the runs"""
+"""run.timeout_s, run.checkpoint_timeout_s and rollout.timeout_s of every run"""
 STEPS = 3
 
 INJECTIONS = {
@@ -24,18 +24,18 @@ WEIGHTS = {
     "kill": 28, "stop": 14, "pause": 12, "slow": 8, "full": 14, "limit": 10, "term": 5, "interrupt": 5, "term-all": 4,
 }  # fmt: skip
 OF_A_RANK = ("kill", "stop", "pause", "slow", "full", "limit")
-"""those that can happen at a stage: the rank does it to itself"""
+"""injections at a stage; the rank does them to itself"""
 STAGES = (
     "checkpoint", "checkpoint", "checkpoint", "migrate", "migrate", "segment", "evaluate", "rollout", "reward", "plan",
     "logprob", "advantages", "update", "update", "weights", "report",
 )  # fmt: skip
 STEPS_OF = {"evaluate": (0, 2, 3), "report": (3,), "migrate": (0, 1), "segment": (0,)}
-"""of stages that not every step has; of migrations: how many came before"""
+"""steps of stages that not every step has; for migrations, how many came before"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A kind of run; all of a kind end with the same numbers."""
+    """A kind of run; all runs of a kind end with the same numbers."""
 
     nodes: int
     """of a group"""
@@ -52,12 +52,11 @@ class Shape:
 
     @property
     def world(self) -> int:
-        """Ranks in all."""
+        """Ranks of all groups."""
         return self.nodes * self.ranks_per_node * self.groups
 
     @property
     def name(self) -> str:
-        """For tables and folders."""
         return f"{self.nodes}x{self.ranks_per_node}x{self.groups}-{self.path}-{self.algorithm}"
 
 
@@ -74,7 +73,7 @@ SHAPES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """One run and what happens to it."""
+    """One run and its injection."""
 
     number: int
     """in the series"""
@@ -83,19 +82,19 @@ class Case:
     injection: str
     """one of INJECTIONS"""
     rank: int
-    """to which it happens"""
+    """the rank it happens to"""
     stage: str = ""
-    """at which it happens; empty: at a moment of the clock"""
+    """the stage it happens at; empty: at a moment of the clock"""
     step: int = 0
     """of the stage"""
     share: float = 0.0
-    """the moment, as a share of the undisturbed run's seconds; of a stage: of 50 ms from its begin"""
+    """the moment, as a share of the undisturbed run's seconds or, at a stage, of its first 50 ms"""
     pause_s: float = 0.0
     """until SIGCONT"""
 
 
 def draw(seed: int, number: int, *, can_fill: bool = True) -> Case:
-    """A case of a series: the same for the same numbers."""
+    """A case of a series, determined by the seed and the number."""
     random = Random(f"{seed} {number}")
     shape = random.choice(SHAPES)
     injection = random.choices(list(WEIGHTS), list(WEIGHTS.values()))[0]

@@ -1,4 +1,4 @@
-"""A series of cases, one after another, each with its record on the disk before the next begins."""
+"""Run cases one after another; each record is on disk before the next case begins."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MODEL = {
 
 
 def own_disk(folder: Path) -> bool:
-    """Give this process a small disk at FOLDER/disk and shared memory of its own; False without the right to mount."""
+    """Mount a small disk at FOLDER/disk and private shared memory; False without permission to mount."""
     disk = folder / "disk"
     disk.mkdir(parents=True, exist_ok=True)
     if ctypes.CDLL(None, use_errno=True).unshare(NEW_NAMESPACE) != 0:
@@ -50,10 +50,10 @@ class Series:
     lane: Lane
     """where they run"""
     expected: dict[Shape, tuple[Numbers, float]] = field(default_factory=dict)
-    """numbers and seconds of undisturbed runs, made when they are needed"""
+    """numbers and seconds of undisturbed runs, computed on first use"""
 
     def options(self, shape: Shape) -> list[str]:
-        """Of `equilibra train`, for a new run."""
+        """Options of `equilibra train` for a new run."""
         model, problems = self.folder / "model", self.folder / "problems.jsonl"
         if not model.exists():
             model.mkdir()
@@ -64,7 +64,7 @@ class Series:
         return ["--plain", "--output", str(self.lane.run), *overrides(shape, str(model), str(problems), reward)]
 
     def undisturbed(self, shape: Shape) -> tuple[Numbers, float]:
-        """The numbers of a run of this shape, and its seconds."""
+        """Numbers and seconds of an undisturbed run of this shape."""
         if shape not in self.expected:
             self.lane.clear()
             first, numbers = self._undisturbed(shape)
@@ -86,7 +86,7 @@ class Series:
         return ended, numbers_of(self.lane.run)
 
     def run(self, case: Case) -> dict[str, object]:
-        """One case: the disturbed run, the resumed one, and the verdict; a defect's folder is kept."""
+        """Run a case: the disturbed run, the resumed run, and the verdict; the folder of a defect is kept."""
         expected, usual_s = self.undisturbed(case.shape)
         self.lane.clear()
         ended = self.lane.train(self.options(case.shape), case, usual_s)
@@ -110,7 +110,7 @@ class Series:
         return record(case, ended, resumed, said)
 
     def _keep(self, case: Case, name: str) -> Path:
-        """Copy what explains a run: output, log, metrics and notes."""
+        """Copy a run's output, log, metrics and notes."""
         kept = self.folder / "kept" / str(case.number)
         to = kept / name
         shutil.rmtree(to, ignore_errors=True)

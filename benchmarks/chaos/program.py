@@ -1,7 +1,7 @@
-"""The training program, started again and again from one process that has everything loaded.
+"""The training program, started repeatedly from one process that has everything loaded.
 
-`equilibra train` is run in a fork of this process; its ranks are forked from the server that this process started, as
-they are from the server that the program would start. What is lost is only the loading of libraries.
+`equilibra train` runs in a fork of this process, and its ranks are forked from a server that this process started, just
+as from the server that the program would start. Only the loading of libraries is skipped.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ from equilibra.train import processes
 
 POLL_S = 0.005
 IN_TIME_S = 2 * TIMEOUT_S + processes.GRACE_S + 2 * processes.TERMINATE_S
-"""from an injection to the end: the timeout of training, that of checkpoints, and what the program gives them"""
+"""most seconds from an injection to the end: both timeouts, and what the program adds to them"""
 SLACK_S = 60.0
-"""for the run itself on a busy machine, before it counts as hung"""
+"""extra seconds for a run on a busy machine before it counts as hung"""
 AT_STAGE_S = 0.05
-"""the act comes within so many seconds of the stage's begin"""
+"""most seconds from the begin of a stage to the act"""
 SLOWED_S, RUNS_S, STANDS_S = 4.0, 0.025, 0.075
 
 
 def start_server() -> None:
-    """The process that all ranks are forked from."""
+    """Start the process that all ranks are forked from."""
     root = Path(__file__).resolve().parents[2]
     os.environ["PYTHONPATH"] = os.pathsep.join([str(root), str(root / "src"), os.environ.get("PYTHONPATH", "")])
     os.environ |= {
@@ -65,21 +65,21 @@ class Ended:
     """How a program ended."""
 
     code: int | None
-    """its exit code, negative for a signal; None: it had not ended in time and was killed"""
+    """exit code, negative for a signal; None: it did not end in time and was killed"""
     seconds: float
     """from start to end"""
     after_s: float | None
     """from the injection to the end; None: nothing was injected"""
     text: str
-    """what it printed"""
+    """its output"""
     notes: dict[int, list[dict[str, Any]]] = field(repr=False)
-    """what the ranks noted"""
+    """notes of all ranks"""
     leftovers: list[str]
-    """processes and shared memory that stayed"""
+    """processes and shared memory left behind"""
 
     @property
     def saved(self) -> int:
-        """Steps whose checkpoint was surely done: rank 0 went on."""
+        """Steps whose checkpoint was complete: rank 0 continued afterwards."""
         done, last = 0, None
         for note in self.notes.get(0, []):
             if note["kind"] in ("stage", "end"):
@@ -90,7 +90,7 @@ class Ended:
 
 
 class Lane:
-    """Runs one program after another in a folder: `disk` holds the run, `control` what is said of it."""
+    """Runs one program after another in a folder: `disk` holds the run, `control` the notes and the order."""
 
     def __init__(self, folder: Path) -> None:
         self.disk, self.control = folder / "disk", folder / "control"
@@ -98,12 +98,11 @@ class Lane:
         self.run = self.disk / "run"
 
     def clear(self) -> None:
-        """An empty disk."""
         for path in self.disk.iterdir():
             shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def train(self, arguments: Sequence[str], case: Case | None = None, usual_s: float = 0.0) -> Ended:
-        """Run `equilibra train` with something happening to it, until it has ended or is surely hung."""
+        """Run `equilibra train` with an injection until it ends or counts as hung."""
         (self.disk / FILLER).unlink(missing_ok=True)
         shutil.rmtree(self.control, ignore_errors=True)
         self.control.mkdir(parents=True)
@@ -130,7 +129,7 @@ class Lane:
         )  # fmt: skip
 
     def notes(self) -> dict[int, list[dict[str, Any]]]:
-        """What ranks have noted so far; a torn line is left out."""
+        """Notes of the ranks so far, without an unfinished last line."""
         found = {}
         for file in self.control.glob("rank-*.jsonl"):
             lines = file.read_bytes().split(b"\n")[:-1]
@@ -167,7 +166,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _forked(arguments: Sequence[str], printed: Path) -> int:
-    """A process that is `equilibra train`."""
+    """Fork a process that runs `equilibra train`."""
     sys.stdout.flush()
     sys.stderr.flush()
     file = os.open(printed, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
@@ -196,7 +195,7 @@ def _forked(arguments: Sequence[str], printed: Path) -> int:
 
 
 class Injection:
-    """What happens to a program, as time goes by."""
+    """Applies a case's injection to a running program."""
 
     def __init__(self, case: Case | None, lane: Lane, pid: int, began: float, usual_s: float) -> None:
         self.case, self.lane, self.program, self.began = case, lane, pid, began
@@ -205,13 +204,11 @@ class Injection:
         self._victim, self._stands, self._next = 0, False, 0.0
 
     def is_late(self, now: float) -> bool:
-        """Whether the program should have ended."""
         start = self.began if self.at is None else self.at
         paused = 0.0 if self.case is None else self.case.pause_s + SLOWED_S * (self.case.injection == "slow")
         return now > start + IN_TIME_S + SLACK_S + paused
 
     def tick(self) -> None:
-        """Do what is due."""
         case, now = self.case, monotonic()
         if case is None:
             return

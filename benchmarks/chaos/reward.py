@@ -1,4 +1,4 @@
-"""The reward of the runs, in a file that loads nothing: every rank's scorer starts from it."""
+"""The reward of the runs, in a file without imports: every rank's scorer starts from it."""
 
 
 def spread(prompt: str, answer: str, expected: str) -> float:  # noqa: ARG001

@@ -28,9 +28,9 @@ def write_results(
     records: Sequence[dict[str, Any]], output: Path, *, command: str, commit: str = "",
     became: Mapping[int, str] | None = None, note: str = "",
 ) -> None:  # fmt: skip
-    """OUTPUT/chaos.md and chaos.json; commit: if not the present one; became: what was done about a run's defect.
+    """Write OUTPUT/chaos.md and chaos.json.
 
-    note: about the series as a whole.
+    commit: if not HEAD. became: by run, how its defect was resolved. note: about the whole series.
     """
     head = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     about = {

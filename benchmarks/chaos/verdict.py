@@ -1,4 +1,4 @@
-"""What became of a run: whether that is allowed, and whether its numbers are those of an undisturbed one."""
+"""The verdict on a run: whether its end is allowed, and whether its numbers are those of an undisturbed run."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ assert CAUSES.keys() == INJECTIONS.keys()
 
 @dataclass(frozen=True)
 class Numbers:
-    """Everything that a run computed, to compare."""
+    """What a run computed, for comparison."""
 
     metrics: tuple[str, ...]
-    """a line per step and evaluation, without times"""
+    """one line per step and evaluation, without times"""
     files: dict[str, str]
     """hashes of weights and of the last checkpoints"""
 
 
 def numbers_of(run: Path) -> Numbers:
-    """Of a finished run."""
+    """The numbers of a finished run."""
     rows = []
     for line in (run / "metrics.jsonl").read_text().splitlines():
         row = {name: value for name, value in json.loads(line).items() if not name.startswith(TIMES)}
@@ -52,16 +52,16 @@ def numbers_of(run: Path) -> Numbers:
 
 
 def cause_named(case: Case, text: str) -> bool:
-    """Whether the program said what happened."""
+    """Whether the program's output names the cause."""
     return re.search(CAUSES[case.injection].format(rank=case.rank, world=case.shape.world), text) is not None
 
 
 def verdict(  # noqa: PLR0911 - one for each kind of defect
     case: Case, ended: Ended, resumed: Ended | None, numbers: Numbers | None, expected: Numbers
 ) -> str:  # fmt: skip
-    """What became of a run, in words of the table; `defect: ...` for what must not be.
+    """The outcome of a run, as in the table; `defect: ...` if it is not allowed.
 
-    resumed: how the second program ended; None if the first one finished. numbers: of the last program.
+    resumed: how the resumed program ended; None if the first one finished. numbers: of the last program.
     """
     for name, one in (("the run", ended), ("the resumed run", resumed)):
         if one is not None and (wrong := _wrong(one)):
@@ -98,17 +98,17 @@ def _wrong(ended: Ended) -> str:
 
 
 def _at_once(ended: Ended) -> bool:
-    """Whether it was told to end before it had started any rank."""
+    """Whether it was told to end before it started any rank."""
     return not ended.notes and ended.code in (-SIGTERM, -SIGINT)
 
 
 def _first(ended: Ended) -> int:
-    """The step that a resumed run began with."""
+    """The first step of a resumed run."""
     return next((note["step"] for note in ended.notes.get(0, []) if note["kind"] == "first"), -1)
 
 
 def record(case: Case, ended: Ended, resumed: Ended | None, said: str) -> dict[str, Any]:
-    """A line of the raw results."""
+    """The raw record of a case."""
     said_last = [line for line in ended.text.splitlines() if line.startswith(("equilibra:", "stopped after"))]
     message = re.sub(r"\S*/disk/run", "RUN", " / ".join(said_last))
     return {

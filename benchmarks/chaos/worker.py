@@ -1,7 +1,7 @@
-"""The training program's worker, told what happens to this rank.
+"""The training program's worker, with an order for this rank.
 
-Beside the disk of the run is a folder `control`. Ranks write there who they are, when a checkpoint was done and what
-they did; `order.json` says which of them does what to itself, and at which stage.
+Beside the run's disk is a folder `control`. Ranks write to it who they are, when a checkpoint was complete and what
+they did; `order.json` says which rank does what to itself, and at which stage.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LIMIT_BYTES = 1
 
 
 def fill_disk(disk: Path) -> None:
-    """Leave not a byte."""
+    """Fill the disk of the run."""
     file = os.open(disk / FILLER, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for size in (1 << 20, 1 << 12, 1):
         try:
@@ -42,7 +42,7 @@ def fill_disk(disk: Path) -> None:
 
 
 def limit_files(pid: int) -> None:
-    """Let a process write no file any further."""
+    """Limit files of a process to one byte, so that its writes fail."""
     hard = resource.prlimit(pid, resource.RLIMIT_FSIZE)[1]
     resource.prlimit(pid, resource.RLIMIT_FSIZE, (LIMIT_BYTES, hard))
 
@@ -68,19 +68,19 @@ def run(
 
 
 class Notes:
-    """Lines of control/rank-N.jsonl: kind, time, and more."""
+    """Writes lines to control/rank-N.jsonl: kind, time, and more."""
 
     def __init__(self, control: Path, rank: int) -> None:
         self.file = os.open(control / f"rank-{rank}.jsonl", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
 
     def __call__(self, kind: str, **values: object) -> None:
-        """Write one; a rank that may write nothing more keeps silent."""
+        """Write a note; on a rank that can no longer write, do nothing."""
         with suppress(OSError):
             os.write(self.file, json.dumps({"kind": kind, "at": time.monotonic(), **values}).encode() + b"\n")
 
 
 class Order:
-    """Does its act once, when the stage comes."""
+    """Performs the injection once, when its stage comes."""
 
     def __init__(self, order: dict[str, Any], note: Notes, disk: Path) -> None:
         self.order, self.note, self.disk, self.done = order, note, disk, False
@@ -103,19 +103,17 @@ class Order:
         return called
 
     def at(self, name: str, step: int) -> None:
-        """A stage begins."""
         if (name, step) == (self.order["stage"], self.order["step"]):
             self.begin()
 
     def begin(self) -> None:
-        """Act at the moment of the order, counted from now."""
+        """Act after the order's delay, counted from now."""
         if self.order["stage"] != "segment":
             delay = threading.Timer(self.order["delay_s"], self.act)
             delay.daemon = True
             delay.start()
 
     def act(self) -> None:
-        """Once."""
         if self.done:
             return
         self.done, kind = True, self.order["injection"]
@@ -131,24 +129,21 @@ class Order:
 
 
 class Watched(Observer):
-    """The run's observer, and the order's."""
+    """The run's observer, which also reports stages to the order."""
 
     def __init__(self, observer: Any, note: Notes, order: Order | None) -> None:  # noqa: ANN401
         self.observer, self.tell, self.order = observer, note, order
 
     def stage(self, name: str, *, step: int, done: int = 0, total: int = 0) -> None:
-        """A stage begins, or is further."""
         self.tell("stage", name=name, step=step)
         self.observer.stage(name, step=step, done=done, total=total)
         if self.order is not None:
             self.order.at(name, step)
 
     def step(self, step: int, metrics: Any) -> None:  # noqa: ANN401
-        """A step is over."""
         self.observer.step(step, metrics)
 
     def evaluated(self, step: int, metrics: Any) -> None:  # noqa: ANN401
-        """Held-out problems were answered."""
         self.observer.evaluated(step, metrics)
 
     def note(self, text: str) -> None:

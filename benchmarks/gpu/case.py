@@ -2,12 +2,10 @@
 
 Symbols: S sequences, M micro-batches, L layers, E experts, R ranks.
 
-The recording says which expert gets how many tokens, so it gives the number of experts and top-k; the model gives
-hidden and FFN width. A case takes layers evenly spread over the recording, and full micro-batches of whole sequences in
-file order, evenly spread over it. Where it is too short for that, its sequences are repeated from the start as often as
-needed, and the case says so. Inside a micro-batch sequences go to ranks as in the simulator (`file_order_schedule`).
-
-A setting says how much of which recordings is taken, under which shapes, on how many ranks.
+The recording gives the tokens of every expert, and with them the number of experts and top-k; the model gives hidden
+and FFN width. A case takes layers evenly spread over the recording, and full micro-batches of whole sequences in file
+order, evenly spread over it. If the recording is too short, its sequences are repeated from the start, and the case
+says so. Inside a micro-batch sequences go to ranks as in the simulator (`file_order_schedule`).
 """
 
 from __future__ import annotations
@@ -27,16 +25,16 @@ from equilibra.trace.count import micro_batches_in_file_order
 from equilibra.trace.routing import Recording
 
 RECORDINGS = {"gpt-oss-20b": ("gpt-oss-20b",), "dsv2-lite": ("dsv2-lite-law", "dsv2-lite-intent")}
-"""recordings that are taken if nobody names one, each from one file or several, joined"""
+"""default recordings, each from one file or several joined ones"""
 MODELS = ("gpt-oss-20b", "qwen3-30b-a3b", "qwen3-235b-a22b", "deepseek-v3")
-"""whose hidden and FFN width are taken if nobody names one"""
+"""default models, whose hidden and FFN widths are taken"""
 RANKS = (8, 16, 32)
 PATHS = ("device", "host")
 """where copies come from: another place of the device's memory, or pinned memory of the host"""
 MOST = 1 << 20
-"""of any number: more is a slip of the hand"""
+"""limit of every number; more is a typing error"""
 FULL = 0.9
-"""part of its budget that a micro-batch must fill to be chosen"""
+"""share of its budget that a chosen micro-batch must fill"""
 SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
 """to queue a rank's kernels, and to run them and rest; within a quarter of what most cases took on an H200
 (benchmarks/results/gpu.json)"""
@@ -46,16 +44,16 @@ MOST_SEQUENCES = 1 << 20
 
 @dataclass(frozen=True, kw_only=True)
 class GpuSetting:
-    """What is the same in all cases."""
+    """Settings shared by all cases."""
 
     tokens_per_rank: int = 4096
-    """tokens of a micro-batch, per rank"""
+    """tokens per micro-batch and rank"""
     layers: int = 2
     """MoE layers, evenly spread over the model; the next of them is the one whose copies move"""
     micro_batches: int = 2
-    """of the step that is planned, evenly spread over the recording"""
+    """micro-batches of the planned step, evenly spread over the recording"""
     repeats: int = 5
-    """timed rounds of all contenders, after one that does not count"""
+    """timed rounds of all contenders, after one untimed"""
     spare_slots: int = 2
     """flash copies a rank can hold"""
     standing_slots: int = 2
@@ -63,11 +61,11 @@ class GpuSetting:
     ranks_per_node: int = 8
     """ranks that share fast links; fewer ranks are one node"""
     paths: tuple[str, ...] = PATHS
-    """of flash copies; the first is the one that counts"""
+    """paths of flash copies; figures are those of the first"""
     network: bool = False
     """whether plans count traffic across nodes, as on a cluster; nothing here runs it"""
     seconds: int | None = None
-    """for all cases together: each stops after a layer and micro-batch when its part is used up"""
+    """time for all cases together; each stops after a layer and micro-batch when its share is used up"""
     seed: int = 0
     """of weights and rows"""
 
@@ -92,12 +90,12 @@ class Routing:
     top_k: int
     """experts of a token"""
     without_routing: int
-    """tokens without recorded routing: nobody computes them here"""
+    """tokens without recorded routing; they are not computed"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Case:
-    """One line of the table."""
+    """A recording, a model's widths and a number of ranks: one row of the table."""
 
     recording: str
     """name of the recording"""
@@ -114,18 +112,17 @@ class Case:
 
     @property
     def name(self) -> str:
-        """Of the line."""
         return f"{self.recording}, {self.model.name}, EP {self.cluster.num_ranks}"
 
     @property
     def round_s(self) -> float:
-        """Seconds that a round of one contender takes on an H200, about: by it cases share the time there is."""
+        """Approximate seconds of a round of one contender on an H200; cases share the available time by it."""
         ranks = len(self.layers) * self.load.num_micro_batches * self.cluster.num_ranks
         flop = 6.0 * self.model.expert_parameters * float(self.load.tokens_MLER.sum(dtype=np.int64))
         return SECONDS_PER_RANK * ranks + SECONDS_PER_FLOP * flop
 
     def static_imbalance(self) -> dict[str, float]:
-        """Of contiguous homes: over layers and micro-batches, and of all rows that slowest ranks compute together."""
+        """Imbalance of contiguous homes: by layer and micro-batch, and of the summed rows of slowest ranks."""
         return static_imbalance(self.load, self.cluster.num_ranks)
 
 
@@ -143,7 +140,7 @@ def routing_of(name: str, parts: list[Recording]) -> Routing:
 def cases_for(
     routings: list[Routing], models: list[MoEModel], ranks: list[int], setting: GpuSetting
 ) -> tuple[list[Case], list[dict[str, str]]]:
-    """Every recording with every model and number of ranks; and what is left out, with the reason."""
+    """Every recording with every model and number of ranks; also those left out, with the reason."""
     cases, left_out = [], []
     for routing in routings:
         for model in models:
@@ -159,7 +156,7 @@ def cases_for(
 
 
 def case_of(routing: Routing, model: MoEModel, num_ranks: int, setting: GpuSetting) -> Case:
-    """One case; an error that says why where it cannot be."""
+    """A case, or an error that says why it is impossible."""
     per_node = min(setting.ranks_per_node, num_ranks)
     if num_ranks % per_node:
         raise InputError(f"{num_ranks} ranks are not whole nodes of {per_node}")
@@ -186,7 +183,7 @@ def case_of(routing: Routing, model: MoEModel, num_ranks: int, setting: GpuSetti
 def _chosen(
     lengths: NDArray[np.int64], tokens: int, num_micro_batches: int
 ) -> tuple[NDArray[np.int64], list[int], list[str]]:
-    """Sequences, the first of each micro-batch among them, and whether the recording was repeated."""
+    """Chosen sequences, the first sequence of each micro-batch, and whether the recording was repeated."""
     times = 1
     while True:
         many = np.tile(lengths, times)

@@ -119,7 +119,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _redraw(outcome: dict[str, Any], records: Records, folder: Path) -> int:
-    """Tables and picture of what is there."""
+    """Write tables and pictures from existing records."""
     from benchmarks.gpu.tables import result_of, write_gpu
     from equilibra.core.errors import InputError
 
@@ -130,7 +130,7 @@ def _redraw(outcome: dict[str, Any], records: Records, folder: Path) -> int:
 
 
 def models_asked(arguments: argparse.Namespace) -> list[MoEModel]:
-    """Those that are asked for, or the usual ones."""
+    """The models that the options name, or the default ones."""
     from benchmarks.gpu.case import MODELS
     from equilibra.core.errors import InputError
     from equilibra.core.model import MoEModel
@@ -149,7 +149,7 @@ def models_asked(arguments: argparse.Namespace) -> list[MoEModel]:
 
 
 def routings_asked(arguments: argparse.Namespace) -> tuple[list[Routing], list[str]]:
-    """Recordings that are asked for, those of a folder, or a synthetic one; and names of files that are not there."""
+    """Recordings from --trace, from a folder, or a synthetic one; also the names of missing files."""
     from benchmarks.gpu.case import RECORDINGS, routing_of
     from benchmarks.problems import traces_folder
     from equilibra.core.errors import InputError

@@ -1,17 +1,17 @@
-"""What the GPU bench compares, for one case.
+"""The contenders of the GPU bench for one case.
 
 static             contiguous homes.
-eplb-oracle        EPLB's redundant experts for the loads of this very step, where EPLB wants them; moving them there
-                   is not charged.
-online-exact       UltraEP's rule, which plans a layer and micro-batch when it comes. What its planning takes on the
-                   host, and the weights of its copies, which nothing hides, are measured and added to its layer. Its
-                   exchange of counts, its copies in the backward pass and its gradients are not charged.
-equilibra          our plan; the copies of the neighbour layers move while a layer computes.
-equilibra-host     the same, copies from pinned memory of the host (or from the other path than the first).
-equilibra-still    the same rows, nothing moves: what copies cost is the difference.
+eplb-oracle        EPLB's redundant experts for the loads of this very step, where EPLB places them; moving them is not
+                   charged.
+online-exact       UltraEP's rule, which plans a layer and micro-batch on arrival. Its planning time on the host and the
+                   transfer of its copies' weights, both exposed, are measured and added to its layer. Its exchange of
+                   counts, its copies in the backward pass and its gradients are not charged.
+equilibra          our plan; the copies of neighbouring layers move while a layer computes.
+equilibra-host     the same, copies from pinned host memory (or from the second path).
+equilibra-still    the same rows without moves: the difference is the cost of copies.
 balanced           every rank has the same rows, evenly over its homes.
-balanced-again     the same once more: what it falls short of balanced is noise, the slowest of many ranks being slow by
-                   chance.
+balanced-again     the same once more: its distance from balanced is noise, because the slowest of many ranks is slow
+                   by chance.
 """
 
 from __future__ import annotations
@@ -34,30 +34,30 @@ from equilibra.plan.step import Equilibra
 STATIC, EPLB, ONLINE, EQUILIBRA, BALANCED = "static", "eplb-oracle", "online-exact", "equilibra", "balanced"
 OTHER_PATH, STILL_ONE, AGAIN = "equilibra-host", "equilibra-still", "balanced-again"
 NAMES = (STATIC, EPLB, ONLINE, EQUILIBRA, OTHER_PATH, STILL_ONE, BALANCED, AGAIN)
-"""in the order of records"""
+"""in the order of the records"""
 MICRO_BATCHES = 32
-"""of a training step, of which the bench plans and runs a few: they pay their part of what is paid once a step"""
+"""micro-batches of a training step; the few that run pay their share of what is paid once a step"""
 TRIES = 3
-"""of the online planner: other programs must not be charged to it"""
+"""tries of the online planner; the best counts, so that other programs are not charged to it"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:
-    """What is run under one name."""
+    """The rows and copies that run under one name."""
 
     name: str
     """one of NAMES"""
     works: Works
     """[L][M][R] rows"""
     path: str | None = None
-    """how its copies travel; None: nothing moves"""
+    """path of its copies; None: nothing moves"""
     planning: StepProblem | None = None
-    """of an online planner: the whole step, of which it plans a layer and micro-batch at a time"""
+    """problem of an online planner: the whole step, planned one layer and micro-batch at a time"""
     standing_copies: int = 0
     """of all layers"""
 
     def moves(self, layer: int, micro_batch: int) -> list[Moves]:
-        """[R] what moves with a layer."""
+        """[R] what moves while a layer computes."""
         works = self.works[layer][micro_batch]
         if self.path is None:
             return [STILL] * len(works)
@@ -66,12 +66,11 @@ class Contender:
         return moves_of(self.works, layer, micro_batch)
 
     def imbalance(self) -> float:
-        """Rows of slowest ranks over those of mean ranks, all layers and micro-batches together."""
+        """Summed rows of slowest ranks over those of mean ranks."""
         rows = np.array([[[work.num_rows for work in ranks] for ranks in layer] for layer in self.works])
         return float(rows.max(axis=2).sum() / rows.mean(axis=2).sum())
 
     def worst_imbalance(self) -> float:
-        """Of the worst layer and micro-batch."""
         rows = np.array([[[work.num_rows for work in ranks] for ranks in layer] for layer in self.works])
         return float(imbalance(rows).max())
 
@@ -81,7 +80,6 @@ class Contender:
         return sum(len(work.flash) for work in ranks) / (len(self.works) * len(self.works[0]))
 
     def every_work(self) -> list[RankWork]:
-        """Of all layers, micro-batches and ranks."""
         return [work for layer in self.works for works in layer for work in works]
 
 
@@ -108,7 +106,7 @@ def contenders(case: Case, setting: GpuSetting) -> list[Contender]:
 
 
 def _rates(case: Case, setting: GpuSetting) -> Rates:
-    """Prices of what is run here: rows and copies on one device, and no network unless it is asked for."""
+    """Prices of rows and copies on one device; network traffic is free unless the setting counts it."""
     known = rates_for(case.model, prices_named("h200"), num_nodes=case.cluster.num_nodes)
     part = min(setting.micro_batches / MICRO_BATCHES, 1.0)
     return replace(
@@ -134,7 +132,7 @@ def _planned(planner: Planner, problem: StepProblem) -> tuple[Works, StepPlan]:
 
 
 def seconds_to_plan(problem: StepProblem, layer: int, micro_batch: int) -> float:
-    """What an online planner takes on the host for one layer and micro-batch, loads at hand; the best of some tries."""
+    """Seconds an online planner takes for one layer and micro-batch with known loads; best of some tries."""
     part = problem.load.tokens_MLER[micro_batch : micro_batch + 1, layer : layer + 1]
     alone = StepProblem(
         cluster=problem.cluster, given_load=StepLoad(tokens_MLER=np.ascontiguousarray(part)), rates=problem.rates,

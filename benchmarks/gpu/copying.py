@@ -1,9 +1,9 @@
-"""Copies inside a GPU that leave its multiprocessors to others, in place of copy engines.
+"""Copies inside one GPU that leave its multiprocessors to compute, in place of copy engines.
 
-Between GPUs, and from the host, copy engines move memory. Inside one GPU the driver copies with a kernel of its own,
-whose many blocks take multiprocessors before the next product starts; that cost twice as much beside a backward pass as
-this one, whose blocks are small and few enough to run beside a product (docs/decisions/0009-gpu.md). Where another GPU
-would read this one's memory, a kernel reads as much.
+Between GPUs, and from the host, copy engines move memory. Inside one GPU the driver copies with a kernel, whose many
+blocks occupy multiprocessors before the next product starts. Beside a backward pass that cost twice as much as the
+kernel here, whose blocks are small and few enough to run beside a product (docs/decisions/0009-gpu.md). Where another
+GPU would read this one's memory, a kernel reads as much.
 """
 # mypy: disable-error-code="no-untyped-def,untyped-decorator"
 
@@ -20,13 +20,13 @@ BLOCK, WARPS = 2048, 4
 
 
 def copy_beside(into: Tensor, source: Tensor) -> None:
-    """Copy contiguous tensors of whole words, on the stream that is current."""
+    """Copy contiguous tensors of whole words, on the current stream."""
     words, from_words = (tensor.view(-1).view(torch.int32) for tensor in (into, source))
     _copy[(multiprocessors(into.device),)](from_words, words, words.numel(), BLOCK=BLOCK, num_warps=WARPS)
 
 
 def read_beside(source: Tensor, into: Tensor) -> None:
-    """Read a contiguous tensor of whole words, and leave a word of each program, their sum, in `into` [P] int32."""
+    """Read a contiguous tensor of whole words; each program writes the sum of its words into `into` [P] int32."""
     words = source.view(-1).view(torch.int32)
     _read[(multiprocessors(source.device),)](words, into, words.numel(), BLOCK=BLOCK, num_warps=WARPS)
 

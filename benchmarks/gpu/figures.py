@@ -52,7 +52,7 @@ Outcome = dict[str, Any]
 
 
 def device_named(name: str | None) -> torch.device:
-    """The device that is asked for; without a name, the GPU."""
+    """The named device; without a name, the GPU."""
     if find_spec("torch") is None:
         raise InputError("the GPU bench needs PyTorch: pip install 'equilibra[torch]'")
     import torch  # noqa: PLC0415 - only what runs needs it
@@ -66,7 +66,7 @@ def device_named(name: str | None) -> torch.device:
 
 
 def about_device(device: torch.device) -> dict[str, Any]:
-    """What ran the kernels."""
+    """Name and versions of what ran the kernels."""
     import torch  # noqa: PLC0415
 
     try:
@@ -87,7 +87,7 @@ def run_cases(
     tell: Callable[[str], None],
     keep: Callable[[Outcome, Records], None],
 ) -> tuple[Outcome, Records]:
-    """Measure all cases, add them to earlier ones, and hand both over after each."""
+    """Measure all cases; after each, hand over the results so far, with earlier ones."""
     from benchmarks.gpu.measure import measure  # noqa: PLC0415
     from benchmarks.gpu.roofline import measured_ceilings  # noqa: PLC0415
 
@@ -160,7 +160,7 @@ def case_result(case: Case, setting: GpuSetting, found: Measured) -> dict[str, A
 
 
 def _late_share(found: Measured, name: str) -> float:
-    """Part of the ranks' passes with copies in which compute waited for them."""
+    """Share of passes with copies in which compute waited for them."""
     rows = found.rows[(found.rows["contender"] == NAMES.index(name)) & (found.rows["bytes"] > 0)]
     return float((rows["late_us"] > 0).mean()) if rows.size else 0.0
 
@@ -176,12 +176,12 @@ def _online(found: Measured) -> dict[str, float]:
 
 
 def fresh() -> tuple[Outcome, Records]:
-    """Nothing measured yet."""
+    """An outcome without cases."""
     return {"cases": [], "left_out": []}, Records()
 
 
 def earlier_outcome(folder: Path, *, records: bool) -> tuple[Outcome, Records]:
-    """What an earlier run left in a folder, nothing if there is none; an error if the file is not ours."""
+    """The outcome of an earlier run in a folder, empty if there is none; an error if the file is not a GPU bench's."""
     file = folder / "gpu.json"
     if not file.is_file():
         return fresh()

@@ -1,9 +1,9 @@
-"""The cost model against what was measured: fitted to some cases, compared on the others.
+"""The cost model against measurements: fitted to some cases, compared on the others.
 
-Fitted: the cases of the first recording on the fewest and on the most ranks, all shapes; where that leaves nothing to
-compare with, on the fewest alone. Measurements are medians over repeats of ranks on which nothing moved. Compared:
-every other case, all contenders of which nothing moves; the time of a layer and micro-batch is that of the rank that
-takes most, forward and backward together: by its median over repeats, and by the laws.
+Fitted: the cases of the first recording on the fewest and on the most ranks, all shapes; if that leaves none to compare
+with, on the fewest alone. Measurements are medians over repeats, of ranks without moves. Compared: every other case,
+all contenders without moves. The time of a layer and micro-batch is that of its slowest rank, forward and backward
+together: by its median over repeats, and by the laws.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def chosen_to_fit(cases: list[CaseResult]) -> list[str]:
 
 
 def measurements_of(records: Records, case: CaseResult) -> list[dict[str, Any]]:
-    """What a case says about the experts' laws."""
+    """A case's measurements for the laws of experts."""
     rows = _still(records.of(case["case"]))
     _, first, number = np.unique(rows[list(RANK)], return_index=True, return_inverse=True)
     shape = {"kind": "experts", "hidden": case["hidden"], "expert_ffn": case["expert_ffn"]}
@@ -71,7 +71,7 @@ def _still(rows: NDArray[Any]) -> NDArray[Any]:
 
 
 def calibration(records: Records, cases: list[CaseResult]) -> tuple[list[Row], list[dict[str, Any]], str]:
-    """Rows of the table, the measurements that were fitted, and what is to be said about it."""
+    """Rows of the table, the measurements that were fitted, and the note under the table."""
     fitted = chosen_to_fit(cases)
     measurements = [one for case in cases if case["case"] in fitted for one in measurements_of(records, case)]
     if not fitted:
@@ -114,7 +114,7 @@ def _errors(records: Records, case: CaseResult, hardware: Prices) -> Row:
 
 
 def measured_us(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """[layers x micro-batches] of one contender's records: its slowest rank, by the median over repeats."""
+    """[layers x micro-batches] measured time of a contender's slowest rank, median over repeats."""
     order = np.lexsort((rows["repeat"], rows["rank"], rows["micro_batch"], rows["layer"]))
     repeats, ranks = np.unique(rows["repeat"]).size, np.unique(rows["rank"]).size
     us_CRQ = rank_times(rows[order]).reshape(-1, ranks, repeats)
@@ -123,7 +123,7 @@ def measured_us(rows: NDArray[Any]) -> NDArray[np.float64]:
 
 
 def predicted_us(rows: NDArray[Any], model: MoEModel, hardware: Prices) -> NDArray[np.float64]:
-    """[layers x micro-batches] of one contender's records: what its slowest rank takes by the laws."""
+    """[layers x micro-batches] predicted time of a contender's slowest rank."""
     once = rows[rows["repeat"] == rows["repeat"].min()]
     every = np.stack([once["layer"], once["micro_batch"]], axis=1)
     cells, number = np.unique(every, axis=0, return_inverse=True)

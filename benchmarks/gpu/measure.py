@@ -1,10 +1,10 @@
 """Measure one case: contenders in turn inside every layer and micro-batch, repeat after repeat.
 
-A round runs every rank once, and for every rank all contenders one after another, in an order that turns by one from
-rank to rank and round to round: a device's clock drifts by several percent within seconds, and what is compared must
-stand together. The first round of every layer and micro-batch does not count: kernels are chosen and memory is found
-in it. A layer and micro-batch is finished before the
-next one starts, so a case that runs out of time has whole ones.
+A round runs every rank once, and for every rank all contenders in turn, in an order that rotates by one from rank to
+rank and round to round: a device's clock drifts by several percent within seconds, so what is compared must run close
+together. The first round of every layer and micro-batch does not count, because kernels are chosen and memory is
+allocated in it. A layer and micro-batch is finished before the next one starts, so a case that runs out of time has
+only complete ones.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Measured:
 def measure(
     case: Case, every: list[Contender], setting: GpuSetting, *, device: torch.device, seconds: float | None
 ) -> Measured:
-    """Run the contenders of a case; `seconds` is what it may take, but one layer and micro-batch is always measured."""
+    """Run the contenders of a case for at most `seconds`; at least one layer and micro-batch is measured."""
     begin, threads = perf_counter(), torch.get_num_threads()
     sizes = Sizes.of([work for contender in every for work in contender.every_work()])
     runner = _Runner(case, setting, every, Replay(case.model, sizes, device=device, seed=setting.seed))
@@ -99,7 +99,7 @@ class _Runner:
         return np.concatenate(found)
 
     def _rank(self, contender: Contender, layer: int, micro_batch: int, rank: int, *, timed: bool) -> RankTimes:
-        """One rank of a contender once."""
+        """Run one rank of a contender once."""
         work, move = contender.works[layer][micro_batch][rank], contender.moves(layer, micro_batch)[rank]
         head_start_us = self.head_start_us[contender.name]
         (time,) = self.replay.run([work], [move], contender.path, head_start_us=head_start_us)
@@ -127,7 +127,7 @@ class _Runner:
         return rows
 
     def _watch_host(self, name: str, device_us: float, *, timed: bool) -> None:
-        """Where the device may have waited for the host, let the host queue more before the device starts."""
+        """Where the device may have waited for the host, give the host a longer head start."""
         host_us, head_start = self.replay.host_us, self.head_start_us[name]
         if not self.replay.cuda:
             return

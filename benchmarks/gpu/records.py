@@ -1,10 +1,10 @@
-"""Raw records of the GPU bench: one per case, layer, micro-batch, contender, repeat and rank; and times from them.
+"""Raw records of the GPU bench, one per case, layer, micro-batch, contender, repeat and rank; and times from them.
 
 Symbols: Q repeats.
 
-The time of a layer and micro-batch is that of its slowest rank (weights that come before it starts, forward, backward),
-and what an online planner took before. Ratios are to what balanced ranks took around a rank: a device's clock drifts,
-and one pass differs from the next by chance.
+The time of a layer and micro-batch is that of its slowest rank (weights that arrive before it starts, forward,
+backward) plus the time of online planning before it. Ratios are to balanced ranks timed around a rank: a device's clock
+drifts, and passes differ by chance.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Records:
     """of FIELDS"""
 
     def add(self, case: str, rows: NDArray[Any]) -> None:
-        """Records of a case; they replace earlier ones of the same name."""
+        """Add records of a case, replacing earlier ones of the same name."""
         if case in self.cases:
             self.rows = self.rows[self.rows["case"] != self.cases.index(case)]
         else:
@@ -55,19 +55,19 @@ class Records:
         self.rows = np.concatenate([self.rows, rows])
 
     def of(self, case: str, contender: str | None = None) -> NDArray[Any]:
-        """Those of a case, and of one of its contenders."""
+        """Records of a case and, if named, one of its contenders."""
         rows: NDArray[Any] = self.rows[self.rows["case"] == self.cases.index(case)]
         return rows if contender is None else rows[rows["contender"] == NAMES.index(contender)]
 
 
 def rank_times(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """[records] microseconds of a rank."""
+    """[records] microseconds of each rank's passes."""
     us: NDArray[np.float64] = rows["copy_us"].astype(np.float64) + rows["forward_us"] + rows["backward_us"]
     return us
 
 
 def layer_times(rows: NDArray[Any]) -> NDArray[np.float64]:
-    """[Q, layers x micro-batches] microseconds of one contender: the slowest rank, after what was planned before it."""
+    """[Q, layers x micro-batches] microseconds of a contender's slowest rank, after its online planning."""
     cell, cells = _numbered(rows, ("layer", "micro_batch"))
     repeat, repeats = _numbered(rows, ("repeat",))
     times = np.full((repeats, cells), -np.inf)
@@ -130,14 +130,14 @@ def ratio(settled: float, of_repeats: Any) -> dict[str, Any]:  # noqa: ANN401
 
 
 def _numbered(rows: NDArray[Any], names: tuple[str, ...]) -> tuple[NDArray[np.int64], int]:
-    """A number for every combination of fields, in their order, and how many there are."""
+    """A number for every combination of fields, in their order, and the count of combinations."""
     every = np.stack([rows[name].astype(np.int64) for name in names], axis=1)
     values, number = np.unique(every, axis=0, return_inverse=True)
     return number.reshape(-1), len(values)
 
 
 def save_records(records: Records, file: Path) -> None:
-    """Write them compressed."""
+    """Write records to a compressed file."""
     about = json.dumps({"cases": records.cases, "contenders": NAMES})
     with atomic_file(file, overwrite=True) as part, part.open("wb") as target:
         np.savez_compressed(target, records=records.rows, about=np.array(about))

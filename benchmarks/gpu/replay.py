@@ -1,13 +1,13 @@
-"""Replay: ranks one after another on one device, each with its rows, its weights and what moves meanwhile.
+"""Replay: ranks one after another on one device, each with its rows, its weights and its moves.
 
 Symbols: N rows, D width, F inner width, P values of one expert in flat form, S spare slots.
 
-Everything is allocated before anything is timed: one pool of distinct random experts, which all ranks use in turn, two
-banks of spare slots, float32 gradients, rows and their gradients. A rank computes with one bank while copies go into
-the other. Copies go on a stream of their own; a pass ends when both have ended: what copies take longer is waited for.
-Where the host computes there is no second stream, so copies are in line.
+Everything is allocated before timing: one pool of distinct random experts, which all ranks use in turn, two banks of
+spare slots, float32 gradients, rows and their gradients. A rank computes with one bank while copies go into the other,
+on their own stream; a pass ends when compute and copies are done. On a CPU there is no second stream, so copies run in
+line.
 
-Time of a rank: from the moment its pass starts to the moment it ends, copies included.
+Time of a rank: from the start of its pass to its end, copies included.
 """
 
 from __future__ import annotations
@@ -40,13 +40,12 @@ NEIGHBOUR_HOMES = 4
 
 
 class Clock:
-    """Everything that is timed goes through one queue; `settle` before times are read."""
+    """Takes time stamps in one queue; call `settle` before reading times."""
 
     def __init__(self, device: torch.device) -> None:
         self.cuda = device.type == "cuda"
 
     def stamp(self) -> Stamp:
-        """Now, in the current queue."""
         if not self.cuda:
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -54,16 +53,15 @@ class Clock:
         return event
 
     def settle(self) -> None:
-        """Wait until everything is done."""
         if self.cuda:
             torch.cuda.synchronize()
 
     def us(self, start: Stamp, end: Stamp) -> float:
-        """From one stamp to another that is later."""
+        """Microseconds between two stamps."""
         return float(start.elapsed_time(end)) * 1e3 if self.cuda else (end - start) * 1e6
 
     def let_host_ahead(self, us: float) -> None:
-        """Keep the device busy for so long, so that the host can queue what comes: its time must not be measured."""
+        """Keep the device busy for this long, so that queueing by the host is not measured."""
         if self.cuda and us > 0:
             torch.cuda._sleep(int(us * CYCLES_PER_US))  # type: ignore[no-untyped-call]  # noqa: SLF001
 
@@ -82,7 +80,6 @@ class Sizes(NamedTuple):
 
     @classmethod
     def of(cls, works: Sequence[RankWork]) -> Sizes:
-        """The largest of some."""
         return cls(
             max(work.num_rows for work in works), max(len(work.staying) for work in works),
             max(len(work.flash) for work in works), max(sum(work.served) for work in works),
@@ -151,12 +148,10 @@ class Replay:
 
     @property
     def expert_bytes(self) -> int:
-        """Of a copy's weights."""
         return self.layout.size * self.dtype.itemsize
 
     @property
     def gradient_bytes(self) -> int:
-        """Of a copy's gradient."""
         return self.layout.size * 4
 
     def _check_memory(self) -> None:
@@ -178,12 +173,12 @@ class Replay:
             )
 
     def _scratch_bytes(self) -> int:
-        """What both passes allocate for rows, about."""
+        """Approximate bytes both passes allocate for rows."""
         return self.sizes.rows * (3 * self.model.hidden + 10 * self.model.expert_ffn) * self.dtype.itemsize
 
     def run(self, works: Sequence[RankWork], moves: Sequence[Moves], path: str | None, *, head_start_us: float = 0.0
             ) -> list[RankTimes]:  # fmt: skip
-        """All ranks of a layer and micro-batch, one after another."""
+        """Run all ranks of a layer and micro-batch, one after another."""
         self.clock.settle()
         rest_us = min(REST * self._last_us, MOST_REST_US)
         self.clock.let_host_ahead(max(HEAD_START_US + head_start_us, rest_us))
@@ -243,13 +238,13 @@ class Replay:
         return [computed, copied]
 
     def _fetch(self, num: int, path: str, bank: int, *, alone: bool = False) -> None:
-        """Weights of so many experts into slots of a bank."""
+        """Copy the weights of this many experts into slots of a bank."""
         if num:
             source = self.host_source if path == "host" else self.source
             self._copy(self.banks[bank][:num], source[:num], alone=alone)
 
     def _copy(self, into: Tensor, source: Tensor, *, alone: bool = False) -> None:
-        """By the driver, unless it would be in the way of what is computed."""
+        """Copy with the driver, unless its kernel would compete with compute."""
         if into.is_cuda and source.is_cuda and not alone and has_triton():
             from benchmarks.gpu.copying import copy_beside  # noqa: PLC0415 - needs Triton
 
@@ -282,7 +277,7 @@ class Replay:
             first += count
 
     def _times(self, *stamps: Stamp) -> RankTimes:
-        """A pass ends when both have ended; that streams then wait for each other is not counted."""
+        """Microseconds of both passes, each until compute and copies are done."""
         start, there, computed, copied, back, computed_back, copied_back = stamps
         us = self.clock.us
         forward_us, backward_us = us(there, computed), us(back, computed_back)

@@ -1,4 +1,4 @@
-"""Roofline: FLOP and bytes of both passes, what the device reaches at most, and the part of it that we reach.
+"""Roofline: FLOP and bytes of both passes, the device's measured ceilings, and the share of them that we reach.
 
 Symbols: D width, F inner width, N rows, I instances with rows, b bytes of a value.
 
@@ -7,10 +7,10 @@ forward      6 D F N   (2 D + 6 F) b N: x, h twice, a twice, y        3 D F b I
 backward     12 D F N  (4 D + 12 F) b N: dy twice, x, dx; da twice,   3 D F (b + 8) I: float32 gradients are read
                        h, dh three times, a twice                     and written
 
-Bytes are those of passes whose every product writes its result: a kernel that keeps one on the chip moves less. The
-ceilings are measured in the same run: a large product, and a copy inside the device's memory, read and written. The
-roofline is the larger of FLOP and bytes at these rates; `reached` is that time over the measured one. Weights that come
-to a rank are read and written in the device's memory, or pass the host link once.
+Bytes assume that every product writes its result: a kernel that keeps one on the chip moves less. Ceilings are measured
+in the same run: a large product, and a copy inside the device's memory, read and written. The roofline is the larger of
+FLOP and bytes at these rates; `reached` is that time over the measured one. Weights that arrive at a rank are read and
+written in the device's memory, or cross the host link once.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ if TYPE_CHECKING:
 
 
 def pass_flop(hidden: int, ffn: int, rows: float, *, backward: bool) -> float:
-    """Products of all rows."""
+    """FLOP of the products of all rows."""
     return (12.0 if backward else 6.0) * hidden * ffn * rows
 
 
 def pass_bytes(hidden: int, ffn: int, rows: float, instances: float, *, backward: bool, value: int = 2) -> float:
-    """What moves through the device's memory."""
+    """Bytes that move through the device's memory."""
     passes, gradients = (2, 8) if backward else (1, 0)
     return passes * (2 * hidden + 6 * ffn) * value * rows + 3 * hidden * ffn * (value + gradients) * instances
 
@@ -74,7 +74,7 @@ def measured_ceilings(device: torch.device, *, repeats: int = 5) -> dict[str, fl
 
 
 def roofline(records: Records, cases: list[dict[str, Any]], ceilings: dict[str, float], *, value: int) -> list[Row]:
-    """A line per shape and pass, balanced ranks of all its cases together; and one of copies by themselves."""
+    """A row per shape and pass, over balanced ranks of all its cases; and a row of copies alone."""
     table: list[Row] = []
     for model in dict.fromkeys(case["model"] for case in cases):
         own = [case for case in cases if case["model"] == model]
@@ -98,7 +98,7 @@ def roofline(records: Records, cases: list[dict[str, Any]], ceilings: dict[str, 
 
 
 def _copies(records: Records, cases: list[dict[str, Any]], path: str, ceilings: dict[str, float]) -> list[Row]:
-    """Of ranks to which weights come before they compute, over one path."""
+    """The row of ranks that receive weights before computing, over one path."""
     own = [case for case in cases if _online_path(case) == path]
     rows = np.concatenate([np.zeros(0, FIELDS), *(records.of(case["case"], ONLINE) for case in own)])
     rows = rows[(rows["copies"] > 0) & (rows["copy_us"] > 0)]

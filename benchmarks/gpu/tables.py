@@ -1,4 +1,4 @@
-"""The GPU bench's tables, and the files it leaves: gpu.md, gpu.json, gpu.png, the raw records and the measurements."""
+"""The GPU bench's tables and files: gpu.md, gpu.json, gpu.png, the raw records and the measurements."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ TITLES = {
 
 
 def result_of(outcome: Outcome, records: Records) -> dict[str, Any]:
-    """Everything, as it is printed and written."""
+    """All results, as printed and written."""
     cases = outcome["cases"] = _in_order(outcome["cases"])
     worst = min(cases, key=lambda case: case["share_of_balanced"][EQUILIBRA]["median"])
     fitted_rows, measurements, note = calibration(records, cases)
@@ -54,13 +54,13 @@ def result_of(outcome: Outcome, records: Records) -> dict[str, Any]:
 
 
 def _in_order(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """By recording and model, as they first come, then ranks: cases may have been added one by one."""
+    """Cases by recording and model in order of first appearance, then by ranks."""
     seen = {name: list(dict.fromkeys(case[name] for case in cases)) for name in ("recording", "model")}
     return sorted(cases, key=lambda case: (*(seen[name].index(case[name]) for name in seen), case["ranks"]))
 
 
 def _every(name: str, things: list[dict[str, Any]]) -> Any:  # noqa: ANN401
-    """The value of all things; where runs that were added to others differ, every value once."""
+    """The common value; where added runs differ, every distinct value once."""
     values = list(dict.fromkeys(thing[name] for thing in things))
     return values[0] if len(values) == 1 else "; ".join(str(value) for value in values)
 
@@ -76,13 +76,13 @@ def _said(spread: dict[str, Any]) -> str:
 
 
 def _over(share: dict[str, Any], other: dict[str, Any]) -> dict[str, Any]:
-    """A share over another one, repeat by repeat too."""
+    """A share over another one, also by repeat."""
     repeats = [one / again for one, again in zip(share["repeats"], other["repeats"], strict=True)]
     return {"median": share["median"] / other["median"], "low": min(repeats), "high": max(repeats)}
 
 
 def _case_row(case: dict[str, Any]) -> Row:
-    """A line of the first table."""
+    """A row of the first table."""
     shares, exposed = case["share_of_balanced"], case["exposed_share"]
     row: Row = {"case": case["case"], "static_imbalance": case["static_imbalance"]["of_step"]}
     row |= {name: _said(shares[name]) for name in (STATIC, EPLB, ONLINE, EQUILIBRA, AGAIN) if name in shares}
@@ -98,7 +98,7 @@ def _case_row(case: dict[str, Any]) -> Row:
 
 
 def _time_rows(case: dict[str, Any]) -> list[Row]:
-    """Lines of the second table."""
+    """Rows of the second table."""
     about = {one["contender"]: one for one in case["contenders"]}
     rows = []
     for name in NAMES:
@@ -161,7 +161,7 @@ GPU = Suite(
 
 
 def write_gpu(result: dict[str, Any], records: Records, folder: Path, *, picture: bool = True) -> None:
-    """All files of the bench, each whole or not at all."""
+    """Write all files of the bench, each atomically."""
     shown = {key: value for key, value in result.items() if key != "measurements"}
     with atomic_file(folder / "gpu.json", overwrite=True) as part:
         part.write_text(json.dumps(shown, indent=1) + "\n")
@@ -178,7 +178,7 @@ def write_gpu(result: dict[str, Any], records: Records, folder: Path, *, picture
 
 
 def page(result: dict[str, Any]) -> str:
-    """The tables, with what this run has to say about its fits and ceilings."""
+    """The Markdown page: tables, and this run's notes on fits and ceilings."""
     ceilings = ", ".join(f"{name} {value:.4g}" for name, value in result["measured_ceilings"].items())
     notes = {
         **NOTES,

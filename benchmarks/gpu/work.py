@@ -1,11 +1,11 @@
-"""What a rank computes and moves in one layer and micro-batch, from a plan.
+"""The compute and moves of a rank in one layer and micro-batch, from a plan.
 
 Symbols: M micro-batches, L layers, E experts, R ranks.
 
-A rank computes its homes, its standing copies and its flash copies, in this order; instances without rows are there
-too, as in training. While it does, it fetches the flash copies of the layer that comes next: the following one in the
-forward pass, the one before in the backward pass. In the backward pass gradients of the copies it held in the following
-layer go home, and it adds those that others return to it. Layers and micro-batches go round, so all have neighbours.
+A rank computes its homes, its standing copies and its flash copies, in this order; instances without rows are included,
+as in training. Meanwhile it fetches the flash copies of the next layer: the following one in the forward pass, the
+previous one in the backward pass. In the backward pass it also returns the gradients of copies it held in the following
+layer, and adds those that others return to it. Layers and micro-batches wrap around, so all have neighbours.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ Works = list[list[list[RankWork]]]
 
 
 class Moves(NamedTuple):
-    """What moves on a rank's links while it computes a layer; experts each."""
+    """What moves on a rank's links while it computes a layer, in experts."""
 
     ahead: int = 0
     """flash copies of the following layer: weights come during the forward pass"""
@@ -72,7 +72,7 @@ class Moves(NamedTuple):
         return self.ahead + self.behind + self.exposed
 
     def num_bytes(self, weights: int, gradients: int) -> int:
-        """What comes in and goes out, for experts of so many bytes."""
+        """Bytes in and out, for experts of this size."""
         return self.num_copies * weights + (self.returned + sum(self.added)) * gradients
 
 
@@ -80,7 +80,7 @@ STILL = Moves()
 
 
 def works_of(plan: StepPlan, load: StepLoad) -> Works:
-    """Every rank's work under a plan, in the update."""
+    """Every rank's work in the update under a plan."""
     num_micro_batches, num_layers, _, num_ranks = plan.shape
     load_MLE, stage, standing = load.expert_load(), plan.stages[Stage.UPDATE], plan.standing
     standing_CM = stage.standing_tokens_CMR.sum(axis=2, dtype=np.int64)
@@ -113,7 +113,7 @@ def _times_each(values: NDArray[np.integer]) -> tuple[int, ...]:
 
 
 def balanced_works(load: StepLoad, cluster: Cluster) -> Works:
-    """As many rows, to one the same on every rank, and there on every home."""
+    """The same number of rows, spread evenly over ranks and their homes, to within one."""
     homes, load_MLE = cluster.experts_per_rank(load.num_experts), load.expert_load()
 
     def one(layer: int, m: int) -> list[RankWork]:

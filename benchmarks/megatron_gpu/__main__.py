@@ -1,12 +1,12 @@
-"""The command: measure cases into a file of results, or make the tables of one.
+"""Measure cases into a file of results, or print the tables of one.
 
     make megatron-gpu                                               # unpacks megatron-core, once, where pip works
     benchmarks/megatron_gpu/run.sh --output benchmarks/results      # on the machine with the GPU
     python -m benchmarks.megatron_gpu --table FILE.json             # anywhere: prints the tables, writes FILE.md
-    python -m benchmarks.megatron_gpu --device cpu --tiny           # to see that it runs
+    python -m benchmarks.megatron_gpu --device cpu --tiny           # checks that it runs
 
-Cases run in their order until the budget is spent; their figures are written as each ends. Cases measured before stay
-in the file, so that several calls fill one.
+Cases run in order until the budget is used up; figures are written as each case ends. Cases of earlier calls stay in
+the file, so that several calls fill one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ STARTS = 4
 
 
 def main(words: list[str]) -> int:
-    """Measure, or show."""
+    """Measure cases, or print the tables of a file."""
     asked = _arguments(words)
     if asked.table:
         path = Path(asked.table)
@@ -85,7 +85,7 @@ def _save_routing(folder: Path, cases: list[Case], num_ranks: int) -> None:
 
 
 def _run(asked: argparse.Namespace, cases: list[Case], path: Path, scratch: Path) -> list[str]:
-    """Names of the cases that were not begun."""
+    """Run cases; returns the names of those that were not started."""
     from tests.distributed.ranks import run_ranks  # noqa: PLC0415
 
     from benchmarks.megatron_gpu.rank import Request, run  # noqa: PLC0415
@@ -128,7 +128,7 @@ def _setting(asked: argparse.Namespace) -> dict[str, Any]:
 
 
 def _made(asked: argparse.Namespace) -> dict[str, Any]:
-    """How and on what the figures were made."""
+    """Command, machine and versions of the figures."""
     import torch  # noqa: PLC0415
 
     words = [

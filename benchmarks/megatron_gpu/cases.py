@@ -1,4 +1,4 @@
-"""What is measured: shapes of models, and cases. No torch.
+"""Shapes of models, and the cases to measure. No torch.
 
 Symbols: E experts, K experts per token.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A model, and what it computes in a step."""
+    """A model and the size of its step."""
 
     hidden: int
     expert_ffn: int
@@ -34,16 +34,13 @@ class Shape:
 
     @property
     def tokens(self) -> int:
-        """Of a rank's micro-batch."""
         return self.sequence * self.sequences
 
     @property
     def expert_bytes(self) -> int:
-        """Of one expert's bfloat16 weights."""
         return 6 * self.hidden * self.expert_ffn
 
     def words(self) -> str:
-        """The shape in words."""
         return (
             f"hidden {self.hidden}, expert FFN {self.expert_ffn}, {self.num_experts} experts, top {self.top_k}, "
             f"{self.num_layers} layers, {self.tokens} tokens per rank and micro-batch, {self.micro_batches} of them"
@@ -112,7 +109,7 @@ CASES = (
 
 
 def cases_named(names: list[str]) -> list[Case]:
-    """These cases, in the order of `CASES`; all if there are no names."""
+    """The named cases in the order of `CASES`; all without names."""
     known = [case.name for case in CASES]
     unknown = [name for name in names if name not in known]
     if unknown:
@@ -121,7 +118,7 @@ def cases_named(names: list[str]) -> list[Case]:
 
 
 def cases_of(cases: list[Case], *, tiny: bool, device: str, links: str | None) -> list[Case]:
-    """Cases as a machine can run them: tiny ones everywhere, GPUs' memory only on GPUs."""
+    """Cases adapted to the machine: tiny shapes if asked for, links through GPU memory only on GPUs."""
     if device == "cpu":
         links = "nccl"
     changed = [replace(case, links=links or case.links) for case in cases]

@@ -1,7 +1,7 @@
 """Spans of a rank's work inside a step: the device's clock on a GPU, the host's without one.
 
-`Spans.around` records a function's forward and its backward pass: events are queued with the work, and nothing waits
-for them before the step's end.
+`Spans.around` records a function's forward and backward pass: events are queued with the work, and nothing waits for
+them before the end of the step.
 """
 
 from __future__ import annotations
@@ -22,7 +22,6 @@ class Spans:
         self._pairs: list[tuple[Any, Any]] = []
 
     def stamp(self) -> Any:  # noqa: ANN401 - an event, or a time
-        """Now, on the current stream."""
         if self._device.type != "cuda":
             return perf_counter()
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
@@ -30,7 +29,6 @@ class Spans:
         return event
 
     def add(self, begin: Any, end: Any) -> None:  # noqa: ANN401
-        """Keep a span."""
         self._pairs.append((begin, end))
 
     def around(self, function: Callable[[Tensor], Tensor], rows: Tensor) -> Tensor:

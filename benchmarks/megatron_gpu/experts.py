@@ -1,10 +1,10 @@
-"""Experts for Megatron's MoE layer that our grouped kernels compute: what Transformer Engine's are elsewhere.
+"""Experts for Megatron's MoE layer on our grouped kernels, in place of Transformer Engine's.
 
 Symbols: N rows, D width, F inner width, I experts of this module.
 
 Parameters have the names and shapes of Megatron's TEGroupedMLP. In 16-bit dtypes on a GPU all experts are one launch
-per product (`kernels.grouped`), elsewhere one product per expert. With gradient-accumulation fusion the weight
-gradients are added to main_grad in the kernels.
+per product (`kernels.grouped`), elsewhere one product per expert. With gradient-accumulation fusion the kernels add
+weight gradients to main_grad.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class GroupedExperts(nn.Module):
         return (products(rows_ND) if self.spans is None else self.spans.around(products, rows_ND)), None
 
     def backward_dw(self) -> None:
-        """Nothing is left to do after backward."""
+        """Does nothing: backward has computed all gradients."""
 
 
 def _matrices(count: int, shape: tuple[int, int], config: Any) -> nn.Module:  # noqa: ANN401

@@ -1,4 +1,4 @@
-"""Results: kept as JSON case by case, and the tables made of them. No torch."""
+"""Results: stored as JSON case by case, and the tables from them. No torch."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def largest_difference(case: Case, name: str = OURS) -> float:
 
 
 def tolerance(case: Case) -> float:
-    """What rounding may do to a loss."""
+    """The largest relative loss difference that rounding explains."""
     return TOLERANCE[case["case"]["dtype"]]
 
 
@@ -58,7 +58,7 @@ def tolerance(case: Case) -> float:
 
 
 def tables(results: dict[str, Case]) -> str:
-    """Everything as Markdown."""
+    """All tables as Markdown."""
     failed = {name: case["error"] for name, case in results.items() if "error" in case}
     done = {name: case for name, case in results.items() if name not in failed}
     timed = {name: case for name, case in done.items() if "steps" in case}

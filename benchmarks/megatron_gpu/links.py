@@ -1,13 +1,14 @@
-"""How tokens travel between ranks that share one GPU: NCCL's sockets, or each other's memory.
+"""Exchanges between ranks that share one GPU: through NCCL's sockets, or each other's memory.
 
 Symbols: R ranks, N rows.
 
-NCCL takes processes of one GPU for several hosts, so its all-to-all goes through sockets: 32 MiB per rank take 11 ms.
-Over NVLink they would take 0.1 ms. `IpcTokens` is the same exchange through CUDA IPC, at the speed of the GPU's memory,
-so that a step is as little communication as in a node of fast links. Both serve Megatron's own all-to-all dispatcher.
+NCCL treats processes on one GPU as several hosts, so its all-to-all goes through sockets: 32 MiB per rank take 11 ms.
+Over NVLink they would take 0.1 ms. `IpcTokens` is the same exchange through CUDA IPC at the speed of the GPU's memory,
+so that communication is as small a part of the step as in a node with fast links. Both serve Megatron's own all-to-all
+dispatcher.
 
     buffer [2, R, bytes]    rows for each rank, of exchange n in bank n % 2
-    signals ready and taken of every rank: n once its rows lie there, n once it has pulled those of all others
+    signals ready and taken of every rank: n once its rows are there, n once it has pulled those of all others
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ class IpcTokens:
         self._timer: threading.Timer | None = None
 
     def expect_within(self, seconds: float | None) -> None:
-        """Release all streams that still wait after this time; None: no more."""
+        """Release all streams that still wait after this time; None: cancel that."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = None
@@ -77,7 +78,7 @@ class IpcTokens:
         return out
 
     def close(self) -> None:
-        """After all ranks are done."""
+        """Close the links; call it after all ranks are done."""
         self.expect_within(None)
         self._theirs = {}
         self._memory.close()
@@ -105,7 +106,7 @@ _own: list[Callable[..., Tensor]] = []
 
 
 def route_through(links: IpcTokens | None, spans: Spans) -> None:
-    """Have Megatron's all-to-all dispatcher use these links from now on, None for its own, and record its exchanges."""
+    """Make Megatron's all-to-all dispatcher use these links (None: its own), and record its exchanges."""
     from megatron.core.transformer.moe import token_dispatcher  # noqa: PLC0415
 
     if not _own:

@@ -1,4 +1,4 @@
-"""Megatron's models for a case: built, filled, trained by one optimizer step at a time.
+"""Megatron's models for a case: built, initialised, and trained one optimizer step at a time.
 
 Symbols: M micro-batches, L MoE layers, T tokens of this rank, K experts per token.
 """
@@ -30,7 +30,7 @@ Routing = list[list[Tensor]]
 
 @dataclass(frozen=True, kw_only=True)
 class Place:
-    """Where this process runs."""
+    """Rank and device of this process."""
 
     rank: int
     num_ranks: int
@@ -45,12 +45,10 @@ class Place:
         return np.array(every)
 
     def wait(self) -> None:
-        """Until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def meet(self) -> None:
-        """Until all ranks are idle."""
         self.wait()
         torch.distributed.barrier(group=self.control)
 
@@ -211,7 +209,7 @@ class Training:
         return out, lambda tensor: (tensor.mean(), {"loss": tensor.detach().mean()})
 
     def _replay(self, ids: list[Tensor]) -> None:
-        """Have routers choose these experts, without a look at them that would wait for the device."""
+        """Make routers choose these experts without synchronising with the device."""
         self._act("REPLAY_FORWARD")
         for layer, of_layer in zip(self.layers, ids, strict=True):
             layer.router.router_replay.set_target_indices(of_layer)
@@ -224,11 +222,10 @@ class Training:
 
     @property
     def copies(self) -> Any:  # noqa: ANN401
-        """The copies that all layers share, where the balancer has made them."""
+        """The copies shared by all layers, if the balancer has made them."""
         return getattr(getattr(self.balancer, "copies", None), "found", None)
 
     def close(self) -> None:
-        """Let go of everything."""
         from megatron.core.transformer.moe.router_replay import RouterReplay  # noqa: PLC0415
 
         if self.balancer is not None:
@@ -297,7 +294,7 @@ def _choose_experts(spec: Any, case: Case) -> None:  # noqa: ANN401
 
 @torch.no_grad()
 def _fill(module: nn.Module, place: Place) -> None:
-    """Weights that depend on names and ranks only, so that all models of a case begin alike."""
+    """Fill weights by name and rank only, so that all models of a case start equal."""
     generator = torch.Generator(place.device)
     for name, parameter in module.named_parameters():
         if "norm" in name:
@@ -310,7 +307,7 @@ def _fill(module: nn.Module, place: Place) -> None:
 
 
 def _hidden(shape: Shape, dtype: torch.dtype, place: Place, micro_batch: int) -> tuple[Tensor, Tensor]:
-    """Input and wanted output of a layer alone."""
+    """Input and target output of a single layer."""
     generator = torch.Generator(place.device).manual_seed(1000 * place.rank + micro_batch)
     size = (2, shape.sequence, shape.sequences, shape.hidden)
     both = torch.randn(size, generator=generator, device=place.device).to(dtype)

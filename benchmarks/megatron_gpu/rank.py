@@ -1,10 +1,10 @@
-"""What one rank does: train a case plain and balanced from the same weights, compare losses, then time steps in turn.
+"""One rank: train a case plain and balanced from the same weights, compare losses, then time steps in turn.
 
 Symbols: S steps, M micro-batches, R ranks, T tokens of a rank's micro-batch, L MoE layers, K experts per token,
 V spans.
 
 A step's time is that of the slowest rank, from `begin`, which plans, to the end of the optimizer. Static and balanced
-routing train one plain model, as only its time matters then. Rank 0 writes every case's figures as it ends.
+routing train the same plain model, because only its time counts then. Rank 0 writes every case's figures as it ends.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ SMALL = ("tiny", "small")
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What the ranks are asked for."""
+    """The options of a run, sent to all ranks."""
 
     cases: tuple[Case, ...]
     device: str
@@ -72,7 +72,7 @@ class Request:
 
 
 def run(request: Request) -> list[str]:
-    """The names of the cases that were not begun: those beyond the deadline, and those after one that failed.
+    """Run cases; returns those not started, because of the deadline or an earlier failure.
 
     After a failure ranks may have taken different numbers of collectives, so they end.
     """
@@ -132,14 +132,14 @@ def _texts(place: Place, text: str) -> list[str]:
 
 
 def _rank_0_says(place: Place, late: bool) -> bool:  # noqa: FBT001
-    """What rank 0 says."""
+    """The value from rank 0."""
     said = [late]
     dist.broadcast_object_list(said, src=0, group=place.control)
     return said[0]
 
 
 def _compile(place: Place, cases: tuple[Case, ...]) -> None:
-    """Have Triton compile the experts' kernels, while numba compiles the planner in the background."""
+    """Compile the experts' Triton kernels while numba compiles the planner in the background."""
     for name, fused in sorted({(case.shape, case.fused) for case in cases if case.timed and case.experts == "grouped"}):
         shape = SHAPES[name]
         config = SimpleNamespace(
@@ -243,7 +243,6 @@ class _Bench:
         self.setting = MegatronSetting(**asked)
 
     def run(self) -> dict[str, Any]:
-        """Figures of the case."""
         plain, losses = self._trained(balanced=False)
         ours, found = self._trained(balanced=True)
         result: dict[str, Any] = {
@@ -268,7 +267,7 @@ class _Bench:
         return result
 
     def _trained(self, *, balanced: bool) -> tuple[_Measured, list[float]]:
-        """A model after the compared steps, and the mean over ranks of every step's loss."""
+        """A model after the compared steps, and every step's loss, averaged over ranks."""
         before = self._allocated()
         training = _Measured(self.case, self.shape, self.place)
         if balanced:
@@ -285,7 +284,7 @@ class _Bench:
         return training, losses
 
     def _allocated(self) -> int:
-        """Bytes, the most of any rank."""
+        """Allocated bytes of the rank that has most."""
         mine = torch.cuda.memory_allocated(self.place.device) if self.place.device.type == "cuda" else 0
         return int(self.place.gather([float(mine)]).max())
 
@@ -306,7 +305,7 @@ class _Bench:
         return {"steps": steps, "transient_bytes": peaks}
 
     def _profiled(self, training: Training, name: str) -> None:
-        """One step more, with what rank 0 did in CASE-NAME.json.gz."""
+        """Run one more step and write rank 0's trace to CASE-NAME.json.gz."""
         if self.place.rank:
             self._one(training, name)
             return
@@ -316,7 +315,7 @@ class _Bench:
         profile.export_chrome_trace(str(Path(self.request.profile) / file))
 
     def _peak_of(self, training: Training, name: str) -> int:
-        """Bytes that a step needs beyond what is there before it, the most of any rank."""
+        """Peak bytes of a step beyond those allocated before it, on the rank that needs most."""
         if self.place.device.type != "cuda":
             self._one(training, name)
             return 0
@@ -348,7 +347,7 @@ class _Bench:
 
 
 class _Measured(Training):
-    """A training that knows what it holds."""
+    """A training and the bytes it holds."""
 
     resident_bytes = 0
     """after its first step"""
@@ -377,7 +376,7 @@ def _copies_of(step: Any) -> float:  # noqa: ANN401
 
 
 def _ahead_of(training: Training) -> dict[str, float]:
-    """Share of the visits whose copies were on their way before their layer began, where the balancer counts them."""
+    """Share of visits whose copies were in transit before their layer began, if the balancer counts them."""
     counted = [(getattr(one, "num_ahead", 0), getattr(one, "num_late", 0)) for one in training.balancer.layers]
     ahead, late = (sum(part) for part in zip(*counted, strict=True))
     return {"ahead": ahead / (ahead + late)} if ahead + late else {}

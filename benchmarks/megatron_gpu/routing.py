@@ -1,4 +1,4 @@
-"""Routing that is replayed: skewed as in a recording, and forced to balance. No torch.
+"""Replayed routing: skewed as in a recording, or forced to balance. No torch.
 
 Symbols: S steps, M micro-batches, R ranks, T tokens of a rank's micro-batch, L layers, K experts per token.
 """
@@ -23,7 +23,7 @@ SAMPLE = 2
 
 
 def skewed_ids(shape: Shape, *, steps: int, num_ranks: int) -> NDArray[np.int32]:
-    """[S, M, R, T, L, K] ids of the first seed that is imbalanced enough, with the statistics of a recording."""
+    """[S, M, R, T, L, K] ids with the statistics of a recording, from the first seed that is imbalanced enough."""
     for seed in range(SEEDS):
         sample = replace(shape, sequences=min(SAMPLE, shape.sequences))
         if rank_imbalance(_ids(sample, 1, num_ranks, seed), shape.num_experts) >= LEAST:

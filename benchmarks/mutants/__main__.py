@@ -35,7 +35,7 @@ RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
 def main() -> int:
-    """Returns 0."""
+    """Run the sample and write the results."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--mutants", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
@@ -72,7 +72,7 @@ def main() -> int:
 
 
 def drawn(asked: argparse.Namespace) -> list[Mutant]:
-    """The sample; kept, as drawing it parses every file many times."""
+    """The sample; stored in a file, because drawing it parses every file many times."""
     state = sha256(
         b"".join(path.read_bytes() for part in ("plan", "execute") for path in sorted((SOURCE / part).rglob("*.py")))
     )
@@ -99,7 +99,7 @@ def in_fork(raw: Path, mutants: list[Mutant], asked: argparse.Namespace, *, jit:
 
 
 def forked(what: Callable[[], None]) -> int:
-    """The number of a process that does it."""
+    """Fork a process for it; returns its id."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -112,13 +112,13 @@ def forked(what: Callable[[], None]) -> int:
 
 
 def end_of(processes: list[int]) -> None:
-    """Wait for all."""
+    """Wait until all processes have ended."""
     for pid in processes:
         os.waitpid(pid, 0)
 
 
 def run(mutant: Mutant, tests: list[Test], budget: float) -> dict[str, object]:
-    """What became of a mutant."""
+    """The outcome of a mutant."""
     begin, source = monotonic(), mutated(mutant)
     chosen = covering_tests(mutant, tests, budget)
     failed, late, ran = "", False, 0
@@ -137,7 +137,7 @@ def run(mutant: Mutant, tests: list[Test], budget: float) -> dict[str, object]:
 
 
 def run_golden(mutant: Mutant) -> dict[str, object]:
-    """What became of a mutant of the planner before all golden plans."""
+    """The outcome of a planner mutant under all golden plans."""
     begin, source = monotonic(), mutated(mutant)
     outcome = tried(
         GOLDEN, file=mutant.file, source=source, stop=True, cpu_s=GOLDEN_CPU_S, wall_s=TEST_WALL_S,
@@ -165,7 +165,7 @@ def record_of(
 
 
 def outcome_of(tests: dict[str, float], file: str = "", source: str = "") -> Outcome:
-    """Until one fails."""
+    """Run tests until one fails; returns the outcome."""
     files = list(dict.fromkeys(name.partition("::")[0] for name in tests))
     return tried(
         files, file=file, source=source, only=tests, cpu_s=TEST_CPU_S, wall_s=TEST_WALL_S, limit_s=MUTANT_WALL_S
@@ -173,7 +173,7 @@ def outcome_of(tests: dict[str, float], file: str = "", source: str = "") -> Out
 
 
 def fails_for_it(outcome: Outcome, tests: dict[str, float]) -> bool:
-    """Whether tests that depend on time pass without the mutant, so that it is the mutant that fails them."""
+    """Whether time-dependent tests pass without the mutant, so that the mutant explains the failure."""
     failed = {name: tests.get(name, 0.0) for name in outcome.failed if name in tests}
     if not failed:  # the process died, never ended or could not load the tests
         return not outcome_of(tests).failed
@@ -186,18 +186,18 @@ KEY = ("file", "operator", "occurrence")
 
 
 def key(record: dict[str, object]) -> tuple[object, ...]:
-    """What tells mutants apart."""
+    """The identity of a mutant."""
     return tuple(record[name] for name in KEY)
 
 
 def records(raw: Path) -> list[dict[str, object]]:
-    """The newest of each mutant."""
+    """The newest record of each mutant."""
     lines = [json.loads(line) for line in raw.read_text().splitlines()] if raw.exists() else []
     return list({key(line): line for line in lines}.values())
 
 
 def append(raw: Path, record: dict[str, object]) -> None:
-    """At once."""
+    """Append a record in one write, because several processes do."""
     file = os.open(raw, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.write(file, json.dumps(record).encode() + b"\n")
     os.close(file)

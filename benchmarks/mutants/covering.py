@@ -1,4 +1,4 @@
-"""Which tests run the line that a mutant changes, and what each of them costs."""
+"""The tests that run the line a mutant changes, and their cost."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ class Test:
 
 
 def compiled(file: str) -> bool:
-    """Whether numba may compile kernels: not where the file has some, because each mutant would compile anew."""
+    """Whether numba may compile kernels; not in files that contain some, where every mutant would be compiled anew."""
     return "equilibra.core.kernel" not in (SOURCE / file).read_text()
 
 
 def known_tests(work: Path, *, jit: bool) -> list[Test]:
-    """All of them; found out once and kept in `work`."""
+    """All tests; collected once and kept in `work`."""
     found, folder = [], work / ("compiled" if jit else "plain")
     folder.mkdir(exist_ok=True)
     for pattern in COMPILED if jit else PLAIN:
@@ -68,9 +68,9 @@ def known_tests(work: Path, *, jit: bool) -> list[Test]:
 
 
 def covering_tests(mutant: Mutant, tests: list[Test], budget: float) -> list[Test]:
-    """Cheap ones first, those that run the line before those that call its function, for so many CPU seconds.
+    """Tests of a line for this many CPU seconds: those that run it, then those that call its function, cheapest first.
 
-    The n-th case of a parametrized test stands behind what costs n times as much: many kinds of tests come early.
+    The n-th case of a parametrized test counts as n times as expensive, so that different tests come early.
     """
     first = _first_line(mutant)
     seen = {test.name: set(test.lines.get(mutant.file, ())) for test in tests}
@@ -92,7 +92,7 @@ def covering_tests(mutant: Mutant, tests: list[Test], budget: float) -> list[Tes
 
 
 def _first_line(mutant: Mutant) -> int | None:
-    """Of the innermost function around the change, decorators with it; None outside functions."""
+    """First line of the innermost function around the change, with its decorators; None outside functions."""
     functions = [
         node for node in ast.walk(ast.parse((SOURCE / mutant.file).read_text()))
         if isinstance(node, ast.FunctionDef) and node.lineno <= mutant.line <= (node.end_lineno or 0)

@@ -1,4 +1,4 @@
-"""A pytest plugin that makes tests cheap: forked ranks, few examples, and a limit for each test."""
+"""A pytest plugin that makes tests cheap: forked ranks, few examples, and a time limit for each test."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ TIMES = 5
 
 
 class TooSlowError(BaseException):
-    """Not an Exception, so that no test takes it for what it expects."""
+    """A test exceeded its limit; not an Exception, so that no test can expect it."""
 
 
 class Plugin:
-    """Of one session; `seconds` holds the tests that passed, with the CPU time they took, `failed` the others."""
+    """One session: `seconds` has the CPU time of every passed test, `failed` the other tests."""
 
     def __init__(self, *, cpu_s: float, wall_s: float, only: Mapping[str, float] | None, watch: bool) -> None:
         """only: these tests, in this order, with what they cost. watch: note the lines that tests run."""
@@ -42,20 +42,19 @@ class Plugin:
         hypothesis.settings.load_profile("mutants")
 
     def pytest_collection_modifyitems(self, items: list[pytest.Item]) -> None:
-        """Leave the others out."""
         if self.only is not None:
             place = {name: at for at, name in enumerate(self.only)}
             items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
 
     def pytest_collection_finish(self) -> None:
-        """Ranks are forked from this process: it has the mutant."""
+        """Fork ranks from this process, which has the mutant."""
         ranks: Any = sys.modules.get("tests.distributed.ranks")
         if ranks is not None:
             ranks.CONTEXT = multiprocessing.get_context("fork")
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_fixture_setup(self, fixturedef: Any, request: Any) -> Generator[None, Any, None]:  # noqa: ANN401
-        """What tests share counts for each of them: each may be the only one that runs."""
+        """Count shared fixtures for every test that uses them: each may be the only one that runs."""
         before = _cpu_s()
         yield
         if request.scope != "function":
@@ -63,7 +62,6 @@ class Plugin:
 
     @pytest.hookimpl(hookwrapper=True)
     def pytest_runtest_protocol(self, item: Any) -> Generator[None, Any, None]:  # noqa: ANN401
-        """Run a test with its fixtures, for so long."""
 
         def late(*_: object) -> None:
             self.late.append(item.nodeid)
@@ -92,7 +90,6 @@ class Plugin:
             self.lines[item.nodeid] = lines
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Of set-up, call and tear-down."""
         self._skipped |= report.skipped
         if report.failed:
             self.failed.append(report.nodeid)

@@ -24,9 +24,9 @@ ROOT = SOURCE.parents[1]
 
 
 def load_libraries(*, jit: bool) -> None:
-    """Everything that tests need and no mutant is in; with `jit` also the planner and its compiled kernels.
+    """Import everything that tests need and no mutant changes; with `jit` also the planner and its compiled kernels.
 
-    jit: else kernels run as plain Python. Call it before anything loads numba.
+    jit: otherwise kernels run as plain Python. Call it before anything imports numba.
     """
     os.environ["NUMBA_DISABLE_JIT"] = "0" if jit else "1"
     import accelerate  # noqa: F401, PLC0415
@@ -49,14 +49,14 @@ def load_libraries(*, jit: bool) -> None:
 
 
 def _forget_planner() -> None:
-    """The planner and what imported it will be loaded once more, as it is about to change."""
+    """Drop the planner and its importers from `sys.modules`, so that they are imported with the mutant."""
     for name in [name for name in sys.modules if name.startswith(("equilibra.plan", "tests."))]:
         del sys.modules[name]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """What tests said."""
+    """The result of a test run."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     """of those that passed"""
@@ -69,13 +69,12 @@ class Outcome:
 
 
 class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):
-    """Gives one module another source."""
+    """An import hook that replaces the source of one module."""
 
     def __init__(self, name: str, path: Path, source: str) -> None:
         self.name, self.path, self.source = name, path, source
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> importlib.machinery.ModuleSpec | None:  # noqa: ANN401, ARG002
-        """Of this module alone."""
         if name != self.name:
             return None
         inside = [str(self.path.parent)] if self.path.name == "__init__.py" else None

@@ -1,4 +1,4 @@
-"""Which mutants there are, and a sample of them."""
+"""All mutants, and a sample of them."""
 
 from __future__ import annotations
 
@@ -42,12 +42,11 @@ class Mutant:
     """of the change"""
 
     def as_dict(self) -> dict[str, object]:
-        """For the records."""
         return asdict(self)
 
 
 def mutated(mutant: Mutant) -> str:
-    """The changed source."""
+    """The source of the file with the mutant's change."""
     operator = cosmic_ray.plugins.get_operator(mutant.operator)()
     code = mutate_code((SOURCE / mutant.file).read_text(), operator, mutant.occurrence)
     assert code is not None
@@ -106,7 +105,7 @@ def _compiles(mutant: Mutant) -> bool:
 
 
 def _left_out(code: str) -> list[tuple[tuple[int, int], tuple[int, int]]]:
-    """Annotations, __all__, and what is imported for types only: nothing of it runs."""
+    """Nodes that never run: annotations, __all__ and imports for types only."""
     spans = []
     for node in ast.walk(ast.parse(code)):
         parts: list[ast.stmt | ast.expr | None] = []

@@ -1,6 +1,6 @@
-"""Which lines of `plan/` and `execute/` a test runs, in its own process and in the ranks that it forks.
+"""The lines of `plan/` and `execute/` that a test runs, in its own process and in the ranks it forks.
 
-A function that has run `ENOUGH` lines in one test is no longer watched: only that the test calls it stays known.
+A function that has run `ENOUGH` lines in one test is no longer traced; only the call is kept.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ENOUGH = 3000
 
 
 class Seen:
-    """Of one test at a time, and of this process and its forks."""
+    """Records the lines that one test runs, in this process and its forks."""
 
     def __init__(self) -> None:
         self.lines: set[tuple[str, int]] = set()
@@ -38,7 +38,7 @@ class Seen:
         os._exit = tell_and_leave  # type: ignore[assignment] # how ranks end
 
     def start(self) -> None:
-        """Forget what was seen, and look."""
+        """Start recording anew."""
         self.lines.clear()
         self._events.clear()
         threading.settrace(self._called)

@@ -1,4 +1,4 @@
-"""What the tests killed, and what survived and why."""
+"""The table: mutants killed, and the survivors with reasons."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def write_results(
     records: Sequence[dict[str, Any]], judged: Mapping[str, str], output: Path, *, command: str, budget: float,
     limit: float, drawn: int,
 ) -> None:  # fmt: skip
-    """OUTPUT/mutants.md and mutants.json; judged: why a survivor cannot be killed, by `name_of`; drawn: the sample."""
+    """Write OUTPUT/mutants.md and .json. judged: by `name_of`, why a survivor cannot be killed. drawn: the sample."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], check=False, capture_output=True, text=True)
     ordered = sorted(records, key=lambda record: (record["file"], record["line"], record["column"]))
     alive = [record for record in ordered if not record["killed_by"]]

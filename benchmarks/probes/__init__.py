@@ -1,1 +1,1 @@
-"""Questions asked once of one machine: each file says how to run it; its results are in benchmarks/results."""
+"""Measurements made once on one machine: each file says how to run it; results are in benchmarks/results."""

@@ -1,14 +1,14 @@
-"""Fit the decode laws to measured layers, with half of the cases kept apart to say how far the laws are off.
+"""Fit the decode laws to measured layers, holding out half of the cases to report the laws' error.
 
 A measurement (`benchmarks.probes.measure_decode`) has models by name and cases of three kinds: attention (batch,
 context), experts (active instances, rows) and dense (batch, parameters), each with its microseconds.
 
 Attention and dense products share constants, so they are fitted together. Both maxima of the attention law are linear
-once it is known which part of each is larger: guess, fit non-negative least squares of relative errors, look again,
-repeat. The experts' maximum likewise, from every first guess. From there a search by steps in the logarithms of the
-constants also fits what is not linear: the bends of the maxima and a factor for each shape but the first. A constant
-that no case determines keeps its value. Products of experts run at the rate of dense ones: with a few shapes it cannot
-be told from what moving rows costs, which scales otherwise to other devices.
+once it is known which part of each is larger: guess, fit non-negative least squares of relative errors, check the
+guess, repeat. The experts' maximum is fitted likewise, from every first guess. A search in steps of the logarithms of
+the constants then also fits what is not linear: the bends of the maxima, and a factor for each shape but the first. A
+constant that no case determines keeps its value. Products of experts run at the rate of dense ones: with few shapes
+that rate cannot be separated from the cost of moving rows, which scales differently to other devices.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ def experts_predicted(law: DecodeLaw, model: MoEModel, *, active: int, rows: int
 
 
 def _row_kb(model: MoEModel) -> float:
-    """KB that a row moves."""
+    """Kilobytes that a row moves."""
     of_hidden, of_ffn = ROW_NUMBERS
     return (of_hidden * model.hidden + of_ffn * model.expert_ffn) * model.weight_bytes * 1e-3
 
@@ -163,7 +163,7 @@ def _fit_attention(attention: Sequence[Case], dense: Sequence[Case], base: Decod
 def _where_known(
     parts: NDArray[np.float64], us: NDArray[np.float64], before: NDArray[np.float64]
 ) -> NDArray[np.float64]:
-    """Non-negative coefficients; a rate that no case depends on, or that comes out infinite, keeps its value."""
+    """Fit non-negative coefficients; a rate that no case determines, or that comes out infinite, keeps its value."""
     known = (parts != 0).any(axis=0)
     found = before.copy()
     found[known] = not_negative(parts[:, known], us)
@@ -216,7 +216,7 @@ def _polished(law: DecodeLaw, cases: Sequence[Case], names: Sequence[str], dense
 
 
 def _descended(law: DecodeLaw, moves: Sequence[Move], loss: Callable[[DecodeLaw], float]) -> DecodeLaw:
-    """Where no move of any size still helps."""
+    """Move constants until no step of any size helps."""
     least, step = loss(law), FIRST_STEP
     while step > LAST_STEP:
         before = least
@@ -239,7 +239,7 @@ def _shape_of(case: Case, factors: str) -> str:
 
 
 def _moved(law: DecodeLaw, move: Move, times: float) -> DecodeLaw:
-    """One constant multiplied; a bend stays within its limits, and a part that is free stays free."""
+    """The law with one constant multiplied; bends stay within their limits, and zeros stay zero."""
     if isinstance(move, tuple):
         name, shape = move
         factors = getattr(law, name)

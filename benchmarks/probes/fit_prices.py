@@ -1,15 +1,15 @@
-"""What copies and their moves cost a rank, in the worth of rows, by regression over the ranks of a GPU bench.
+"""The cost of copies and their moves to a rank, in rows, by regression over the ranks of a GPU bench.
 
     python -m benchmarks.probes.fit_prices --results benchmarks/results --traces DIR [--output FILE]
 
 For every shape, times of ranks over the median balanced rank of their case, with and without moves, are fitted by their
-rows, by what last tiles lack, by instances beyond homes, by weights and gradients that their own copies move, and by
-gradients that they add, all over a balanced rank's rows. A price is what one of these costs over what a row costs,
-times what plans think that a row costs: they level rows, and a row more or less changes a rank's time by about two
-thirds of what a row costs in the mean. The price of an instance has what its last tile lacks in the mean, two thirds of
-half a tile, as plans count it.
+rows, the empty part of last tiles, instances beyond homes, weights and gradients that their own copies move, and
+gradients that they add, all over a balanced rank's rows. A price is the cost of one of these over the cost of a row,
+times the cost that plans assume for a row: plans level rows, and one row more changes a rank's time by about two thirds
+of a row's mean cost. The price of an instance includes the mean cost of its last tile's empty part, two thirds of half
+a tile, as plans count it.
 
-Plans are made anew, which takes the code that made the records: cases whose rows differ are refused.
+Plans are made anew by the code that made the records; cases with different rows are refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def ranks_of(records: Records, case: Case, setting: GpuSetting) -> list[tuple[li
 
 
 def prices(records: Records, cases: list[Case], setting: GpuSetting) -> dict[str, Any]:
-    """Of the cases of one shape; each has a constant of its own."""
+    """Fitted prices of one shape; each case has a constant of its own."""
     parts, took, number = [], [], []
     for at, case in enumerate(cases):
         for part, still, moving in ranks_of(records, case, setting):

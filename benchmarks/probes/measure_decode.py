@@ -2,16 +2,16 @@
 
     python -m benchmarks.probes.measure_decode --output FILE [--limit-s 90]
     python -m benchmarks.probes.measure_decode --fit FILE [--output LAW.json]
-    python -m benchmarks.probes.measure_decode --tiny --output FILE       # on a CPU: that it runs, not how fast
+    python -m benchmarks.probes.measure_decode --tiny --output FILE       # on a CPU: checks that it runs, not how fast
 
 An attention layer is everything from one token per sequence to the router's choice: norm, query, key and value
-products, rotation, writing the cache, scores, output product, norm, router, top-k. Scores come from torch alone, in
-three ways: flash attention with a group's queries as a sequence, torch's own grouped-query path, plain products; the
-layer takes the fastest. An expert layer is everything from tokens to their weighted sums: gather, two grouped products
-with SwiGLU between, weighted sum; by `torch._grouped_mm` and by our kernels, of which the faster counts. All run from a
-CUDA graph, so a slow host does not count. Cases come in a shuffled order, medians over repeats with quartiles.
+products, rotation, writing the cache, scores, output product, norm, router, top-k. Scores use torch alone, in three
+ways: flash attention with a group's queries as a sequence, torch's own grouped-query path, plain products; the layer
+takes the fastest. An expert layer is everything from tokens to their weighted sums: gather, two grouped products with
+SwiGLU between, weighted sum; with `torch._grouped_mm` and with our kernels, of which the faster counts. All run from a
+CUDA graph, so a slow host does not count. Cases come in a shuffled order; figures are medians with quartiles.
 
-`--fit` fits the constants to one half of the cases and says how far the law is off on the other half.
+`--fit` fits the constants to one half of the cases and reports the law's error on the other half.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ REPEATS = 11
 
 @dataclass(frozen=True, kw_only=True)
 class Bench:
-    """Where and how long."""
+    """Device, dtype and number of repeats."""
 
     device: torch.device
     dtype: torch.dtype
@@ -84,7 +84,7 @@ class Bench:
         return float(first.elapsed_time(last)) * 1e3
 
     def graphed(self, work: Work) -> Work:
-        """The same as a CUDA graph, where there are such."""
+        """The work as a CUDA graph; without a GPU, unchanged."""
         if self.device.type != "cuda":
             return work
         side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
@@ -115,7 +115,7 @@ class Attention:
 
     @classmethod
     def made(cls, model: MoEModel, bench: Bench, caches: Tensor, batch: int, context: int) -> Attention:
-        """With random weights, and these caches."""
+        """A layer with random weights and these caches."""
         heads, pairs = model.num_heads, model.cache_heads
         size = model.attention_width // heads
         half = batch * pairs * context * size
@@ -149,7 +149,6 @@ class Attention:
         return out.reshape(batch, heads * size)
 
     def layer(self, kind: str) -> tuple[Tensor, Tensor]:
-        """From tokens to the router's choice."""
         weights, model, x = self.weights, self.model, self.hidden
         heads, pairs, size = model.num_heads, model.cache_heads, self.size
         mixed = F.rms_norm(x, (model.hidden,)) @ weights["qkv"]
@@ -227,7 +226,7 @@ def experts_cases(model: MoEModel, bench: Bench, tokens: int, share: int) -> lis
 def expert_products(
     model: MoEModel, bench: Bench, sizes: np.ndarray[Any, Any]
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Results of so many rows of each expert, by torch and by our kernels."""
+    """Results of this many rows per expert, by torch and by our kernels."""
     first = bench.randn(len(sizes), 2 * model.expert_ffn, model.hidden)
     second = bench.randn(len(sizes), model.hidden, model.expert_ffn)
     return {"torch": _by_torch(sizes, first, second), **_by_kernels(sizes, first, second, bench)}
@@ -247,7 +246,7 @@ def _by_torch(sizes: np.ndarray[Any, Any], first: Tensor, second: Tensor) -> Cal
 def _by_kernels(
     sizes: np.ndarray[Any, Any], first: Tensor, second: Tensor, bench: Bench
 ) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Ours, where they serve."""
+    """The work on our kernels, if they support the shape."""
     if bench.device.type != "cuda":
         return {}
     from equilibra.execute.experts import Activation  # noqa: PLC0415 - torch's kernels suffice without a GPU
@@ -269,7 +268,7 @@ def dense_cases(model: MoEModel, bench: Bench, batch: int) -> list[Case]:
 
 
 def jobs_of(models: list[MoEModel], bench: Bench, caches: Tensor, *, tiny: bool) -> list[Callable[[], list[Case]]]:
-    """All cases, shuffled, so that heat and clocks favour none."""
+    """All cases in shuffled order, so that heat and clocks favour none."""
     batches, contexts = (TINY_BATCHES, TINY_CONTEXTS) if tiny else (BATCHES, CONTEXTS)
     tokens, shares = (TINY_TOKENS, TINY_SHARES) if tiny else (TOKENS, SHARES)
     jobs: list[Callable[[], list[Case]]] = []
@@ -284,7 +283,7 @@ def jobs_of(models: list[MoEModel], bench: Bench, caches: Tensor, *, tiny: bool)
 
 
 def measure(names: list[str], *, tiny: bool, limit_s: float) -> dict[str, Any]:
-    """The cases as far as they come in the time."""
+    """Measure cases until the time is used up."""
     device = torch.device("cuda" if torch.cuda.is_available() and not tiny else "cpu")
     bench = Bench(device=device, dtype=torch.float32 if tiny else torch.bfloat16, repeats=3 if tiny else REPEATS)
     models = [small(model_named(name)) if tiny else model_named(name) for name in names]
@@ -326,7 +325,7 @@ def _shape(model: MoEModel) -> dict[str, int]:
 
 
 def small(model: MoEModel) -> MoEModel:
-    """Of the same name, so small that CPUs run it."""
+    """A model of the same name, small enough for CPUs."""
     return MoEModel(
         name=model.name, num_layers=1, hidden=64, expert_ffn=32, num_experts=8, top_k=2, num_heads=4, cache_heads=2,
         cache_values=2 * 2 * 16, score_width=4 * 16, attention_width=4 * 16, embedding_parameters=64 * 256,

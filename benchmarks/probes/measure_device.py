@@ -5,8 +5,8 @@ Needs torch alone. Writes measurements that `equilibra calibrate` fits:
     python benchmarks/probes/measure_device.py mine.json
     equilibra calibrate mine.json --base h200 --name mine --output mine.toml
 
-Every figure is the median of `REPEATS` timings by CUDA events after a warm-up; the spread between the quartiles is
-kept beside it. Cases are timed in a shuffled order, so that heat and clocks do not favour one shape.
+Every figure is the median of `REPEATS` CUDA-event timings after a warm-up, with its quartiles. Cases are timed in a
+shuffled order, so that heat and clocks favour no shape.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""When every program of the gradients' launches ends each of its parts, by the device's clock, and what tiles cost.
+"""When each program of the gradients' launches ends each of its parts, by the device's clock, and the cost of tiles.
 
     python -m benchmarks.probes.measure_ends --output FILE
 
-What is timed is `gradients` with a time stamp after every part, made from its source. Sizes are those of ranks of plans
-(routing of gpt-oss-20b and DeepSeek-V2-Lite) and of balanced ranks. From the parts' times follow the costs that are
-constants of `equilibra.execute.kernels.grouped`, in rows of a sum of weights. `idle`: what a mean program waits for the
-last one of its launch.
+`gradients` is timed with a time stamp after every part, inserted into its source. Sizes are those of ranks of plans
+(routing of gpt-oss-20b and DeepSeek-V2-Lite) and of balanced ranks. The parts' times give the costs that are constants
+of `equilibra.execute.kernels.grouped`, in rows of a sum of weights. `idle`: the time a mean program waits for the last
+one of its launch.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ REST = 2_000_000
 
 
 def with_stamps(folder: Path) -> ModuleType:
-    """The kernels, of which `gradients` writes the time before and after every part."""
+    """The kernels, with `gradients` changed to record the time before and after every part."""
     before, name, after = inspect.getsource(products).partition("@_once_per_shape\ndef gradients(")
     body, next_name, rest = after.partition("@_once_per_shape\ndef bias_gradient(")
     lines, stamps = [], 0
@@ -69,7 +69,7 @@ def with_stamps(folder: Path) -> ModuleType:
 
 
 class Stamped:
-    """The kernel, launched as before; keeps the stamps of every launch."""
+    """Launches the kernel and keeps the stamps of every launch."""
 
     def __init__(self, kernel: Any) -> None:  # noqa: ANN401 - Triton's kernels have no type
         self.kernel = kernel
@@ -86,14 +86,14 @@ class Stamped:
 
 
 def tiles_of(launch: Shares) -> dict[tuple[int, Part], NDArray[np.int32]]:
-    """By program and part."""
+    """Tiles by program and part."""
     work, begins = launch.work.cpu().numpy(), launch.shares.view(-1, 2 * len(Part))[:, ::2].ravel().cpu().numpy()
     lists = np.split(work, begins[1:])
     return {(at // len(Part), Part(at % len(Part))): tiles for at, tiles in enumerate(lists) if tiles.size}
 
 
 def measured(shape: str, sizes: tuple[int, ...], kernels: ModuleType) -> list[dict[str, Any]]:
-    """Of every launch: its end, when the mean program ends, and every program's parts."""
+    """For every launch: its end, the end of the mean program, and every program's parts."""
     width, inner, _ = measure_kernels.SHAPES[shape]
 
     def random(*size: int) -> torch.Tensor:
@@ -130,7 +130,7 @@ def measured(shape: str, sizes: tuple[int, ...], kernels: ModuleType) -> list[di
 
 
 def costs(launches: list[dict[str, Any]], inner: int) -> dict[str, float]:
-    """Of one shape, by least squares over its last launches."""
+    """Costs of one shape, by least squares over its last launches."""
     by_part = defaultdict(list)
     for launch in launches:
         for name, *values in launch["parts"]:
@@ -147,7 +147,7 @@ def costs(launches: list[dict[str, Any]], inner: int) -> dict[str, float]:
 
 
 def main() -> None:
-    """Measure every shape, write after each."""
+    """Measure every shape; write after each."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True)
     parsed = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Grouped kernels on a GPU against torch's grouped_mm: correct, and how fast, for several tiles.
+"""Grouped kernels on a GPU against torch's grouped_mm: correctness and speed, for several tiles.
 
     python -m benchmarks.probes.measure_kernels --output FILE [--sweep] [--rows 16384 65536]
 
@@ -56,14 +56,14 @@ Works = dict[str, Callable[[], Any]]
 
 
 def about(program: str) -> dict[str, Any]:
-    """What made a result."""
+    """Machine and versions of a result."""
     known = environment()
     command = f"python -m benchmarks.probes.{program} --output FILE"
     return {"command": command, "date": known["date"], "commit": known["commit"]}
 
 
 def in_turn(works: Works, repeats: int = 12) -> dict[str, float]:
-    """Median microseconds of every piece of work; they take turns, since the clock drifts by several percent."""
+    """Median microseconds of every piece of work, timed in turn because the clock drifts by several percent."""
     for work in works.values():
         for _ in range(3):
             work()
@@ -81,7 +81,7 @@ def in_turn(works: Works, repeats: int = 12) -> dict[str, float]:
 
 
 def us(work: Callable[[], Any]) -> float:
-    """Of one piece."""
+    """Median microseconds of one piece of work."""
     return in_turn({"": work})[""]
 
 
@@ -129,7 +129,7 @@ class Layer:
 
 
 def bare(layer: Layer) -> Works:
-    """The products alone, by torch."""
+    """The products alone, with torch."""
     mm, offs = torch._grouped_mm, layer.offs
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     a = torch.randn(layer.rows, layer.inner, device=DEVICE, dtype=layer.x.dtype)
@@ -194,7 +194,7 @@ def whole_layer(shape: str, rows: int) -> Works:
             out.backward(dout)
 
     def first() -> None:
-        """Gradients are written, not added, as where there are none yet; but always in the same memory."""
+        """The first micro-batch: gradients are written into the same memory, not added."""
         with patch.object(ExpertWeights, "has_gradients", new=False):
             both()
 
@@ -202,7 +202,7 @@ def whole_layer(shape: str, rows: int) -> Works:
 
 
 def graphed(work: Callable[[], Any]) -> Callable[[], Any]:
-    """The same from a CUDA graph: what the device alone takes."""
+    """The work as a CUDA graph, which measures the device alone."""
     side = torch.cuda.Stream()  # type: ignore[no-untyped-call]
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -223,7 +223,7 @@ def _each(change: Callable[[torch.Tensor], torch.Tensor], parts: ExpertParts) ->
 
 
 def check() -> list[dict[str, Any]]:
-    """Against float64: as close as bf16 lets it be."""
+    """Compare with float64, to bf16 rounding."""
     found = []
     SHAPES["odd"], SHAPES["large"] = (264, 200, 5), (2056, 2000, 5)
     small = itertools.product(("odd",), (False, True), Activation)
@@ -263,7 +263,7 @@ def check() -> list[dict[str, Any]]:
 
 
 def kernels_of(layer: Layer) -> dict[str, Any]:
-    """Every kernel by itself, by the name of its tile."""
+    """Every kernel alone, by the name of its tile."""
     kind, groups = Activation.SWIGLU, layer.groups
     h = torch.randn(layer.rows, 2 * layer.inner, device=DEVICE, dtype=layer.x.dtype)
     a, dh = h[:, : layer.inner].contiguous(), torch.empty_like(h)
@@ -284,7 +284,7 @@ def kernels_of(layer: Layer) -> dict[str, Any]:
 
 
 def sweep_one(job: tuple[str, str, tuple[int, ...], int], *, timed: bool = True) -> dict[str, Any]:
-    """The kernels of one tile; a tile that does not fit says so."""
+    """Time the kernels of one tile, or report that it does not fit."""
     shape, name, (bn, bk, warps, stages), rows = job
     before = getattr(grouped, name)
     setattr(grouped, name, Tile(bn=bn, bk=bk, warps=warps, stages=stages))
@@ -305,7 +305,7 @@ def _warm(job: tuple[str, str, tuple[int, ...], int]) -> None:
 
 
 def passes(layer: Layer) -> Works:
-    """What would be separate passes over memory."""
+    """The passes over memory that the kernels fuse."""
     low = (torch.zeros_like(layer.gate_up), torch.zeros_like(layer.down))
     tokens, of_pair = layer.x[: layer.rows // 8].clone(), layer.index.view(-1, 8)
     of_row, weights = (layer.index.argsort() // 8).to(torch.int32), torch.rand_like(of_pair, dtype=torch.float32)
@@ -367,7 +367,7 @@ def table(result: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Check, measure every shape, sweep tiles if asked to; written after each."""
+    """Check, measure every shape, and sweep tiles if asked to; write after each."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--sweep", action="store_true")

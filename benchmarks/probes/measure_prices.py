@@ -1,8 +1,8 @@
-"""What a flash copy costs a rank on a GPU besides its rows: measured, for `benchmarks.gpu.contenders`.
+"""The measured cost of a flash copy to a rank on a GPU besides its rows, for `benchmarks.gpu.contenders`.
 
     python -m benchmarks.probes.measure_prices --output FILE
 
-A rank with a copy more, or with copies that move beside it, is compared with the same rows on homes alone, in turn;
+A rank with one more copy, or with copies moving meanwhile, is compared in turn with the same rows on homes alone;
 microseconds, medians of 10 differences, forward and backward.
 """
 
@@ -35,7 +35,7 @@ def work(homes: int, *, flash: int = 0, standing: int = 0) -> RankWork:
 
 
 def jobs(homes: int) -> dict[str, tuple[RankWork, Moves]]:
-    """What is compared with `homes alone`."""
+    """The variants that are compared with `homes alone`."""
     alone = work(homes)
     return {
         "homes alone": (alone, STILL),
@@ -52,7 +52,7 @@ def jobs(homes: int) -> dict[str, tuple[RankWork, Moves]]:
 
 
 def measure(model: MoEModel, homes: int) -> dict[str, Any]:
-    """Differences of one shape."""
+    """Measured differences of one shape."""
     every = jobs(homes)
     replay = Replay(model, Sizes(ROWS, homes + 1, 2), device=torch.device("cuda"))
     us: dict[str, list[tuple[float, float]]] = {name: [] for name in every}

@@ -2,13 +2,13 @@
 
 Symbols: M micro-batches, L layers, R ranks, E experts, T tokens of a rank in a micro-batch, K experts per token.
 
-Which. `EVEN` takes layers evenly spread over the model, and full micro-batches of whole sequences in file order, evenly
-spread over the recording. `SKEWED` looks for the worst that the recording has: the layer, and the sequences there, that
-give contiguous homes the largest imbalance; it says so in the case's name. Sequences longer than half a micro-batch are
-cut, as context parallelism does; tokens without recorded routing are left out. Both are counted.
+Selection. `EVEN` takes layers evenly spread over the model, and full micro-batches of whole sequences in file order,
+evenly spread over the recording. `SKEWED` takes the worst of the recording: the layer, and its sequences, that give
+contiguous homes the largest imbalance; the case's name says so. Sequences longer than half a micro-batch are cut, as
+context parallelism does; tokens without recorded routing are left out. Both are counted.
 
 Inside a micro-batch sequences go to ranks as in the simulator (`file_order_schedule`), and loads are the simulator's
-(`step_load`), so what the ranks execute can be compared with what is simulated, to the token.
+(`step_load`), so execution can be compared with simulation to the token.
 """
 
 from __future__ import annotations
@@ -63,13 +63,12 @@ class Case:
 
     @property
     def num_tokens(self) -> int:
-        """Of all micro-batches and ranks."""
         return sum(len(experts) for ranks in self.experts_MR for experts in ranks)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Shape:
-    """How heavy the layers of a case are, and how they are run."""
+    """Widths of a case's layers, and how they run."""
 
     hidden: int
     """width of a token"""
@@ -153,7 +152,7 @@ def _even(
 def _skewed(
     trace: RoutingTrace, tokens: int, num_micro_batches: int, num_layers: int
 ) -> tuple[NDArray[np.int64], list[int], list[int]]:
-    """The same, for the layer and the sequences whose tokens go to one half of the experts most."""
+    """The same for the most skewed layer and sequences: their tokens go most to one half of the experts."""
     load_SLE = sequence_loads(trace).tokens_SLE
     half_SLR = load_SLE.reshape(*load_SLE.shape[:2], CLUSTER.num_ranks, -1).sum(axis=3, dtype=np.int64)
     lengths, wanted = trace.length_of_sequence, min(num_micro_batches * tokens, trace.num_tokens)

@@ -1,10 +1,10 @@
-"""The time of a step on two cores, and how much of it other programs had.
+"""The time of a step on two cores, and the share that other programs took.
 
-A step that others disturbed says little, and on a shared machine many are. So the clock looks at its core while a step
-runs: what the core was busy with, less what this process spent, was others'. After a step in which others had more than
-`DISTURBED` of a core, the clock waits until they are quiet and runs the step again, as long as its patience lasts; the
-least disturbed step counts. The times themselves play no part in the choice. Where the system does not tell, or a step
-is too short for its counters, none counts as disturbed.
+A disturbed step says little, and on a shared machine many are disturbed. So the clock watches its core while a step
+runs: the core's busy time minus this process's own was taken by others. If others took more than `DISTURBED` of a core,
+the clock waits until they are quiet and runs the step again, as long as its patience lasts; the least disturbed step
+counts. The measured times play no part in the choice. Where the system does not report this, or a step is too short for
+its counters, no step counts as disturbed.
 
 Stages are the parts of a step: all ranks begin and end one together, so its time is that of the slowest rank.
 """
@@ -43,7 +43,7 @@ class Timed(NamedTuple, Generic[T]):
 
 
 class Clock:
-    """All ranks have one and call it together: what it does next follows from the largest share of all ranks."""
+    """A clock that all ranks call together; it repeats work by the largest disturbance of any rank."""
 
     def __init__(self, *, prepare: Callable[[], None], largest: Callable[[float], float], patience_s: float) -> None:
         self.prepare, self.largest = prepare, largest
@@ -53,7 +53,7 @@ class Clock:
         """pieces of work so far"""
 
     def time(self, work: Callable[[], T], *, prepare: Callable[[], None] | None = None) -> Timed[T]:
-        """A piece of work, all ranks starting together after `prepare`, which every try needs (None: the clock's)."""
+        """Time a piece of work; all ranks start together, after `prepare` (None: the clock's) before every try."""
         tries = [self._time_once(work, prepare or self.prepare)]
         while tries[-1].others_share > DISTURBED and self.patience_s > 0:
             self._wait_for_quiet()
@@ -86,7 +86,7 @@ def _watched(work: Callable[[], T]) -> Timed[T]:
 
 
 def busy_seconds(stat: Path = STAT) -> float | None:
-    """What the one core that this process may use was busy with since the start of the system; None: not known."""
+    """Busy seconds of this process's core since boot, by kind; None: unknown."""
     cores = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else set()
     if len(cores) != 1 or not stat.is_file():
         return None

@@ -1,13 +1,13 @@
-"""What the runtime bench compares: the routing and the plan of every contender, for one case.
+"""The contenders of the runtime bench: routing and plan of each, for one case.
 
 Symbols: M micro-batches, L layers, R ranks, E experts, T tokens, K experts per token, C standing copies.
 
 static, equilibra     the recorded routing under the plan of that planner; homes are contiguous and stay.
 eplb-oracle           the recorded routing under EPLB's plan, from EPLB's own homes: see `on_even_homes`.
-forced-balanced       other routing under the static plan: as many tokens and rows, but every expert, and so every rank,
-                      has the same number of rows, to one. No plan can leave the slowest rank less. Rows are even over
-                      experts and not only over ranks, because that is what a perfectly balanced router would do; a row
-                      takes longer in a product of few rows than of many, so this choice is part of the figure.
+forced-balanced       other routing under the static plan: the same number of tokens and rows, but every expert, and so
+                      every rank, has the same number of rows, to within one. No plan can make the slowest rank faster.
+                      Rows are even over experts and not only over ranks, as under a perfectly balanced router. Rows
+                      take longer in small products than in large ones, so this choice affects the figure.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PLAIN = "plain"
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Contender:
-    """What the ranks execute."""
+    """Routing and plan that the ranks execute under one name."""
 
     name: str
     """one of NAMES"""
@@ -48,7 +48,7 @@ class Contender:
 
 
 def contenders(case: Case, *, rates: Rates, spare_slots: int) -> list[Contender]:
-    """All contenders of a case. Same values, same plans: every rank makes them for itself."""
+    """All contenders of a case; every rank makes the same ones."""
     problem = StepProblem(cluster=CLUSTER, given_load=case.load, rates=rates, spare_slots=spare_slots)
     static, ours = Static().plan(problem), Equilibra(threads=1).plan(problem)
     even = balanced_routing(case.experts_MR, case.load.num_experts)
@@ -63,7 +63,7 @@ def contenders(case: Case, *, rates: Rates, spare_slots: int) -> list[Contender]
 
 
 def counted(experts_MR: Routing, num_experts: int) -> StepLoad:
-    """Loads of routing."""
+    """The load of this routing."""
     num_layers = experts_MR[0][0].shape[1]
     tokens_MLER = np.zeros((len(experts_MR), num_layers, num_experts, CLUSTER.num_ranks), np.int32)
     for m, ranks in enumerate(experts_MR):

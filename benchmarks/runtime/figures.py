@@ -1,15 +1,15 @@
-"""The runtime bench: what plans gain when they are executed, measured on two ranks of one core each.
+"""The runtime bench: the gain of executed plans, measured on two ranks of one core each.
 
-Cases: real routing (or a recording that is asked for, or synthetic routing where there is none), run under every
-contender in turn and in a plain layer. From the times of each repeat:
+Cases are real routing (or a named recording, or synthetic routing without any), run under every contender in turn and
+in a plain layer. From the times of each repeat:
 
     share_of_balanced     time(forced-balanced) / time(equilibra): the share of the balanced throughput
     speedup_over_static   time(static) / time(equilibra)
-    runtime_overhead      time(static) / time(plain) - 1; below 0 where the runtime is the faster one
-    static_imbalance      of rows, from the routing: the slowest rank over the mean rank. Its spread is that over
-                          layers and micro-batches, that of the others is over repeats.
+    runtime_overhead      time(static) / time(plain) - 1; below 0 the runtime is faster
+    static_imbalance      of rows, from the routing: slowest over mean rank. Its spread is over layers and
+                          micro-batches, that of the others over repeats.
 
-With several cases the figures at the top are those of the one with the largest static imbalance.
+With several cases, the figures at the top are those of the case with the largest static imbalance.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def measured(
 
 
 def _result(case: Case, shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
-    """One case: figures, what was run, raw times."""
+    """Figures, setting and raw times of one case."""
     seconds = {name: np.array(times) for name, times in found["seconds"].items()}
     return {
         "case": case.name,
@@ -106,7 +106,7 @@ def _result(case: Case, shape: Shape, found: dict[str, Any]) -> dict[str, Any]:
 
 
 def _figures_row(result: dict[str, Any]) -> Row:
-    """A line of the first table."""
+    """A row of the first table."""
     row: Row = {"case": result["case"], "static_imbalance": result["static_imbalance"]["of_step"]}
     reaches = {
         "share_of_balanced": SHARE_REACH,

@@ -1,18 +1,19 @@
 """The layers of one rank of the runtime bench, and the step that every contender runs.
 
 A step is what training does with a rollout: arm the plan; a forward pass of every micro-batch (log-prob); forward and
-backward of every micro-batch (update); gradients of copies home. It starts with all ranks together; its time is that of
-the slower rank. Weights count as changed before every step, so copies are fetched anew. Gradients are set to zero
-outside of the measured time, in place, for all contenders alike.
+backward of every micro-batch (update); return the gradients of copies. All ranks start it together; its time is that of
+the slower rank. Weights count as changed before every step, so copies are fetched anew. Gradients are zeroed in place
+outside the measured time, for all contenders alike.
 
-Beside them runs a plain expert-parallel layer with no plan, against which the runtime's own overhead is measured.
-Symbols: T tokens of this rank, K experts per token, E experts, R ranks, H = E / R homes per rank, N rows, D width.
+Beside them runs a plain expert-parallel layer without a plan, the baseline for the runtime's overhead. Symbols: T
+tokens of this rank, K experts per token, E experts, R ranks, H = E / R homes per rank, N rows, D width.
 
     router -> sort pairs by expert -> all-to-all of counts -> all-to-all of rows -> experts one by one
-    -> all-to-all back -> weigh and add up
+    -> all-to-all back -> weighted sum
 
-The ordinary way, and no slower than need be: homes are contiguous, every expert has parameters of its own, gradients
-are autograd's. Weights, gradients and router are those of a `BalancedMoE`, so both compute the same in the same memory.
+It is the usual implementation, and no slower than necessary: homes are contiguous, every expert has its own parameters,
+gradients are autograd's. Weights, gradients and router are those of a `BalancedMoE`, so both compute the same in the
+same memory.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ from equilibra.execute.runtime import CopySetting, Runtime
 
 
 class _AllToAll(torch.autograd.Function):
-    """Rows to other ranks; their gradients come back the same way."""
+    """All-to-all of rows; their gradients travel back the same way."""
 
     @staticmethod
     def forward(ctx: Any, rows_ND: Tensor, sent: list[int], received: list[int]) -> Tensor:  # noqa: ANN401
@@ -78,7 +79,7 @@ class PlainMoE(nn.Module):
             setattr(self, f"{name}_of_home", nn.ParameterList(parts))
 
     def share_gradients(self) -> None:
-        """Sum gradients into those of the stacked weights, which must be there."""
+        """Sum gradients into the existing ones of the stacked weights."""
         for name, stack in self.stacked.items():
             assert stack.grad is not None
             for parameter, gradient in zip(getattr(self, f"{name}_of_home"), stack.grad.unbind(0), strict=True):
@@ -166,12 +167,12 @@ class RankLayers:
                     _finish(hidden, stage, outputs)
 
     def gradients(self) -> list[Tensor]:
-        """Of all experts at home and of all routers."""
+        """Gradients of all home experts and all routers."""
         parameters = [part for layer in self.balanced for part in (*layer.experts.parts(), layer.router.weight)]
         return [part.grad for part in parameters if part.grad is not None]
 
     def prepare(self) -> None:
-        """The state before a step: new weights as far as the runtime knows, gradients zero, nothing under way."""
+        """Reset before a step: weights count as new, gradients are zero, nothing is in transit."""
         self.runtime.disarm()
         self.runtime.weights_changed()
         for gradient in self.gradients():
@@ -188,7 +189,7 @@ class RankLayers:
 
 
 def _input(hidden_TD: Tensor, stage: Stage) -> Tensor:
-    """In the update a gradient is wanted of it, as below other layers: without, plain autograd leaves work out."""
+    """Input of the layers; in the update it needs a gradient, or plain autograd would skip work."""
     return hidden_TD.detach().requires_grad_(stage is Stage.UPDATE)
 
 

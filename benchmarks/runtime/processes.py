@@ -1,10 +1,9 @@
-"""The two processes of a bench: started, listened to, and never left behind.
+"""The two processes of a bench: started, monitored, and never left behind.
 
-Each rank has a core of its own where there are two (rank 1 is never on the second thread of rank 0's core) and
-computes with one thread. Ranks end with this process, however it ends. A rank that fails, dies or falls silent ends the
-bench with an error. Ranks keep the memory that they free (glibc's MALLOC_ variables), as the allocators of accelerators
-do: otherwise a third of the measured time is the kernel handing out pages. They are forked from a server that has
-loaded torch once.
+Each rank has a core of its own where there are two (rank 1 is never on the second thread of rank 0's core) and computes
+with one thread. Ranks end with this process, however it ends. A rank that fails, dies or falls silent ends the bench
+with an error. Ranks keep freed memory (glibc's MALLOC_ variables), as accelerators' allocators do; otherwise a third of
+the measured time is the kernel handing out pages. They are forked from a server that has loaded torch once.
 """
 
 from __future__ import annotations
@@ -34,27 +33,27 @@ if TYPE_CHECKING:
 
 KEEP_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
 SILENCE_S = 1800.0
-"""after which ranks that say nothing are given up"""
+"""seconds after which silent ranks are given up"""
 GRACE_S = 5.0
-"""in which the other rank may still say what went wrong"""
+"""seconds for the other rank to report what went wrong"""
 
 
 @dataclass(frozen=True)
 class _Failure:
-    """What a rank said before it ended."""
+    """A failing rank's report."""
 
     kind: str
     text: str
     is_input: bool
     is_echo: bool
-    """whether it only noticed that the other one was gone"""
+    """whether the rank only noticed that the other one was gone"""
 
 
 def run_on_ranks(
     measure: Callable[..., dict[str, Any]], arguments: tuple[Any, ...], tell: Callable[[str], None], *,
     timeout_s: float,
 ) -> dict[str, Any]:  # fmt: skip
-    """What rank 0 measured; every rank calls measure(*arguments, group, tell), joined with the other."""
+    """Call measure(*arguments, group, tell) on two joined ranks; returns the result of rank 0."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["benchmarks.runtime.rank", "torch.distributed"])
     cores = cores_for_ranks()
@@ -83,7 +82,7 @@ def run_on_ranks(
 
 
 def cores_for_ranks() -> list[int] | None:
-    """A processor for every rank, on different cores; None where there are not enough."""
+    """A processor for every rank, on different cores; None if there are too few cores."""
     if not hasattr(os, "sched_getaffinity"):
         return None
     firsts: dict[str, int] = {}
@@ -133,7 +132,7 @@ def _heard(pipe: Connection, process: BaseProcess) -> str | _Failure | dict[str,
 
 
 def _raise(failures: dict[int, _Failure]) -> None:
-    """The first failure that is not an echo of another."""
+    """Raise the first failure that is not an echo of another."""
     rank = min(failures, key=lambda rank: (failures[rank].is_echo, rank))
     failure = failures[rank]
     if failure.is_input:
@@ -145,7 +144,7 @@ def _rank(
     rank: int, core: int | None, store: str, pipe: Connection, measure: Callable[..., dict[str, Any]],
     arguments: tuple[Any, ...], timeout_s: float,
 ) -> None:  # fmt: skip
-    """The life of a rank."""
+    """Run one rank."""
     gc.freeze()  # collections between contenders need not look at what the server has loaded
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     Thread(target=_end_with_parent, daemon=True).start()
@@ -172,7 +171,7 @@ def _end_with_parent() -> None:
 
 
 def _nothing(_line: str) -> None:
-    """What rank 1 tells."""
+    """Ignore what rank 1 tells."""
 
 
 def _joined(rank: int, store: str, timeout_s: float) -> ExpertGroup:

@@ -1,8 +1,8 @@
 """One rank of the runtime bench: prices, plans, checks, then timed steps.
 
-Contenders and the plain layer run one after another in every repeat, each time in another order: what disturbs the
-machine disturbs all of them (and see `clock`). The checks before have run all of them once, so nothing runs for
-the first time. What must hold while it measures: right results, and exactly the rows that were simulated.
+Contenders and the plain layer run one after another in every repeat, each time in another order, so that disturbances
+hit all of them (see `clock`). The checks run all of them once before, so nothing is timed on its first run. While
+measuring, results must be right, and executed rows must be exactly the simulated ones.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from equilibra.execute.kernels import ExpertParts, RowWeights
 TOLERANCE = 1e-4
 """largest difference of outputs and gradients, relative to the largest value: float32 sums in another order"""
 ROUNDING = 1e-2
-"""of the largest gradient: what is smaller altogether may be rounding alone, as that of a router whose weights are 1"""
+"""share of the largest gradient below which a whole gradient may be rounding, as a router's whose weights are 1"""
 
 
 def measure(case: Case, shape: Shape, group: ExpertGroup, tell: Callable[[str], None]) -> dict[str, Any]:
@@ -70,7 +70,7 @@ class _Times:
         self.counts_compared = 0
 
     def add(self, name: str) -> None:
-        """One more step of a contender or of the plain layer."""
+        """Add a step of a contender or of the plain layer."""
         layers, contender = self.layers, self.every.get(name)
         step = partial(layers.plain_step, self.case.experts_MR)
         if contender is not None:
@@ -83,7 +83,6 @@ class _Times:
             self.experts_s[name].append(layers.largest(float((spent["end_us"] - spent["start_us"]).sum()) / 1e6))
 
     def about(self) -> dict[str, Any]:
-        """All of it."""
         seconds = {name: [timed.seconds for timed in steps] for name, steps in self.steps.items()}
         others = [timed.others_share for steps in self.steps.values() for timed in steps]
         return {
@@ -95,7 +94,7 @@ class _Times:
 
 
 def _orders(names: list[str], count: int) -> Iterator[list[str]]:
-    """Every repeat starts with another one, and every second one runs backwards."""
+    """Orders of the contenders: rotated by one every repeat, every second one reversed."""
     for turn in range(count):
         at = turn % len(names)
         order = names[at:] + names[:at]
@@ -103,7 +102,7 @@ def _orders(names: list[str], count: int) -> Iterator[list[str]]:
 
 
 def measured_rates(layers: RankLayers, case: Case) -> Rates:
-    """What a row and a copy cost here, so that the planner makes no copy that costs more than it saves.
+    """Measured rates of rows and copies, so that the planner makes no copy that costs more than it saves.
 
     In processor time, so that other programs on the machine do not count. No engine copies while a core computes, so
     all of a copy's time counts.
@@ -143,7 +142,7 @@ def measured_rates(layers: RankLayers, case: Case) -> Rates:
 
 
 def _processor_us(work: Callable[[], None]) -> float:
-    """The least of several times, in microseconds; not nothing, where clocks are coarse."""
+    """The minimum of several times in microseconds; above 0 even with coarse clocks."""
     found = []
     for _ in range(8):
         start = process_time()
@@ -160,7 +159,7 @@ def _about(rates: Rates) -> dict[str, float]:
 
 
 def _plan_about(contender: Contender) -> dict[str, Any]:
-    """What a contender's plan does."""
+    """Statistics of a contender's plan."""
     plan = contender.plan
     rank_load = plan.rank_load(contender.load)
     return {
@@ -203,7 +202,7 @@ def _difference(found: Tensor, wanted: Tensor, least: float) -> float:
 
 
 def check_rows(contender: Contender, rank: int, events: Events) -> int:
-    """Rows that this rank's experts executed must be those simulated; returns how many counts were compared."""
+    """Check that executed rows equal the simulated ones; returns the number of compared counts."""
     compared = 0
     for stage in Stage:
         simulated_LM = contender.plan.rank_load(contender.load, stage)[:, :, rank]

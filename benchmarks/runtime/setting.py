@@ -1,8 +1,8 @@
-"""What the runtime bench runs: shapes that fit the machine, and cases from recordings or, without any, synthetic ones.
+"""Settings of the runtime bench: shapes that fit the machine, and cases from recordings or synthetic routing.
 
-The default cases are real: dsv2-lite-law and gpt-oss-20b as they come, and gpt-oss-20b where static placement is worst.
-On two ranks real micro-batches in file order are never far from even, because each rank has half of all experts: at
-4,096 tokens the imbalance is 1.07 to 1.09 on average and 1.35 at most. The most skewed sequences of a layer reach 1.5.
+The default cases are real: dsv2-lite-law and gpt-oss-20b as recorded, and gpt-oss-20b where static placement is worst.
+On two ranks real micro-batches in file order are nearly even, because each rank has half of all experts: at 4,096
+tokens the imbalance is 1.07 to 1.09 on average and 1.35 at most. The most skewed sequences of a layer reach 1.5.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 SKEWED_FROM = 1.5
 """static imbalance from which a speedup is asked for"""
 TOKENS, HIDDEN, FFN, LAYERS = 4096, 512, 512, 2
-"""for what nobody asked for: experts take most of a step, and a step takes seconds"""
+"""default sizes: experts take most of a step, and a step takes seconds"""
 QUICK_TOKENS, QUICK_HIDDEN, QUICK_FFN = 256, 64, 64
 SHARED_MEMORY = Path("/dev/shm")
 MOST_BYTES = 4 << 30
-"""of weights and gradients, for shapes that nobody asked for"""
+"""limit of weights and gradients for default shapes"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +56,7 @@ class RuntimeSetting:
     """small: to see that it runs, not to report"""
 
     def shape_for(self, case: Case) -> Shape:
-        """The layer's widths: as asked, or as large as memory allows."""
+        """The layer's widths: as set, or as large as memory allows."""
         hidden, ffn = (
             self.hidden or (QUICK_HIDDEN if self.quick else HIDDEN),
             self.ffn or (QUICK_FFN if self.quick else FFN),
@@ -79,7 +79,7 @@ class RuntimeSetting:
 
 
 def _path_for(case: Case, spare_slots: int, *, expert_bytes: int) -> str:
-    """The host path, unless /dev/shm is too small for the most that it may hold (docker gives it 64 MiB)."""
+    """The host path, unless /dev/shm is too small for its largest segment (docker's default is 64 MiB)."""
     copies = CLUSTER.num_ranks * spare_slots
     published = case.load.num_layers * min(case.load.num_experts, case.load.num_micro_batches * copies)
     room = disk_usage(SHARED_MEMORY).free if SHARED_MEMORY.is_dir() else 0
@@ -96,7 +96,7 @@ def _free_bytes() -> int | None:
 def cases_for(
     setting: RuntimeSetting, *, trace: Path | None, select: Select, traces: Path | None
 ) -> tuple[list[Case], list[str]]:
-    """The recording that is asked for, or those of a folder, or synthetic routing; and what is left out."""
+    """Cases of the named recording, of a folder's, or of synthetic routing; also what is left out."""
     if trace is not None:
         return [_case(setting, load_trace(trace), trace.name.removesuffix(trace.suffix), select)], []
     cases, left_out = [], []
@@ -121,13 +121,13 @@ def cases_for(
 
 
 def _synthetic(skew: float) -> Recording:
-    """Routing in the shape of DeepSeek-V2-Lite; its popularity skew is what the name of the case says."""
+    """Synthetic routing shaped as DeepSeek-V2-Lite's, with the skew that its name says."""
     size = SynthShape(num_prompts=24, answers_per_prompt=4, num_layers=4, num_experts=64, top_k=6)
     return synthesize(size, SynthKnobs(popularity_skew=skew, median_length=300.0, max_length=1000), seed=1)
 
 
 def _case(setting: RuntimeSetting, recording: Recording, name: str, select: Select) -> Case:
-    """The wanted number of micro-batches, as large as asked for or as the recording allows."""
+    """The case with the requested micro-batches, as large as requested or as the recording allows."""
     known = recording.num_tokens - recording.tokens_without_routing
     tokens = setting.tokens or max(min(QUICK_TOKENS if setting.quick else TOKENS, known // setting.micro_batches), 2)
     layers = setting.layers or (min(LAYERS, recording.num_layers) if select is Select.EVEN else 1)

@@ -1,11 +1,11 @@
-"""What the training bench compares: learners with the same weights, each with a runtime and optimizer of its own.
+"""The contenders of the training bench: learners with the same weights, each with its own runtime and optimizer.
 
-static             the recorded routing, balancing switched off: contiguous homes, no copies, samples run where they
-                   were made
+static             the recorded routing, balancing switched off: contiguous homes, no copies, samples stay on the rank
+                   that generated them
 equilibra          the recorded routing, balanced by flash copies; homes stay, as always inside a node
 equilibra-moves    the same without slots for copies, so homes move
-balanced           other routing, balancing switched off: as many rows, but every token has as many experts on each
-                   rank (`balanced_routing` of the runtime bench): what perfect balance would take
+balanced           other routing, balancing switched off: the same number of rows, but every token has as many experts
+                   on each rank (`balanced_routing` of the runtime bench): the time of perfect balance
 """
 
 from __future__ import annotations
@@ -38,32 +38,30 @@ from equilibra.train.build import Parts, build_model_of
 
 @dataclass(kw_only=True)
 class Spent:
-    """What the parts of beginning a step took on this rank, in seconds; set anew by every step."""
+    """Seconds of the parts of beginning a step on this rank; every step sets them anew."""
 
     planner: float = 0.0
     """the planner itself, in the background"""
     prepare: float = 0.0
     """checking and gathering counts"""
     begin: float = 0.0
-    """all of Balancer.begin; with `prepare`, unless the step was prepared before"""
+    """all of Balancer.begin; includes `prepare`, unless the step was prepared before"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class TimedPlanner:
-    """A planner that says how long it took."""
+    """A planner that records how long it took."""
 
     planner: Planner
-    """that plans"""
+    """the planner"""
     spent: Spent
-    """told"""
+    """where to record"""
 
     @property
     def name(self) -> str:
-        """The planner's."""
         return self.planner.name
 
     def plan(self, problem: StepProblem) -> StepPlan:
-        """The planner's plan."""
         start = perf_counter()
         plan = self.planner.plan(problem)
         self.spent.planner = perf_counter() - start
@@ -71,7 +69,7 @@ class TimedPlanner:
 
 
 class TimedBalancer(Balancer):
-    """A balancer that says how long it took."""
+    """A balancer that records how long it took."""
 
     def __init__(
         self, runtime: Runtime, setting: BalancerSetting, spent: Spent, *, optimizer: torch.optim.Optimizer
@@ -80,13 +78,11 @@ class TimedBalancer(Balancer):
         self.spent = spent
 
     def prepare(self, routing: RoutingTrace | None, mini_batches: NDArray[np.integer] | None = None) -> None:
-        """Timed."""
         start = perf_counter()
         super().prepare(routing, mini_batches)
         self.spent.prepare = perf_counter() - start
 
     def begin(self, routing: RoutingTrace | None = None, mini_batches: NDArray[np.integer] | None = None) -> Step:
-        """Timed."""
         start = perf_counter()
         step = super().begin(routing, mini_batches)
         self.spent.begin = perf_counter() - start
@@ -104,11 +100,11 @@ class Contender:
     model: ShardedModel
     """the learner's"""
     spent: Spent
-    """told by the learner's balancer"""
+    """recorded by the learner's balancer"""
     homes: Placement = field(init=False)
     """where homes are before the next step"""
     contiguous: Placement = field(init=False)
-    """where they were at first"""
+    """where homes were initially"""
 
     def __post_init__(self) -> None:
         self.homes = self.contiguous = self.model.runtime.placement
@@ -123,13 +119,13 @@ class Contender:
         return [part.astype(np.int32) for part in even]
 
     def rewind(self, homes: Placement | None = None) -> None:
-        """Collective: everything as before the step, so that it can be run again; or with homes elsewhere."""
+        """Collective: restore the state before the step, so that it can run again, optionally with other homes."""
         gc.collect()
         self.learner.balancer.discard_gradients(self.model)
         self.learner.balancer.move_homes(homes or self.homes)
 
     def keep_homes(self) -> None:
-        """The next step starts from where homes are now."""
+        """Start the next step from the current homes."""
         self.homes = self.model.runtime.placement
 
 

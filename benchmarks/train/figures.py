@@ -1,18 +1,18 @@
-"""The training bench: what balancing gains in whole steps, and where their time goes, on two ranks of one core each.
+"""The training bench: the gain of balancing in whole steps, and where their time goes, on two ranks of one core each.
 
 From the times of each repeat, in which all contenders train on the same rollout:
 
     speedup_over_static           time(static) / time(equilibra), of the whole step and of log-prob and update alone
     share_of_balanced             time(balanced) / time(equilibra), of the same two: the share of balanced throughput
-    planning_and_moving_share     (plan + move) / step of equilibra; the plan stage is all that comes before log-prob
-    exposed_share                 what the recorder saw as exposed (waiting for copies, moves) / step
-    from_contiguous_share         planning and moving / step if homes were contiguous before: all move that ever do
-    prepared_share                planning and moving / step if planned while rewards are computed: what is added
+    planning_and_moving_share     (plan + move) / step of equilibra; the plan stage is everything before log-prob
+    exposed_share                 time that the recorder saw as exposed (waiting for copies, moves) / step
+    from_contiguous_share         planning and moving / step after contiguous homes: every possible home moves
+    prepared_share                planning and moving / step if planned while rewards are computed: the added time
     shares                        every stage / step, of every contender
-    static_imbalance, imbalance   the slowest rank over the mean rank, over layers and micro-batches: without and with
+    static_imbalance, imbalance   slowest over mean rank, over layers and micro-batches: without and with balancing
 
 The figures at the top are equilibra's; `moves_only` has those of equilibra-moves. A step is rollout, reward, plan,
-move, log-prob, advantages, update and weights; every stage counts as long as the slowest rank takes.
+move, log-prob, advantages, update and weights; every stage takes as long as on the slowest rank.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def measured(setting: TrainSetting, *, command: str, tell: Callable[[str], None]
 
 
 def figures_of(repeats: list[Repeat]) -> dict[str, Any]:
-    """All figures from the repeats' times, in seconds."""
+    """All figures, from the seconds of the repeats."""
     every = {name: [repeat["contenders"][name] for repeat in repeats] for name in NAMES}
     return {
         **_gain(every, EQUILIBRA),
@@ -94,7 +94,7 @@ def _gain(every: dict[str, list[Repeat]], name: str) -> dict[str, Any]:
 
 
 def _begin(steps: list[Repeat]) -> dict[str, Spread]:
-    """Seconds of all that comes before log-prob, and of its variants."""
+    """Seconds of everything before log-prob, and of its variants."""
     found = {part: spread(one["parts"][part] for one in steps) for part in PARTS}
     for variant in ("from_contiguous", "prepared"):
         for part in steps[0].get(variant, {}):
@@ -103,7 +103,7 @@ def _begin(steps: list[Repeat]) -> dict[str, Spread]:
 
 
 def _ratios(slower: list[Repeat], faster: list[Repeat]) -> dict[str, Spread]:
-    """Of times within each repeat."""
+    """Ratios of times within each repeat."""
     pairs = list(zip(slower, faster, strict=True))
     return {
         "step": spread(_seconds(one) / _seconds(other) for one, other in pairs),

@@ -1,16 +1,16 @@
-"""The model of the training bench: a Qwen3-MoE from a seed, whose routers are skewed as RL leaves them.
+"""The model of the training bench: a Qwen3-MoE from a seed, with routers skewed as RL leaves them.
 
 Symbols: V tokens of the vocabulary, D width, E experts.
 
-A fresh model routes almost evenly: there would be nothing to balance. Models that are trained without an auxiliary loss
-favour some experts whatever the token is. So:
+A fresh model routes almost evenly and leaves nothing to balance. Models trained without an auxiliary loss favour some
+experts whatever the token is. So:
 
-    embeddings_V  random directions of length sqrt(D), plus half as long a direction u that all tokens share
+    embeddings_V  random directions of length sqrt(D), plus a direction u half as long that all tokens share
     router_E      random rows, which spread the scores by s; plus skew * s * |n_E| / (u's part of a token) along u, with
-                  n_E normal, for the experts of one rank's homes, and as much less for those of the other
+                  n_E normal, for the experts at home on one rank, and minus as much for those on the other
 
-which rank is favoured alternates from layer to layer. So scores of the favoured half are raised and those of the other
-half lowered for every token; what else a token is decides among them as before. At skew 0 only chance is left.
+The favoured rank alternates from layer to layer. So scores of the favoured half are raised and those of the other half
+lowered for every token; the rest of the token decides among them as before. At skew 0 routing is random.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def write_model_folder(setting: TrainSetting, folder: Path) -> None:
 
 
 def config_of(setting: TrainSetting, folder: Path) -> TrainConfig:
-    """A run like any other, GRPO on a task of reasoning-gym; only its learning rate is 0: the work stays the same."""
+    """The configuration of a GRPO run on a reasoning-gym task; at a learning rate of 0 the work stays the same."""
     return TrainConfig(
         run=RunConfig(
             seed=setting.seed, dtype="float32", device="cpu", timeout_s=setting.timeout_s, evaluate_problems=1

@@ -1,9 +1,9 @@
-"""One rank of the training bench: build, a round that warms everything up and is checked, then timed rounds.
+"""One rank of the training bench: build, a checked warm-up round, then timed rounds.
 
 A round is one rollout, and a training step of every contender on its samples, each time in another order. Homes stay
-where a step left them, as in training; before a step is run again they go back. The first round starts from contiguous
-homes and is reported apart: it compiles kernels. Besides, every round has planned contenders begin the step once more:
-planned while rewards are computed, and from contiguous homes, so that all homes move that ever do.
+where a step left them, as in training; before a step runs again they are restored. The first round starts from
+contiguous homes and is reported apart, because it compiles kernels. In every round planned contenders also begin the
+step twice more: planned while rewards are computed, and from contiguous homes, so that every possible home moves.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ class _Rounds:
         """by repeat"""
 
     def warm_up(self) -> dict[str, Any]:
-        """The first round: everything runs once, and contenders with the same routing must agree."""
+        """The first round runs everything once; contenders with the same routing must agree."""
         answers = self.bench.answers(0)
         done = {name: self.bench.train(contender, answers) for name, contender in self.every.items()}
         difference = max(self._difference(done[STATIC], done[name]) for name in PLANNED)
@@ -94,13 +94,12 @@ class _Rounds:
         return {"largest_difference": difference, "contenders": about}
 
     def _difference(self, one: Trained, other: Trained) -> float:
-        """Collective: of what two contenders computed."""
+        """Collective: the difference between the results of two contenders."""
         apart = [float(np.abs(a - b).max(initial=0.0)) for a, b in zip(one.logprobs, other.logprobs, strict=True)]
         norms = abs(one.gradient_norm - other.gradient_norm) / max(one.gradient_norm, 1e-12)
         return self.clock.largest(float(np.nan_to_num(np.max([norms, *apart]), nan=np.inf)))
 
     def add(self, repeat: int) -> None:
-        """One more round."""
         rolled = self.clock.time(partial(self.bench.answers, repeat + 1))
         others, row = [rolled.others_share], {}
         at = repeat % len(NAMES)
@@ -118,7 +117,7 @@ class _Rounds:
         self.rows.append({"contenders": row, "others_share": max(others)})
 
     def _begun(self, contender: Contender, answers: Answers) -> dict[str, Any]:
-        """The step begun anew: from contiguous homes, and prepared; homes end where the step had them."""
+        """Begin the step again from contiguous homes, and prepared; homes end as after the step."""
         after = contender.model.runtime.placement
         anew = self.clock.time(
             partial(self.bench.begun, contender, answers), prepare=partial(contender.rewind, contender.contiguous)
@@ -128,17 +127,15 @@ class _Rounds:
         return {"from_contiguous": anew, "prepared": {**asdict(found), "exposed": found.exposed}}
 
     def last(self) -> str:
-        """What the last round took."""
         every = self.rows[-1]["contenders"]
         return ", ".join(f"{name} {sum(every[name]['seconds'].values()):.2f} s" for name in NAMES)
 
     def about(self) -> dict[str, Any]:
-        """All of it."""
         return {"repeats": self.rows, "steps_run_again": self.clock.run_again}
 
 
 def measured_prices(setting: TrainSetting, group: ExpertGroup) -> Rates:
-    """Collective: what rows, copies and moves cost here, so that the planner weighs what is true.
+    """Collective: measured prices of rows, copies and moves for the planner.
 
     The runtime bench measures a layer of the same experts with as many rows (in processor time). A move carries an
     expert with two moments of Adam: three times the values of a copy.

@@ -1,4 +1,4 @@
-"""What the training bench runs: sizes of the model and of a step, checked before any process starts."""
+"""Settings of the training bench: sizes of the model and of a step, checked before any process starts."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from equilibra.core.errors import InputError
 STATIC, EQUILIBRA, MOVES, BALANCED = "static", "equilibra", "equilibra-moves", "balanced"
 NAMES = (STATIC, EQUILIBRA, MOVES, BALANCED)
 PLANNED = (EQUILIBRA, MOVES)
-"""those that are balanced by a plan"""
+"""contenders that are balanced by a plan"""
 STAGES = ("rollout", "reward", "plan", "move", "logprob", "advantages", "update", "weights")
 PARTS = ("counts", "planner", "move", "arm", "send")
 """of plan and move"""
 MOST = 1 << 20
 """of any number: more is a slip of the hand"""
 MOST_BYTES = 12 << 30
-"""of all contenders on both ranks"""
+"""limit for all contenders on both ranks"""
 PROMPT_TOKENS = 96
 """longest prompt"""
 
@@ -60,7 +60,7 @@ class TrainSetting:
     seed: int = 0
     """of weights, answers and rewards"""
     timeout_s: float = 300.0
-    """after which a silent rank is lost"""
+    """seconds after which a silent rank is lost"""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -102,7 +102,7 @@ class TrainSetting:
 
     @property
     def model_bytes(self) -> int:
-        """Of all contenders' experts on both ranks: weights, gradients, two moments; and two engines' weights."""
+        """Bytes of all experts on both ranks (weights, gradients, two moments) and of two engines' weights."""
         experts = self.layers * self.experts * 3 * self.hidden * self.ffn * 4
         return experts * (len(NAMES) * 4 + CLUSTER.num_ranks)
 
@@ -111,4 +111,4 @@ QUICK: dict[str, int] = {
     "hidden": 64, "ffn": 64, "layers": 2, "experts": 8, "prompts": 4, "answers": 2, "answer_tokens": 16,
     "tokens_per_rank": 128, "repeats": 2, "patience": 1,
 }  # fmt: skip
-"""small and few: to see that it runs, not to report"""
+"""a small setting, to see that it runs; not for reporting"""

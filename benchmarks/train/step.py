@@ -1,6 +1,6 @@
-"""One training step of a contender, as the loop of `equilibra train` does it, with the time of every stage.
+"""One training step of a contender, as in the loop of `equilibra train`, with the time of every stage.
 
-What is left out of the loop's step: evaluation, checkpoints and reporting.
+Evaluation, checkpoints and reporting are left out.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from equilibra.rl.rollout import Rollout
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Answers:
-    """A rollout."""
+    """A rollout and its rewards."""
 
     grown: list[Sample]
-    """before rewards"""
+    """answers before rewards"""
     samples: list[Sample]
     """with rewards to train on"""
     seconds: dict[str, float]
@@ -43,7 +43,7 @@ class Trained:
     """What a contender did with a rollout."""
 
     seconds: dict[str, float]
-    """of its stages, as the slowest rank had them; plan has all of the balancer's beginning but moving homes"""
+    """seconds of its stages on the slowest rank; plan has all of the balancer's `begin` but moving homes"""
     parts: dict[str, float]
     """of plan and move: counts, planner, move, arm, send"""
     about: dict[str, float]
@@ -69,13 +69,13 @@ class Prepared:
 
     @property
     def exposed(self) -> float:
-        """What the step is longer by."""
+        """Seconds that planning and moving add to the rewards."""
         return self.prepare + self.reward + self.begin - self.reward_alone
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bench:
-    """What all contenders share on this rank."""
+    """What contenders share on this rank."""
 
     rollout: Rollout
     """the engine and its task"""
@@ -89,7 +89,7 @@ class Bench:
     """of rewards"""
 
     def answers(self, number: int) -> Answers:
-        """Collective: the rollout of a step. Answers of a model that learnt nothing get random rewards afterwards."""
+        """Collective: the rollout of a step. Training rewards are random: the model has learnt nothing."""
         clock = Stages(self.group)
         with clock.stage("rollout"):
             grown = self.rollout.generate(self.rollout.begin(number), version=0)
@@ -140,7 +140,7 @@ class Bench:
         return np.concatenate(self.group.gather(mine, what="gathering events of the step"))
 
     def begun(self, contender: Contender, answers: Answers) -> dict[str, float]:
-        """Collective: begin a step, and nothing more: seconds of planning and moving, and how many homes moved."""
+        """Collective: only begin a step; returns seconds of planning and moving, and how many homes moved."""
         samples, clock = answers.samples, Stages(self.group)
         experts = contender.experts(samples)
         parts = MiniBatches.of(samples, self.mini_batches, epochs=1)
@@ -152,7 +152,7 @@ class Bench:
         }  # fmt: skip
 
     def prepared(self, contender: Contender, answers: Answers) -> Prepared:
-        """Collective: begin a step that was planned while rewards were computed. Nothing is trained."""
+        """Collective: begin a step that was planned while rewards were computed, without training."""
         samples = answers.samples
         routing = routing_of(contender.experts(samples), contender.model.runtime.spec.num_experts)
         parts, clock = MiniBatches.of(samples, self.mini_batches, epochs=1), Stages(self.group)
@@ -173,13 +173,13 @@ class Bench:
 
 
 def _busiest(events: NDArray[np.void], kind: Kind) -> float:
-    """Seconds of a kind of event, on the rank that has most of it."""
+    """Seconds of a kind of event on the rank with most of it."""
     chosen = events[events["kind"] == kind]
     return float(np.bincount(chosen["rank"], chosen["end_us"] - chosen["start_us"], minlength=1).max()) * 1e-6
 
 
 def _about(batch: Batch, events: NDArray[np.void]) -> dict[str, float]:
-    """What the plan did, and what the recorder saw as exposed."""
+    """Statistics of the plan, and the exposed time from the recorder."""
     step = batch.step
     record = measured_record(
         step.plan, step.armed.load, events, memory={}, seconds=0.0, num_tokens=step.num_tokens

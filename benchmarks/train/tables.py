@@ -9,7 +9,7 @@ from benchmarks.suite import Row, Suite
 from benchmarks.train.setting import EQUILIBRA, MOVES, NAMES, STAGES, STATIC
 
 REACH = 0.02
-"""share of a step that planning and moving may take"""
+"""limit of the share of a step for planning and moving"""
 SHARES = {
     "static_imbalance": "imbalance without balancing",
     "imbalance": "imbalance with it",
@@ -33,7 +33,7 @@ BEGIN = {
 
 
 def section_rows(figures: dict[str, Any], found: dict[str, Any], *, skew: float) -> dict[str, list[Row]]:
-    """Lines of all tables."""
+    """Rows of all tables."""
     return {
         "figures": _figures(figures, skew),
         "stages": [_stages(name, figures, found) for name in NAMES],
