@@ -1,4 +1,4 @@
-"""How far two passes of a model are apart, beside what rounding explains, for `equilibra verify` and for frameworks.
+"""How far two passes of a model differ, and what rounding explains, for `equilibra verify` and for frameworks.
 
 A gradient may differ by
 
@@ -30,7 +30,7 @@ class Difference:
 
     what: str
     found: float
-    """the largest; that of all floats where either pass has numbers that are not finite"""
+    """the largest difference; the largest float where either pass has a number that is not finite"""
     allowed: float
     """what rounding explains"""
     where: str = ""
@@ -58,14 +58,14 @@ def _norm(tensor: Tensor) -> float:
 
 
 def largest(what: str, found: Mapping[str, float], allowed: float) -> Difference:
-    """The largest of differences by name."""
+    """The largest of the differences, which are given by name."""
     finite = {name: value if isfinite(value) else sys.float_info.max for name, value in found.items()}
     where = max(finite, key=lambda name: finite[name], default="")
     return Difference(what=what, found=finite.get(where, 0.0), allowed=allowed, where=where)
 
 
 def of_all_ranks(own: Sequence[Difference]) -> list[Difference]:
-    """Collective over the world: the largest in every respect; a rank may lack some."""
+    """Collective over the world: the largest difference in every respect; a rank may lack some."""
     every = [list(own)]
     if dist.is_initialized() and dist.get_world_size() > 1:
         every *= dist.get_world_size()
@@ -88,7 +88,7 @@ def table(differences: Sequence[Difference]) -> str:
 
 
 def check(differences: Sequence[Difference]) -> None:
-    """Raise an error if rounding does not explain them; it refers to a table printed before."""
+    """Raise an error, which refers to the table, unless rounding explains all differences."""
     wrong = ", ".join(one.where or one.what for one in differences if not one.is_rounding)
     if wrong:
         raise MismatchError(

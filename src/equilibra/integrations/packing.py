@@ -28,7 +28,7 @@ class Routes(NamedTuple):
 
     tokens_SLE: NDArray[np.int32]
     home: Placement
-    """of every expert, as the framework places them"""
+    """as the framework places experts"""
 
 
 def routes_of(routing: Sequence[NDArray[Any]], num_experts: int, cluster: Cluster) -> Routes:
@@ -48,11 +48,16 @@ def routes_of(routing: Sequence[NDArray[Any]], num_experts: int, cluster: Cluste
 
 
 def packed(
-    lengths: NDArray[np.int64], *, num_ranks: int, tokens_per_rank: int, multiple: int = 1, routes: Routes | None = None
+    lengths: Sequence[int] | NDArray[np.int64],
+    *,
+    num_ranks: int,
+    tokens_per_rank: int,
+    multiple: int = 1,
+    routes: Routes | None = None,
 ) -> Schedule:
     """The schedule of sequences; multiple: the number of micro-batches must be a multiple of it."""
-    nothing = np.zeros((lengths.size, 1, 1), np.int32)
-    loads = SequenceLoad(tokens_SLE=nothing if routes is None else routes.tokens_SLE, length_of_sequence=lengths)
+    tokens_SLE = np.zeros((len(lengths), 1, 1), np.int32) if routes is None else routes.tokens_SLE
+    loads = SequenceLoad(tokens_SLE=tokens_SLE, length_of_sequence=np.asarray(lengths, np.int64))
     schedule, least = None, multiple
     while schedule is None or schedule.num_micro_batches % multiple:
         schedule = pack(
@@ -77,10 +82,7 @@ def pack_sequences(
     """Numbers of an optimizer step's sequences by micro-batch and rank, the same on every rank that passes the same.
 
     lengths: tokens of every sequence of all data-parallel ranks. tokens_per_rank: budget of a rank in a micro-batch.
-    multiple: that the number of micro-batches must be of (interleaved pipelines). routes: see `routes_of`.
+    multiple: the number of micro-batches must be a multiple of it (interleaved pipelines). routes: see `routes_of`.
     """
-    schedule = packed(
-        np.asarray(lengths, np.int64), num_ranks=num_ranks, tokens_per_rank=tokens_per_rank, multiple=multiple,
-        routes=routes,
-    )  # fmt: skip
+    schedule = packed(lengths, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank, multiple=multiple, routes=routes)
     return as_cells(schedule, num_ranks)

@@ -11,7 +11,7 @@ parameters, gradient buckets and optimizer shards of the others do not change.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -34,9 +34,9 @@ class PlanSetting(PlannerSetting):
     """How steps are planned inside another framework; the same on every rank."""
 
     standing_slots: int = 0
-    """must be 0 where the framework's executor has no standing copies"""
+    """standing copies a node may hold per layer; must be 0 where the framework has none"""
     max_moves_per_layer: int = 0
-    """must be 0 where the framework cannot move homes"""
+    """homes that may move per layer and step; must be 0 where the framework cannot move them"""
     ranks_per_node: int | None = None
     """expert-parallel ranks that share fast links; None: 8, or all if there are fewer"""
     timeout_s: float = 300.0
@@ -57,7 +57,7 @@ class PlanSetting(PlannerSetting):
         check_number(f"{self.section}timeout_s", self.timeout_s, above=0, high=1e6, below=True)
 
     def description(self, cluster: Cluster) -> str:
-        """What must be the same on every rank, in words."""
+        """Settings that must be the same on every rank, as text that ranks compare."""
         return (
             f"{self.chosen_planner.name}, {self.spare_slots} spare and {self.standing_slots} standing slots, "
             f"nodes of {cluster.ranks_per_node}, "
@@ -73,8 +73,7 @@ def cluster_of(num_ranks: int, ranks_per_node: int | None) -> Cluster:
     return Cluster(num_nodes=num_ranks // per_node, ranks_per_node=per_node)
 
 
-@dataclass(frozen=True, kw_only=True)
-class SlotCounts:
+class SlotCounts(NamedTuple):
     """Slots of a rank for copies."""
 
     standing: int
@@ -125,7 +124,7 @@ class MegatronSetting(PlanSetting):
         return cluster_of(num_ranks, 1 if self.mode == "history" else self.ranks_per_node)
 
     def description(self, cluster: Cluster) -> str:
-        """What must be the same on every rank, in words."""
+        """Settings that must be the same on every rank, as text that ranks compare."""
         return (
             f"{super().description(cluster)}, {self.mode}, {self.max_moves_per_layer} moves, "
             f"copies fetched {'ahead' if self.prefetch else 'when used'}, {self.path}"

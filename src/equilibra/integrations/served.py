@@ -136,13 +136,10 @@ class Server:
     """
 
     url: str
-    """such as http://127.0.0.1:30000"""
     timeout_s: float
     """for an answer, and for a server that is starting"""
     clock: Callable[[], float] = monotonic
-    """returns seconds"""
     pause: Callable[[float], None] = sleep
-    """waits for some seconds"""
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - whatever JSON it answers
         """The server's JSON answer to a GET."""
@@ -156,7 +153,7 @@ class Server:
         request = urllib.request.Request(  # noqa: S310 - `check_url` allows http and https only
             f"{self.url}{path}", data=body, headers={"Content-Type": "application/json"}
         )
-        content = self._answer(request, max_bytes)
+        content = self._when_started(request, max_bytes)
         if len(content) > max_bytes:
             raise InputError(
                 f"{self.url}{path} answered more than the {max_bytes:,} bytes expected: does it serve the model "
@@ -169,7 +166,7 @@ class Server:
                 f"{self.url}{path} did not answer valid JSON ({str(error)[:120]}): {content[:80]!r}"
             ) from error
 
-    def _answer(self, request: urllib.request.Request, max_bytes: int) -> bytes:
+    def _when_started(self, request: urllib.request.Request, max_bytes: int) -> bytes:
         end = self.clock() + self.timeout_s
         while True:
             try:
@@ -210,11 +207,9 @@ class ServedEngine(ABC):
     servers: Sequence[Server]
     """all servers; rank r asks number r modulo their number"""
     group: ExpertGroup
-    """the training ranks"""
     model: RoutedModel
     """what the servers serve"""
     vocabulary: int
-    """number of tokens in the vocabulary"""
     end: int
     """token that ends an answer"""
     folder: Path
@@ -222,7 +217,6 @@ class ServedEngine(ABC):
     files: Mapping[str, bytes]
     """config.json and the tokenizer's, which servers read with the weights"""
     dtype: torch.dtype = torch.float32
-    """type of the weights"""
     batch: int = 256
     """most requests in one POST"""
     piece_bytes: int = 64 << 20

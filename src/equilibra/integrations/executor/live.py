@@ -59,7 +59,7 @@ class LivePlanner(Observed):
         self.num_copies = 0
         """copies made so far, on all ranks"""
         self._number = -1
-        """of the last forward"""
+        """number of the last forward"""
 
     def visit(self, layer: int, home_of_expert: NDArray[np.int32], counts_E: Tensor) -> Visit:
         """Collective over the expert-parallel group: the visit of the forward that begins. counts_E: this rank's."""
@@ -90,7 +90,7 @@ class History(Observed):
         super().__init__()
         self.group, self.num_experts = group, num_experts
         self.noting = False
-        """whether forwards are of a step to learn from"""
+        """whether the forwards that run belong to a step to learn from"""
         self._counts: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._past: deque[NDArray[np.int32]] = deque(maxlen=num_steps)
         self._plan: StepPlan | None = None

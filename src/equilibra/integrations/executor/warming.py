@@ -13,7 +13,7 @@ import logging
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import cache
 from pathlib import Path
 
@@ -56,27 +56,18 @@ def warm_up(num_nodes: int) -> WarmUp:
     return _warm_up(min(num_nodes, 2))  # more nodes use the code of two
 
 
-@cache
-def _warm_up(num_nodes: int) -> WarmUp:
-    return WarmUp(num_nodes)
+_warm_up = cache(WarmUp)
 
 
 @contextmanager
 def one_at_a_time(folder: Path | None) -> Iterator[None]:
     """Hold a lock that the processes with this cache folder share; it ends with its process. None: no lock."""
-    if folder is None:
-        yield
-        return
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        file = (folder / LOCK).open("a")
-    except OSError as error:
-        logger.info("every process compiles for itself: %s", error)
-        yield
-        return
-    with file:
+    with ExitStack() as stack:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
+            if folder is not None:
+                folder.mkdir(parents=True, exist_ok=True)
+                file = stack.enter_context((folder / LOCK).open("a"))
+                fcntl.flock(file, fcntl.LOCK_EX)  # released when the file is closed
         except OSError as error:
-            logger.info("every process compiles for itself: cannot lock %s (%s)", file.name, error)
+            logger.info("every process compiles for itself: cannot lock %s in %s (%s)", LOCK, folder, error)
         yield

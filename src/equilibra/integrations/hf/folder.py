@@ -48,11 +48,9 @@ class ModelFolder:
     """A model as its folder describes it."""
 
     path: Path
-    """the folder"""
     config: Any
     """transformers' configuration"""
     family: Family
-    """the model's family"""
 
     @property
     def spec(self) -> MoESpec:
@@ -133,11 +131,9 @@ class Text:
     """A tokenizer and the format of a conversation."""
 
     tokenizer: PreTrainedTokenizerBase
-    """transformers' tokenizer"""
     end: int
     """token that ends an answer"""
     pad: int
-    """padding token"""
 
     def prompt(self, text: str) -> NDArray[np.int64]:
         """Tokens of a question up to where the answer begins, by the chat template if there is one."""

@@ -8,7 +8,6 @@ seed, its layer and its number, so any number of ranks starts from the same mode
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
@@ -24,6 +23,9 @@ from equilibra.execute.state.published import Naming, dense_tensors
 from equilibra.execute.state.safetensors import export_safetensors, import_safetensors
 from equilibra.integrations.hf.families import moe_layers
 from equilibra.integrations.hf.folder import ModelFolder
+
+ROUTER = {"selection_bias": "e_score_correction_bias"}
+"""transformers' names of a router's tensors, where they are not ours"""
 
 
 class _WithScores(nn.Module):
@@ -113,7 +115,8 @@ def build_model(
     runtime = Runtime(group, placement, copies)
     for number, layer in layers.items():
         moe = BalancedMoE(spec, runtime, device=device, dtype=dtype)
-        moe.router.load_state_dict(_router_state(getattr(layer.mlp, folder.family.router), moe))
+        router, wanted = getattr(layer.mlp, folder.family.router), moe.router.state_dict()
+        moe.router.load_state_dict({name: getattr(router, ROUTER.get(name, name)).detach() for name in wanted})
         _draw_experts(moe, seed, number, std=float(getattr(folder.config, "initializer_range", 0.02)))
         layer.mlp = _WithScores(moe) if folder.family.returns_scores else moe
     if value:
@@ -126,15 +129,6 @@ def build_model(
     if folder.has_weights:
         sharded.load(folder.path, head=not value)
     return sharded
-
-
-def _router_state(router: Any, moe: BalancedMoE) -> dict[str, Tensor]:  # noqa: ANN401
-    state = {"weight": router.weight.detach()}
-    if moe.router.bias is not None:
-        state["bias"] = router.bias.detach()
-    if moe.router.selection_bias is not None:
-        state["selection_bias"] = router.e_score_correction_bias.detach()
-    return state
 
 
 @torch.no_grad()

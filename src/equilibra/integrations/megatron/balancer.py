@@ -53,7 +53,7 @@ from equilibra.plan.history import SCALE
 from equilibra.plan.step import late_stages
 
 TOLERANCE = 0.005
-"""of planners that have none"""
+"""for planners that have no tolerance of their own"""
 
 
 def balance(
@@ -128,7 +128,7 @@ class Prepared:
 
 
 class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
-    """Plans steps, moves homes and arms layers; one per rank, for the layers of its pipeline stage."""
+    """Plans steps, moves homes and arms the layers of this rank's pipeline stage."""
 
     def __init__(
         self, group: ExpertGroup, setting: MegatronSetting, layers: list[MegatronVisits], model: MoEModel,
@@ -139,7 +139,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._last: Step | None = None
         self.broken: str | None = None
-        """the error to raise once a move was interrupted"""
+        """what to say after a move was interrupted: state is mixed"""
         self._lent = False
         """whether slots hold weights that are lent to them"""
         self.recorder = Recorder(group.rank, on=False, finish=group.watch.finish)

@@ -156,7 +156,7 @@ class SharedCopies:
         self._plan: GroupPlan | None = None
         self._offered = False
         self._version = 0
-        self._owing: set[int] = set()
+        self.owing: set[int] = set()
         """layers whose standing copies have gradients that have not returned"""
 
     def arm(self, plan: GroupPlan | None) -> None:
@@ -179,22 +179,18 @@ class SharedCopies:
         self._offered = True
         return self.found
 
-    def owe(self, layer: int) -> None:
-        """Note that standing copies of a layer have gradients."""
-        self._owing.add(layer)
-
     def bring_home(self, layers: Iterable[int]) -> None:
         """Collective: return when the homes of these layers have all gradients of their copies so far."""
         if self.found is not None:
             self.found.finish_returns()
-            if now := sorted(self._owing.intersection(layers)):
+            if now := sorted(self.owing.intersection(layers)):
                 self.found.return_standing(now)
-                self._owing.difference_update(now)
+                self.owing.difference_update(now)
 
     def end(self) -> None:
         """Collective, before weights may change: bring all gradients home, and drop copies."""
         if self.found is not None and self._offered:
-            self.bring_home(self._owing.copy())
+            self.bring_home(self.owing.copy())
             self.found.forget()
             self.found.finish_reads()
         self._offered = False
@@ -248,7 +244,7 @@ class CopiesOfVisit:
                 into[name].copy_(part)
         copies.send_gradients(key)
         if self.slots.num_standing:
-            self.shared.owe(key.layer)
+            self.shared.owing.add(key.layer)
         if not self.deferred:
             self.shared.bring_home([key.layer])
         self._rows_nP = None

@@ -12,6 +12,7 @@ buffers as they lie in memory do not know experts, and are refused once homes ha
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial, wraps
 from typing import Any, NamedTuple
@@ -32,7 +33,7 @@ KEPT_ELSEWHERE = {
     "use_precision_aware_optimizer": "which scales its state",
     "optimizer_cpu_offload": "which steps on copies of its own",
 }
-"""options of Megatron's optimizer under which its state is not where it is looked for"""
+"""options of Megatron's optimizer that put its state elsewhere"""
 
 
 def logical(
@@ -46,19 +47,12 @@ def logical(
         raise InputError("cannot save moved homes with singleton_local_shards: keys would name slots; switch it off")
     result = {}
     for name, value in described.items():
-        inside = name.removeprefix(prefix)
-        if inside == name or not (found := _slot(inside)):
-            result[name] = value
-            continue
-        result[name] = _numbered(value, axis, visits.homes.expert_of_home[found[0]])
+        result[name] = value
+        if name.startswith(prefix):
+            with suppress(InputError):  # its experts share it
+                slot, _ = slot_and_part(name.removeprefix(prefix))
+                result[name] = _numbered(value, axis, visits.homes.expert_of_home[slot])
     return result
-
-
-def _slot(name: str) -> tuple[int, str] | None:
-    try:
-        return slot_and_part(name)
-    except InputError:
-        return None  # shared by experts
 
 
 def _numbered(value: Any, axis: int, expert: int) -> Any:  # noqa: ANN401 - Megatron's descriptions

@@ -69,27 +69,23 @@ def set_replay(replays: Sequence[Any], layers: Sequence[Tensor]) -> None:
             )
 
 
+DROPPED = "tokens would be dropped by slots, not by experts"
+PADDED = "rows would be padded by slots, not by experts"
+QUANTISED = "copies of quantised weights are not made"
+TOO_EARLY = "gradients of copies would go home before they are computed"
+TOGETHER = "experts must have separate parameters"
 REFUSED: dict[str, tuple[Any, str]] = {
-    "moe_expert_capacity_factor": (None, "tokens would be dropped by slots, not by experts"),
-    "moe_expert_rank_capacity_factor": (
-        None,
-        "tokens beyond a rank's budget would be dropped by slots, not by experts",
-    ),
-    "moe_pad_expert_input_to_capacity": (False, "rows would be padded by slots, not by experts"),
-    "moe_router_padding_for_quantization": (False, "rows would be padded by slots, not by experts"),
-    "fp8": (None, "copies of quantised weights are not made"),
-    "fp4": (None, "copies of quantised weights are not made"),
-    "delay_wgrad_compute": (False, "gradients of copies would go home before they are computed"),
-    "overlap_dispatch_backward_with_experts_wgrad": (
-        False,
-        "gradients of copies would go home before they are computed",
-    ),
-    "use_transformer_engine_op_fuser": (
-        False,
-        "fused operations keep the experts' weights, and copies are not among them",
-    ),
-    "moe_single_grouped_weight": (False, "experts must have separate parameters"),
-    "moe_single_grouped_bias": (False, "experts must have separate parameters"),
+    "moe_expert_capacity_factor": (None, DROPPED),
+    "moe_expert_rank_capacity_factor": (None, DROPPED),
+    "moe_pad_expert_input_to_capacity": (False, PADDED),
+    "moe_router_padding_for_quantization": (False, PADDED),
+    "fp8": (None, QUANTISED),
+    "fp4": (None, QUANTISED),
+    "delay_wgrad_compute": (False, TOO_EARLY),
+    "overlap_dispatch_backward_with_experts_wgrad": (False, TOO_EARLY),
+    "use_transformer_engine_op_fuser": (False, "fused operations keep the experts' weights, but not those of copies"),
+    "moe_single_grouped_weight": (False, TOGETHER),
+    "moe_single_grouped_bias": (False, TOGETHER),
     "moe_ncclep_zero_copy": (False, "experts would write into buffers that are made for homes alone"),
     "moe_ncclep_static_shape": (False, "rows beyond those that were dispatched would reach the copies"),
     "overlap_moe_expert_parallel_comm": (False, "a layer's passes would be interleaved"),

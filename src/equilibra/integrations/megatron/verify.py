@@ -1,13 +1,13 @@
-"""Does balancing change a run's numbers? Its own forward and backward with and without it, and how far they are apart.
+"""Runs a model's forward and backward with and without balancing, and says how far the numbers differ.
 
     differences = verify(balancer, model, routing, lambda: forward_backward_func(...))     # on all ranks, after balance
 
-The pass without runs as plain Megatron has it: no copies, and homes where Megatron puts them. Both replay the same
-routing, and no optimizer step comes between them. Afterwards gradients are those of the pass under the plan.
+The unbalanced pass runs as plain Megatron does: no copies, and homes where Megatron puts them. Both passes replay the
+same routing, with no optimizer step between them. Afterwards gradients are those of the balanced pass.
 
-Compared are what the function returns and the gradients of all parameters, in `main_grad` or `grad`, whether they are
-reduced by then or not. Gradients of the first pass wait in host memory. Those of experts that move follow their homes,
-and must be reduced when the function returns, as Megatron's schedules do.
+It compares what the function returns and the gradients of all parameters, in `main_grad` or `grad`, reduced or not.
+Gradients of the first pass wait in host memory. Those of experts that move follow their homes, and must be reduced when
+the function returns, as Megatron's schedules do.
 """
 
 from __future__ import annotations

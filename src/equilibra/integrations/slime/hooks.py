@@ -27,6 +27,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib import import_module
 from time import perf_counter
 from typing import Any, ClassVar
@@ -43,6 +44,15 @@ from equilibra.integrations.megatron.layer import check_config
 
 logger = logging.getLogger(__name__)
 
+PREFIX = "equilibra_"
+OPTIONS = (
+    "planner", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node", "hardware", "timeout_s", "seed",
+    "spec",
+)  # fmt: skip
+"""options without the prefix; none is about moves, since homes do not move under slime"""
+PLACE = "equilibra_rollouts"
+"""attribute of the model's first chunk that holds its `Rollouts`; slime keeps the model's role there too"""
+ACTOR = "actor"
 REPLAYED = "replay_forward"
 """slime's replay stage in which routers take recorded experts"""
 
@@ -86,15 +96,12 @@ class Rollouts:
 
     def before_train_step(self, step_id: int) -> PlannedRollout | None:
         """Before an optimizer step; returns the rollout's plan at the first one."""
-        group, taken = self.balancer.group, list[int]()
-        group.all_succeed(
-            lambda: taken.append(self._position(step_id)), what="comparing slime's position with the plan"
-        )
+        check = partial(self._position, step_id)
+        self._start = self.balancer.group.all_succeed(check, what="comparing slime's position with the plan")
         if step_id == 0:
             return self._first_step()
         assert self._rollout is not None
-        self._start = taken[0]
-        self.balancer.arm(self._rollout.step, Stage.UPDATE, start=taken[0])
+        self.balancer.arm(self._rollout.step, Stage.UPDATE, start=self._start)
         return None
 
     def _position(self, step_id: int) -> int:
@@ -104,7 +111,7 @@ class Rollouts:
             if taken:
                 raise ExecuteError(f"a rollout must be replayed from its first micro-batch, not from {taken}")
             return taken
-        done = self._done()
+        done = self.balancer.layers[0].num_done if self.balancer.layers else 0
         planned = self._start + done if self._rollout else 0
         if self._rollout is None or taken != planned:
             raise ExecuteError(
@@ -114,7 +121,7 @@ class Rollouts:
         return taken
 
     def _first_step(self) -> PlannedRollout:
-        waiting, self._waiting, self._start = self._waiting, None, 0
+        waiting, self._waiting = self._waiting, None
         current = np.array([waiting is not None and self._is_current(waiting)])
         every = self.balancer.group.gather(current, what="checking that the rollout is the one that was planned")
         if waiting is not None and all(bool(part[0]) for part in every):
@@ -149,19 +156,15 @@ class Rollouts:
         return by_micro_batch(lists)
 
     def _begin(self, stage: Stage) -> PlannedRollout:
-        start, routing = perf_counter(), list[list[list[Tensor]]]()
-        self.balancer.group.all_succeed(lambda: routing.append(self.routing()), what="reading the routing of a rollout")
-        step = self.balancer.begin(routing[0], stage)
+        start = perf_counter()
+        routing = self.balancer.group.all_succeed(self.routing, what="reading the routing of a rollout")
+        step = self.balancer.begin(routing, stage)
         return PlannedRollout(step=step, seconds=perf_counter() - start)
 
     def _is_current(self, planned: PlannedRollout) -> bool:
         """Whether the plan has the rollout's number of micro-batches. A wrong match costs balance, not correctness."""
         num = planned.step.plan.num_micro_batches // self.balancer.group.num_groups
         return not self.replays or num == len(self.replays[0].top_indices_list)
-
-    def _done(self) -> int:
-        """Forward passes since the plan was armed."""
-        return self.balancer.layers[0].num_done if self.balancer.layers else 0
 
     def _taken(self) -> int:
         """Micro-batches that forward passes have replayed."""
@@ -182,17 +185,6 @@ def _replay_of(layer: Any) -> Any:  # noqa: ANN401 - Megatron's MoE layer
             "--use-rollout-routing-replay; check the flags, and that slime's Megatron patch or bridge is installed"
         )
     return replay
-
-
-ACTOR = "actor"
-PLACE = "equilibra_rollouts"
-"""attribute of the model's first chunk that holds its `Rollouts`; slime keeps the model's role there too"""
-PREFIX = "equilibra_"
-OPTIONS = (
-    "planner", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node", "hardware", "timeout_s", "seed",
-    "spec",
-)  # fmt: skip
-"""options without the prefix; none is about moves, since homes do not move under slime"""
 
 
 @dataclass(frozen=True, kw_only=True)

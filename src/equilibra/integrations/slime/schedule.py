@@ -93,8 +93,7 @@ def _better(
     found = [[samples[cell].tolist() for cell in cells] for cells in as_cells(schedule, num_ranks)]
     if len(found) > len(own) or not all(cell for cells in found for cell in cells):
         return own
-    waiting = cell_cost(schedule, of_step, num_ranks).max(axis=1).sum()
-    return found if waiting < _waiting(own, lengths) else own
+    return found if _waiting(found, lengths) < _waiting(own, lengths) else own
 
 
 def _waiting(cells: list[list[list[int]]], lengths: NDArray[np.int64]) -> int:

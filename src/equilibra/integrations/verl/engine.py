@@ -17,6 +17,7 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextvars import ContextVar
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, ClassVar
@@ -146,15 +147,17 @@ class BalancedEngine:
         self.to_verify = setting.verify_steps
         """updates that are still to be compared with plain ones"""
 
-    def begin(self, data: Any, *, forward_only: bool) -> None:  # noqa: ANN401 - a TensorDict
-        """Begin a pass over this batch; `plan` follows when its micro-batches are made."""
+    def under_plan(self, run: Callable[[], Any], data: Any, *, forward_only: bool) -> Any:  # noqa: ANN401
+        """Run a pass over this batch (a TensorDict); verl calls `plan` in it, when its micro-batches are made."""
         self._data, self._stage = data, Stage.LOGPROB if forward_only else Stage.UPDATE
         self.balancer.end()
-
-    def end(self) -> None:
-        """End the pass, also after an error."""
-        self._data = None
-        self.balancer.end()
+        token = RUNNING.set(self)
+        try:
+            return run()
+        finally:
+            RUNNING.reset(token)
+            self._data = None
+            self.balancer.end()
 
     @property
     def replays(self) -> bool:
@@ -170,7 +173,9 @@ class BalancedEngine:
             return
         start = time.perf_counter()
         step = self.balancer.begin(LazyRouting(micro_batches, self.routing_of), self._stage)
-        found = figures(step, self._stage) | {"planning_s": time.perf_counter() - start}
+        self._note(figures(step, self._stage) | {"planning_s": time.perf_counter() - start})
+
+    def _note(self, found: dict[str, float]) -> None:
         part = "log_prob_" if self._stage is Stage.LOGPROB else ""
         self.waiting |= {f"equilibra/{part}{name}": value for name, value in found.items()}
 
@@ -179,8 +184,7 @@ class BalancedEngine:
         observed = self.balancer.live or (self.balancer.history if self._stage is Stage.UPDATE else None)
         if observed is not None:
             before, after = observed.take_imbalance()
-            part = "log_prob_" if self._stage is Stage.LOGPROB else ""
-            self.waiting |= {f"equilibra/{part}imbalance_before": before, f"equilibra/{part}imbalance_after": after}
+            self._note({"imbalance_before": before, "imbalance_after": after})
         if self._stage is Stage.UPDATE:
             if isinstance(output, dict) and "metrics" in output:
                 output["metrics"].update({name: [value] for name, value in self.waiting.items()})
@@ -217,6 +221,9 @@ class BalancedEngine:
         finally:
             for replay in replays:
                 replay.clear_indices()
+
+
+RUNNING: ContextVar[BalancedEngine | None] = ContextVar("engine whose pass is running", default=None)
 
 
 def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:

@@ -4,7 +4,7 @@
     MegatronEngine.forward_backward_batch   begins and ends a pass, reports what its plan gains, and may verify it
     prepare_micro_batches                   afterwards, the pass is planned: all its routing is known
 
-The last does not know its engine, so a context variable holds the one whose pass is running.
+The last does not know its engine, so a context variable (`RUNNING`) holds the one whose pass is running.
 
 verl exports, saves and loads experts by rank. Where homes move, these functions of an engine are wrapped too:
 
@@ -23,8 +23,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
-from collections.abc import Callable, Iterator
-from contextvars import ContextVar
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial, reduce, wraps
 from types import ModuleType
@@ -34,7 +33,7 @@ from equilibra.core.errors import InputError
 from equilibra.integrations.megatron import Balancer
 from equilibra.integrations.megatron.layer import preceded_by
 from equilibra.integrations.verl import ENGINE
-from equilibra.integrations.verl.engine import BLOCK, BalancedEngine, balance_engine, warm_engine
+from equilibra.integrations.verl.engine import BLOCK, RUNNING, BalancedEngine, balance_engine, warm_engine
 
 WRITTEN_FOR = ("0.9.0", "0.9.1")
 COPIES = "verl.utils.megatron_utils"
@@ -117,7 +116,6 @@ def check_contract(version: str) -> None:
         )
 
 
-_running: ContextVar[BalancedEngine | None] = ContextVar("engine whose pass is running", default=None)
 HOOKED = "equilibra_hooked"
 
 
@@ -153,28 +151,18 @@ def _pass(forward_backward_batch: Any) -> Any:  # noqa: ANN401
         run = partial(forward_backward_batch, self, data, loss_function, forward_only)
         if balanced is None:
             return run()
-        under_plan = partial(_under_plan, balanced, run, data, forward_only=forward_only)
+        under_plan = partial(balanced.under_plan, run, data, forward_only=forward_only)
         verifies = balanced.to_verify and not forward_only
         return balanced.report(balanced.verified(run, under_plan) if verifies else under_plan())
 
     return planned
 
 
-def _under_plan(balanced: BalancedEngine, run: Callable[[], Any], data: Any, *, forward_only: bool) -> Any:  # noqa: ANN401
-    balanced.begin(data, forward_only=forward_only)
-    token = _running.set(balanced)
-    try:
-        return run()
-    finally:
-        _running.reset(token)
-        balanced.end()
-
-
 def _planned(prepare_micro_batches: Any) -> Any:  # noqa: ANN401
     @wraps(prepare_micro_batches)
     def then_plan(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
         micro_batches, indices = prepare_micro_batches(*arguments, **options)
-        if (balanced := _running.get()) is not None:
+        if (balanced := RUNNING.get()) is not None:
             balanced.plan(micro_batches)
         return micro_batches, indices
 

@@ -186,7 +186,12 @@ class VLLMEngine:
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
         """Answer all requests in one call; vLLM batches them."""
         asked = [request for request in requests if request.max_new]
-        outputs = self._ask(asked, temperature) if asked else []
+        prompts = [{"prompt_token_ids": request.tokens.tolist()} for request in asked]
+        settings = [
+            self._library.SamplingParams(**sampling_of(request, temperature=temperature, end=self.end))
+            for request in asked
+        ]
+        outputs = list(self._llm.generate(prompts, settings, use_tqdm=False)) if asked else []
         if len(outputs) != len(asked) or any(len(output.outputs) != 1 for output in outputs):
             raise InputError(f"vLLM must answer each of {len(asked)} requests once; it gave {len(outputs)} outputs")
         if asked and all(output.outputs[0].routed_experts is None for output in outputs):
@@ -198,14 +203,6 @@ class VLLMEngine:
         ])  # fmt: skip
         shape = len(self.model.moe_layers), self.model.top_k
         return [next(answers) if request.max_new else request.unanswered(shape) for request in requests]
-
-    def _ask(self, requests: Sequence[Request], temperature: float) -> list[Any]:
-        prompts = [{"prompt_token_ids": request.tokens.tolist()} for request in requests]
-        settings = [
-            self._library.SamplingParams(**sampling_of(request, temperature=temperature, end=self.end))
-            for request in requests
-        ]
-        return list(self._llm.generate(prompts, settings, use_tqdm=False))
 
     def _generation(self, request: Request, answer: Any, experts: NDArray[np.int32]) -> Generation:  # noqa: ANN401
         tokens = np.array(answer.token_ids, np.int64)
