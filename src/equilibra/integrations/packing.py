@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
-from equilibra.core.load import Schedule, SequenceLoad
+from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.plan.pack import pack
 
@@ -47,15 +47,15 @@ def routes_of(routing: Sequence[NDArray[Any]], num_experts: int, cluster: Cluste
     return Routes(tokens_SLE, contiguous(cluster, num_layers=num_layers, num_experts=num_experts))
 
 
-def packed(
-    lengths: Sequence[int] | NDArray[np.int64],
-    *,
-    num_ranks: int,
-    tokens_per_rank: int,
-    multiple: int = 1,
+def pack_sequences(
+    lengths: Sequence[int] | NDArray[np.int64], *, num_ranks: int, tokens_per_rank: int, multiple: int = 1,
     routes: Routes | None = None,
-) -> Schedule:
-    """The schedule of sequences; multiple: the number of micro-batches must be a multiple of it."""
+) -> list[list[list[int]]]:  # fmt: skip
+    """[M][R] numbers of an optimizer step's sequences, the same on every rank that passes the same.
+
+    lengths: tokens of every sequence of all data-parallel ranks. tokens_per_rank: budget of a rank in a micro-batch.
+    multiple: the number of micro-batches must be a multiple of it (interleaved pipelines). routes: see `routes_of`.
+    """
     tokens_SLE = np.zeros((len(lengths), 1, 1), np.int32) if routes is None else routes.tokens_SLE
     loads = SequenceLoad(tokens_SLE=tokens_SLE, length_of_sequence=np.asarray(lengths, np.int64))
     schedule, least = None, multiple
@@ -65,24 +65,7 @@ def packed(
             home=None if routes is None else routes.home, least_micro_batches=least,
         )  # fmt: skip
         least = -(-schedule.num_micro_batches // multiple) * multiple
-    return schedule
-
-
-def as_cells(schedule: Schedule, num_ranks: int) -> list[list[list[int]]]:
-    """[M][R] the sequences of every micro-batch and rank."""
-    found: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(schedule.num_micro_batches)]
+    cells: list[list[list[int]]] = [[[] for _ in range(num_ranks)] for _ in range(schedule.num_micro_batches)]
     for s, (m, rank) in enumerate(zip(schedule.micro_batch_of_sequence, schedule.rank_of_sequence, strict=True)):
-        found[m][rank].append(s)
-    return found
-
-
-def pack_sequences(
-    lengths: Sequence[int], *, num_ranks: int, tokens_per_rank: int, multiple: int = 1, routes: Routes | None = None
-) -> list[list[list[int]]]:
-    """Numbers of an optimizer step's sequences by micro-batch and rank, the same on every rank that passes the same.
-
-    lengths: tokens of every sequence of all data-parallel ranks. tokens_per_rank: budget of a rank in a micro-batch.
-    multiple: the number of micro-batches must be a multiple of it (interleaved pipelines). routes: see `routes_of`.
-    """
-    schedule = packed(lengths, num_ranks=num_ranks, tokens_per_rank=tokens_per_rank, multiple=multiple, routes=routes)
-    return as_cells(schedule, num_ranks)
+        cells[m][rank].append(s)
+    return cells

@@ -114,7 +114,6 @@ class MegatronSetting(PlanSetting):
         check_choice(f"{self.section}path", self.path, PATHS)
 
     def slot_counts(self, cluster: Cluster) -> SlotCounts:
-        """Slots that every rank has for copies."""
         stands = self.mode != "live" and cluster.num_nodes > 1
         flashes = self.mode != "history"
         return SlotCounts(standing=self.standing_slots if stands else 0, flash=self.spare_slots if flashes else 0)
@@ -124,7 +123,6 @@ class MegatronSetting(PlanSetting):
         return cluster_of(num_ranks, 1 if self.mode == "history" else self.ranks_per_node)
 
     def description(self, cluster: Cluster) -> str:
-        """Settings that must be the same on every rank, as text that ranks compare."""
         return (
             f"{super().description(cluster)}, {self.mode}, {self.max_moves_per_layer} moves, "
             f"copies fetched {'ahead' if self.prefetch else 'when used'}, {self.path}"
@@ -154,12 +152,9 @@ class HomeSlots:
 
     @property
     def placement(self) -> Placement:
-        num_layers, num_ranks, num_homes = self.expert_of_slot.shape
-        home_LE = np.empty((num_layers, num_ranks * num_homes), np.int32)
-        rank = np.repeat(np.arange(num_ranks, dtype=np.int32), num_homes)
-        for layer, expert_RH in enumerate(self.expert_of_slot):
-            home_LE[layer, expert_RH.ravel()] = rank
-        return Placement(home_of_expert=home_LE, cluster=self.cluster)
+        num_layers, _, num_homes = self.expert_of_slot.shape
+        slot_LE = self.expert_of_slot.reshape(num_layers, -1).argsort(axis=1)
+        return Placement(home_of_expert=(slot_LE // num_homes).astype(np.int32), cluster=self.cluster)
 
     @property
     def is_contiguous(self) -> bool:

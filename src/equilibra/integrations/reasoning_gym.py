@@ -64,22 +64,15 @@ class ReasoningGymTask:
     def __init__(
         self, name: str, *, options: Mapping[str, Any], seed: int, num_held_out: int, held_out_share: float
     ) -> None:
-        self._dataset_name, self._options, self._seed = name, dict(options), seed
-        self._num_held_out, self._share = num_held_out, held_out_share
+        self.name = f"reasoning-gym/{name}"
+        self.num_held_out = num_held_out
+        """how many held-out problems may be asked for; `held_out` fails if the dataset has fewer"""
+        self._dataset_name, self._options, self._seed, self._share = name, dict(options), seed, held_out_share
         self._chunks: dict[tuple[object, ...], Any] = {}
         self._training = lru_cache(PROBLEMS_KEPT)(self._trained)  # every answer of a group asks for its problem
         self._kept_out: list[Problem] = []
         self._tried = 0
         self._scorer = self._chunk("train", 0, 0)
-
-    @property
-    def name(self) -> str:
-        return f"reasoning-gym/{self._dataset_name}"
-
-    @property
-    def num_held_out(self) -> int:
-        """How many held-out problems may be asked for; `held_out` fails if the dataset has fewer."""
-        return self._num_held_out
 
     def problem(self, number: int) -> Problem:
         check_number(self.name, number)

@@ -142,11 +142,9 @@ class Server:
     pause: Callable[[float], None] = sleep
 
     def get(self, path: str) -> Any:  # noqa: ANN401 - whatever JSON it answers
-        """The server's JSON answer to a GET."""
         return self._json(path, None, STATUS_BYTES)
 
     def post(self, path: str, body: object, *, max_bytes: int = STATUS_BYTES) -> Any:  # noqa: ANN401
-        """The server's JSON answer to a POST of JSON."""
         return self._json(path, json.dumps(body).encode(), max_bytes)
 
     def _json(self, path: str, body: bytes | None, max_bytes: int) -> Any:  # noqa: ANN401
@@ -234,7 +232,6 @@ class ServedEngine(ABC):
 
     @property
     def server(self) -> Server:
-        """The server that this rank asks."""
         return self.servers[self.group.world_rank % len(self.servers)]
 
     @property

@@ -254,7 +254,6 @@ class VisitBalancer(Generic[Layer, Setting]):
 
     @property
     def placement(self) -> Placement:
-        """Current homes."""
         return self.slots.placement
 
     def _contiguous_slots(self) -> HomeSlots:

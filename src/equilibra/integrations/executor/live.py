@@ -97,7 +97,6 @@ class History(Observed):
         self._shares_CR: NDArray[np.int32] = np.zeros((0, group.num_ranks), np.int32)
 
     def note(self, layer: int, counts_E: Tensor) -> None:
-        """Remember this rank's counts of a forward."""
         if self.noting:
             self._counts[layer].append(counts_E)
 

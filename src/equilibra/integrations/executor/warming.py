@@ -32,7 +32,6 @@ class WarmUp:
         self._thread.start()
 
     def wait(self) -> None:
-        """Return when the planner is compiled."""
         if self._thread.is_alive():
             start = time.perf_counter()
             self._thread.join()

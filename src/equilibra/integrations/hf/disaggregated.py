@@ -53,8 +53,7 @@ class HFAttention:
             model.set_attn_implementation("eager")
 
     @cached_property
-    def windows(self) -> list[int | None]:
-        """Sliding window of every layer."""
+    def windows(self) -> list[int | None]:  # of every layer
         config = self.folder.config
         window = getattr(config, "sliding_window", None)
         types = getattr(config, "layer_types", None) or [""] * config.num_hidden_layers
@@ -64,7 +63,6 @@ class HFAttention:
         return [named[kind] for kind in types]
 
     def forward(self, batch: Batch) -> Pass:
-        """Process a batch's tokens."""
         model, view, at = self.model.model, batch.cache, 0
         hidden_BTD: Tensor = model.embed_tokens(batch.tokens_BT)
         rotary = model.rotary_emb(hidden_BTD, view.positions_BT)

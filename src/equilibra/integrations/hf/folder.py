@@ -21,16 +21,10 @@ from typing import Any
 
 import numpy as np
 import torch
+import transformers
 from numpy.typing import NDArray
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModelForCausalLM,
-    AutoTokenizer,
-    PreTrainedTokenizerBase,
-    PreTrainedTokenizerFast,
-)
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from equilibra.core.errors import InputError
@@ -77,7 +71,7 @@ class ModelFolder:
         if expert_width is not None:
             setattr(config, self.family.expert_width, expert_width)
         try:
-            made: Any = AutoModelForCausalLM  # transformers has no types for it
+            made: Any = transformers.AutoModelForCausalLM  # transformers has no types for it
             model = made.from_config(config, dtype=dtype)
         except Exception as error:  # whatever transformers raises on shapes that do not fit
             raise InputError(f"cannot build the model in {self.path}: {type(error).__name__}: {error}") from error
@@ -99,7 +93,7 @@ def open_model_folder(path: str | Path) -> ModelFolder:
         raise InputError(f"cannot train {path}: its weights are quantized; convert them to bfloat16 first")
     try:
         folder = ModelFolder(
-            path=path, config=AutoConfig.from_pretrained(path, trust_remote_code=False), family=family
+            path=path, config=transformers.AutoConfig.from_pretrained(path, trust_remote_code=False), family=family
         )  # fmt: skip
         _ = folder.spec
     except InputError as error:
@@ -130,7 +124,7 @@ def _norm(module: Any, hidden: Tensor) -> Tensor:  # noqa: ANN401 - every family
 class Text:
     """A tokenizer and the format of a conversation."""
 
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     end: int
     """token that ends an answer"""
     pad: int
@@ -164,10 +158,10 @@ class Text:
 def text_of(folder: ModelFolder, texts: Iterable[str]) -> Text:
     """The folder's tokenizer, or one trained on these texts with at most as many tokens as the model's vocabulary."""
     size = folder.config.vocab_size
-    tokenizer: PreTrainedTokenizerBase
+    tokenizer: transformers.PreTrainedTokenizerBase
     if folder.has_tokenizer:
         try:
-            tokenizer = AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False)
+            tokenizer = transformers.AutoTokenizer.from_pretrained(folder.path, trust_remote_code=False)
         except Exception as error:  # whatever transformers raises on strange files
             reason = f"{type(error).__name__}: {str(error)[:300]}"
             raise InputError(f"cannot read the tokenizer in {folder.path}: {reason}") from error
@@ -184,7 +178,7 @@ def text_of(folder: ModelFolder, texts: Iterable[str]) -> Text:
     return Text(tokenizer=tokenizer, end=int(end), pad=int(end if pad is None else pad))
 
 
-def _train_tokenizer(texts: Sequence[str], *, size: int) -> PreTrainedTokenizerBase:
+def _train_tokenizer(texts: Sequence[str], *, size: int) -> transformers.PreTrainedTokenizerBase:
     """A tokenizer of all bytes and the most frequent words that a quarter of the texts hold, at most `size` tokens."""
     cut = pre_tokenizers.Sequence([
         pre_tokenizers.Digits(individual_digits=True), pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -199,8 +193,8 @@ def _train_tokenizer(texts: Sequence[str], *, size: int) -> PreTrainedTokenizerB
     tokenizer = Tokenizer(models.BPE(vocab=number_of_token, merges=[], ignore_merges=True))  # whole words, or bytes
     tokenizer.pre_tokenizer, tokenizer.decoder = cut, decoders.ByteLevel()
     tokenizer.add_special_tokens(special)
-    made: Any = PreTrainedTokenizerFast  # transformers has no types for it
-    fast: PreTrainedTokenizerBase = made(
+    made: Any = transformers.PreTrainedTokenizerFast  # transformers has no types for it
+    fast: transformers.PreTrainedTokenizerBase = made(
         tokenizer_object=tokenizer, eos_token=END, bos_token=START, pad_token=PAD, clean_up_tokenization_spaces=False
     )
     return fast

@@ -61,21 +61,17 @@ class Replica:
     # --- weights ---
 
     def _published(self) -> dict[str, Tensor]:
-        found = dense_weights(self.model, self.folder, self.blocks)
-        for number, block in enumerate(self.blocks.values()):
-            found.update(self._experts_of(number, block.experts))
-        return found
-
-    def _experts_of(self, layer: int, experts: Any) -> dict[str, Tensor]:  # noqa: ANN401
-        """Views into transformers' stacked parameters, by published name."""
-        spec, naming = self.folder.spec, self.naming
-        if naming.stacked:  # published as transformers keeps them
-            kept = [experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias]
-            return dict(zip(naming.names_of_expert(spec, layer, 0), kept, strict=True))
-        found = {}
-        for expert in range(spec.num_experts):
-            parts = ExpertParts(experts.gate_up_proj[expert], experts.down_proj[expert])
-            found.update({entry.name: entry.value for entry in naming.entries(spec, layer, expert, parts)})
+        """Views into the model's parameters, by published name."""
+        found, spec, naming = dense_weights(self.model, self.folder, self.blocks), self.folder.spec, self.naming
+        for layer, block in enumerate(self.blocks.values()):
+            experts = block.experts
+            if naming.stacked:  # published as transformers keeps them
+                kept = [experts.gate_up_proj, experts.down_proj, experts.gate_up_proj_bias, experts.down_proj_bias]
+                found.update(zip(naming.names_of_expert(spec, layer, 0), kept, strict=True))
+                continue
+            for expert in range(spec.num_experts):
+                parts = ExpertParts(experts.gate_up_proj[expert], experts.down_proj[expert])
+                found.update((entry.name, entry.value) for entry in naming.entries(spec, layer, expert, parts))
         return found
 
     @torch.no_grad()
@@ -96,7 +92,6 @@ class Replica:
 
     @torch.no_grad()
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests in batches of similar prompt length."""
         order = sorted(range(len(requests)), key=lambda i: (requests[i].tokens.size, requests[i].tokens.tobytes()))
         done: dict[int, Generation] = {}
         with self._capture():

@@ -37,16 +37,9 @@ from equilibra.execute.group import ExpertGroup, device_name
 from equilibra.execute.record import Recorder, direction_now
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, gather_objects, stage_group
 from equilibra.integrations.executor.live import History, LivePlanner
+from equilibra.integrations.megatron import layer as megatron_layer
 from equilibra.integrations.megatron.copies import SharedCopies
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer, weights_in
-from equilibra.integrations.megatron.layer import (
-    balance_layer,
-    balanced_class,
-    check_config,
-    check_wrapping,
-    hold_buckets,
-    wait_for_gathers,
-)
 from equilibra.integrations.megatron.visits import Ahead, MegatronVisits
 from equilibra.integrations.planned import HomeSlots, MegatronSetting, SlotCounts, SlotTable
 from equilibra.plan.history import SCALE
@@ -69,12 +62,12 @@ def balance(
     device = next((one.device for chunk in chunks for one in chunk.parameters()), None)
     setting = (setting or MegatronSetting()).on(device_name(device))
     for one in (*chunks, *getattr(optimizer, "chained_optimizers", [optimizer])):
-        check_wrapping(getattr(one, "ddp_config", None))
+        megatron_layer.check_wrapping(getattr(one, "ddp_config", None))
     layers = _layers_of(chunks)
     if not any(gather_objects(len(layers))):
         raise InputError("there is nothing to balance: no pipeline stage of the model has MoE layers")
     config = layers[0].config if layers else chunks[0].config
-    check_config(config)
+    megatron_layer.check_config(config)
     expert_parallel, data_parallel = _groups_of(layers)
     cluster = setting.cluster_of(expert_parallel.size())
     group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
@@ -82,10 +75,10 @@ def balance(
         f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
     )
     counts = setting.slot_counts(cluster)
-    visits = [balance_layer(layer, number, group, counts) for number, layer in enumerate(layers)]
-    wait_for_gathers(chunks, visits, optimizer)
+    visits = [megatron_layer.balance_layer(layer, number, group, counts) for number, layer in enumerate(layers)]
+    megatron_layer.wait_for_gathers(chunks, visits, optimizer)
     balancer = Balancer(group, setting, visits, _model_of(config, visits), counts, optimizer)
-    hold_buckets(chunks, visits, balancer.copies.bring_home)
+    megatron_layer.hold_buckets(chunks, visits, balancer.copies.bring_home)
     return balancer
 
 
@@ -98,7 +91,7 @@ def _layers_of(chunks: Sequence[nn.Module]) -> list[Any]:
     ]  # fmt: skip
     if any(getattr(layer, "visits", None) is not None for layer in found):
         raise InputError("the model is balanced already: call balance() once")
-    if any(type(layer) not in {MoELayer, balanced_class()} for layer in found):
+    if any(type(layer) not in {MoELayer, megatron_layer.balanced_class()} for layer in found):
         kinds = sorted({type(layer).__name__ for layer in found})
         raise InputError(f"cannot balance MoE layers of type {', '.join(kinds)}: they must be Megatron's MoELayer")
     return found

@@ -219,7 +219,6 @@ class CopiesOfVisit:
         return bool(self.slots.flash.num_in_node or self.slots.num_standing)
 
     def take(self, direction: Direction) -> None:
-        """Wait until the copies are here."""
         self._rows_nP = self.copies.take_rows(self.slots.key, direction)
 
     @property

@@ -23,15 +23,8 @@ from torch import Tensor, nn
 from equilibra.core.errors import InputError
 from equilibra.core.plan import Stage
 from equilibra.execute.group import Channel
-from equilibra.integrations.differences import (
-    Difference,
-    apart,
-    check,
-    gradient_limit,
-    largest,
-    of_all_ranks,
-    table,
-)
+from equilibra.integrations import differences
+from equilibra.integrations.differences import Difference, apart, largest
 from equilibra.integrations.executor.balancer import Routing
 from equilibra.integrations.megatron.balancer import Balancer
 from equilibra.integrations.megatron.homes import StateOfParameters, exchange
@@ -66,8 +59,8 @@ def verify(
 
     _, found = compare(balancer, model, forward_backward, under_plan)
     if is_first:
-        say(table(found))
-    check(found)
+        say(differences.table(found))
+    differences.check(found)
     return found
 
 
@@ -97,10 +90,10 @@ def compare(
     outputs = dict(_values(outputs_of(returned), "output"))
     found = _gradients_apart(balancer, chunks, gradients, at_home)
     roundoff = max(unit_roundoff(p.dtype, p.device.type) for chunk in chunks for p in chunk.parameters())
-    limit = gradient_limit(roundoff, num_layers=config.num_layers)  # type: ignore[union-attr, arg-type]
+    limit = differences.gradient_limit(roundoff, num_layers=config.num_layers)  # type: ignore[union-attr, arg-type]
     own = [largest("losses and outputs", _outputs_apart(wanted, outputs), limit)]
     own += [largest(f"gradients of {kind}", by_name, limit) for kind, by_name in found.items()]
-    return returned, of_all_ranks(own)
+    return returned, differences.of_all_ranks(own)
 
 
 def _check(balancer: Balancer, config: Any) -> None:  # noqa: ANN401 - Megatron's TransformerConfig

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule
-from equilibra.integrations.packing import Routes, as_cells, packed, routes_of
+from equilibra.integrations.packing import Routes, pack_sequences, routes_of
 from equilibra.integrations.planned import cluster_of
 from equilibra.integrations.slime.hooks import setting_of
 from equilibra.plan.pack import cell_cost
@@ -89,8 +89,8 @@ def _better(
     if of_step.max() > budget:
         return own
     known = None if routes is None else Routes(routes.tokens_SLE[samples], routes.home)
-    schedule = packed(of_step, num_ranks=num_ranks, tokens_per_rank=budget, multiple=multiple, routes=known)
-    found = [[samples[cell].tolist() for cell in cells] for cells in as_cells(schedule, num_ranks)]
+    packed = pack_sequences(of_step, num_ranks=num_ranks, tokens_per_rank=budget, multiple=multiple, routes=known)
+    found = [[samples[cell].tolist() for cell in cells] for cells in packed]
     if len(found) > len(own) or not all(cell for cells in found for cell in cells):
         return own
     return found if _waiting(found, lengths) < _waiting(own, lengths) else own

@@ -184,7 +184,6 @@ class VLLMEngine:
         ])  # fmt: skip
 
     def generate(self, requests: Sequence[Request], *, temperature: float) -> list[Generation]:
-        """Answer all requests in one call; vLLM batches them."""
         asked = [request for request in requests if request.max_new]
         prompts = [{"prompt_token_ids": request.tokens.tolist()} for request in asked]
         settings = [

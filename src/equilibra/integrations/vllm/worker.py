@@ -17,10 +17,9 @@ from typing import Any
 
 
 class WeightUpdate:
-    """Methods that vLLM adds to its workers."""
+    """Adds a method to vLLM's workers that loads all weights of a folder into the live model."""
 
     def equilibra_load(self: Any, folder: str) -> None:
-        """Load all weights of a folder into the live model."""
         layers = list(self.get_model().modules())
         packs = import_module("vllm.platforms").current_platform.is_cpu()
         for layer in layers if packs else ():
