@@ -151,7 +151,7 @@ class Server:
         request = urllib.request.Request(  # noqa: S310 - `check_url` allows http and https only
             f"{self.url}{path}", data=body, headers={"Content-Type": "application/json"}
         )
-        content = self._when_started(request, max_bytes)
+        content = self._answer(request, max_bytes)
         if len(content) > max_bytes:
             raise InputError(
                 f"{self.url}{path} answered more than the {max_bytes:,} bytes expected: does it serve the model "
@@ -164,38 +164,32 @@ class Server:
                 f"{self.url}{path} did not answer valid JSON ({str(error)[:120]}): {content[:80]!r}"
             ) from error
 
-    def _when_started(self, request: urllib.request.Request, max_bytes: int) -> bytes:
+    def _answer(self, request: urllib.request.Request, max_bytes: int) -> bytes:
+        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
         end = self.clock() + self.timeout_s
         while True:
             try:
-                return self._once(request, max_bytes)
-            except ConnectionRefusedError as error:
+                with opener.open(request, timeout=self.timeout_s) as answer:
+                    content: bytes = answer.read(max_bytes + 1)
+                    return content
+            except HTTPError as error:
+                with error:
+                    said = error.read(SHOWN_BYTES).decode(errors="replace")
+                raise InputError(f"{request.full_url} refused: {error.code} {error.reason}: {said}") from error
+            except URLError as error:
+                if not isinstance(error.reason, ConnectionRefusedError):
+                    raise ExecuteError(f"{request.full_url} cannot be reached: {error.reason}") from error
                 if self.clock() + PAUSE_S > end:
                     raise ExecuteError(
                         f"no server answered at {self.url} within {self.timeout_s:g} s (connection refused): start it "
                         "there, or set rollout.server"
                     ) from error
                 self.pause(PAUSE_S)
-
-    def _once(self, request: urllib.request.Request, max_bytes: int) -> bytes:
-        opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-        try:
-            with opener.open(request, timeout=self.timeout_s) as answer:
-                content: bytes = answer.read(max_bytes + 1)
-                return content
-        except HTTPError as error:
-            with error:
-                said = error.read(SHOWN_BYTES).decode(errors="replace")
-            raise InputError(f"{request.full_url} refused: {error.code} {error.reason}: {said}") from error
-        except URLError as error:
-            if isinstance(error.reason, ConnectionRefusedError):
-                raise error.reason from error
-            raise ExecuteError(f"{request.full_url} cannot be reached: {error.reason}") from error
-        except (TimeoutError, HTTPException, ConnectionError) as error:
-            raise ExecuteError(
-                f"{request.full_url} did not answer within {self.timeout_s:g} s, or the connection broke "
-                f"({type(error).__name__}: {error}): check the server, or raise rollout.server_timeout_s"
-            ) from error
+            except (TimeoutError, HTTPException, ConnectionError) as error:
+                raise ExecuteError(
+                    f"{request.full_url} did not answer within {self.timeout_s:g} s, or the connection broke "
+                    f"({type(error).__name__}: {error}): check the server, or raise rollout.server_timeout_s"
+                ) from error
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
