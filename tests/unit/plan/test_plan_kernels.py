@@ -66,8 +66,8 @@ def test_candidates_are_the_copies_that_gain_most(seed):
     num_nodes, num_experts, num_micro_batches, width = 4, 12, 3, int(rng.integers(2, 6))
     load_EM = rng.integers(0, 60, (num_experts, num_micro_batches))
     home = np.arange(num_experts) % num_nodes
-    copy_expert, copy_node = np.array([2, 5, 5]), np.array([0, 0, 3])
-    share_CM = load_EM[copy_expert] // 4
+    copy_expert, copy_node = np.array([2, 3, 4, 5, 5, 6, 7]), np.array([0, 0, 3, 0, 3, 0, 2])
+    share_CM = load_EM[copy_expert] // 8
     x_NM = np.zeros((num_nodes, num_micro_batches), np.int64)
     np.add.at(x_NM, home, load_EM)
     np.add.at(x_NM, home[copy_expert], -share_CM)
@@ -85,5 +85,5 @@ def test_candidates_are_the_copies_that_gain_most(seed):
     every = [(e, n) for e in range(num_experts) for n in range(num_nodes) if free[n] and (e, n) not in taken]
     wanted = sorted(((gain(e, n), e, n) for e, n in every if gain(e, n)), key=lambda one: -one[0])[:width]
     best = np.zeros((3, width), np.int64)
-    found = stand._best_candidates(load_EM, home, x_NM, free, copy_expert, copy_node, share_CM, 3, best)
+    found = stand._best_candidates(load_EM, home, x_NM, free, copy_expert, copy_node, share_CM, copy_node.size, best)
     assert list(zip(*best[:, :found].tolist(), strict=True)) == wanted
