@@ -20,7 +20,7 @@ from tests.references import deployments
 from benchmarks.suite import Row, Setting, Suite, environment, plain, run_sections, write_results
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel, model_named
-from equilibra.cost.lengths import Context, context_of_lengths, lognormal_context
+from equilibra.cost.decode import Context, context_of_lengths, lognormal_context
 from equilibra.cost.presets import prices_named
 from equilibra.plan.deployment.answer import answer
 from equilibra.plan.deployment.question import Plan, Question, Side

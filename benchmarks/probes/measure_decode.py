@@ -20,7 +20,7 @@ import argparse
 import json
 import random
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -348,7 +348,7 @@ def main() -> None:
         measured = json.loads(parsed.fit.read_text())
         source = f"fitted to {measured['device']}, {measured['date']}, commit {measured['commit']}"
         fit = fit_decode(measured, decode_law(prices_named("h200")), source=source)
-        result = {"law": fit.law.to_json(), "errors": fit.errors, "of": measured["command"]}
+        result = {"law": asdict(fit.law), "errors": fit.errors, "of": measured["command"]}
         for name, error in fit.errors.items():
             print(name, {key: round(value, 4) for key, value in error.items()}, flush=True)
     if parsed.output is not None:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     import numpy as np
     from numpy.typing import NDArray
 
-    from equilibra.cost.lengths import Context
+    from equilibra.cost.decode import Context
     from equilibra.integrations.hf import ModelFolder, Text
     from equilibra.plan.deployment.question import Plan
 
@@ -119,7 +119,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
 
 
 def _context(arguments: argparse.Namespace) -> Context:
-    from equilibra.cost.lengths import Context, context_of_file, context_of_lengths, lognormal_context
+    from equilibra.cost.decode import Context, context_of_file, context_of_lengths, lognormal_context
 
     given = [name for name in ("context", "answer_median", "lengths") if getattr(arguments, name) is not None]
     if len(given) != 1:

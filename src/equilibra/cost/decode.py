@@ -16,32 +16,35 @@ bend p is fitted too. Factors are those of measured shapes, around 1.
 The constants are an H200's (`measured/decode-h200.json`, fitted by `benchmarks.probes.decode_fit`); another device's
 follow from the ratios of its compute and memory rates. Functions take numbers or arrays that broadcast. Each time
 divided by the batch falls as the batch grows, on which the search of `plan.deployment` relies.
+
+`Context` is the length of the sequences that are decoded at once. A long answer stays in the batch longer, so at any
+moment long answers are over-represented and each is at an even chance anywhere in its length. For prompts of p tokens
+and answers of a tokens, both random, the context of a sequence found in the batch has
+
+    mean      E[a p] / E[a] + E[a²] / 2 E[a]            second moment  E[a (p² + p a + a²/3)] / E[a]
+
+A batch that is always full sees these, not the mean answer: with a long tail they are several times it.
 """
 
 from __future__ import annotations
 
 import json
-from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from importlib.resources import files
 from math import inf
 from pathlib import Path
-from typing import Any
+from statistics import NormalDist
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
-from equilibra.core.checks import check_number
+from equilibra.core.atomic import read_values
+from equilibra.core.checks import check_number, shown
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
-from equilibra.cost.lengths import Context
-from equilibra.cost.presets import prices_named
+from equilibra.cost.presets import checked_fields, prices_named, read_table
 from equilibra.cost.prices import ExpertLaw, Prices
-
-__all__ = [
-    "CACHE_BYTES", "ROW_NUMBERS", "DecodeLaw", "Numbers", "attention_us", "cached_tokens", "check_decodes",
-    "decode_law", "experts_us", "larger", "load_law", "nodes_of_token", "outer_us", "slowest_tokens", "transfer_us",
-]  # fmt: skip
 
 ROW_NUMBERS = 9, 6
 """numbers that a row reads and writes, in hidden and FFN widths: gathered (2, 0), multiplied (1, 2), activated (0, 3),
@@ -52,6 +55,88 @@ SHARP = 64.0
 """bend of a plain maximum"""
 
 Numbers = float | NDArray[np.float64]
+SAMPLES = 4096
+"""answers that stand for a distribution of lengths"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Context:
+    """Tokens that a sequence in the batch has in the cache."""
+
+    mean: float
+    """over sequences and time"""
+    deviation: float = 0.0
+    """standard deviation of one sequence"""
+    longest: float = 0.0
+    """longest sequence, prompt and answer; 0: the mean"""
+    mean_answer: float = 0.0
+    """tokens of an answer, over answers; 0: unknown"""
+    longest_answer: float = 0.0
+    """tokens of the longest answer; 0: unknown"""
+
+    def __post_init__(self) -> None:
+        check_number("context", self.mean, low=1, high=1e8)
+        for name in ("deviation", "longest", "mean_answer", "longest_answer"):
+            check_number(f"context: {name}", getattr(self, name), high=1e9)
+        if self.longest == 0:
+            object.__setattr__(self, "longest", self.mean)
+
+
+def context_of_lengths(answers: ArrayLike, prompts: ArrayLike = 0.0) -> Context:
+    """The context in a batch that is kept full with such answers, in tokens, to such prompts (each, or one number)."""
+    a, p = np.broadcast_arrays(np.asarray(answers, np.float64), np.asarray(prompts, np.float64))
+    if a.ndim != 1 or a.size == 0 or not np.isfinite(a).all() or a.min() < 1 or p.min() < 0 or a.max() + p.max() > 1e8:
+        raise InputError("lengths must be a list of answers of 1 to 100 million tokens, and prompts of 0 or more")
+    total = a.sum()
+    mean = float((a * (p + a / 2)).sum() / total)
+    square = float((a * (p * p + p * a + a * a / 3)).sum() / total)
+    return Context(
+        mean=mean, deviation=float(np.sqrt(max(square - mean * mean, 0.0))), longest=float((a + p).max()),
+        mean_answer=float(a.mean()), longest_answer=float(a.max()),
+    )  # fmt: skip
+
+
+def lognormal_context(*, prompt: float, median: float, sigma: float, limit: float | None = None) -> Context:
+    """Answers with a lognormal length, cut at a limit: a recipe's long tail."""
+    check_number("median answer", median, low=1, high=1e8)
+    check_number("sigma", sigma, high=4)
+    check_number("prompt", prompt, high=1e8)
+    if limit is not None:
+        check_number("answer limit", limit, low=1)
+    normal = NormalDist()
+    steps = [normal.inv_cdf((i + 0.5) / SAMPLES) for i in range(SAMPLES)]
+    answers = np.minimum(median * np.exp(sigma * np.array(steps)), inf if limit is None else limit)
+    return context_of_lengths(np.maximum(answers, 1.0), prompt)
+
+
+def context_of_file(path: Path, prompt: float | None = None) -> Context:
+    """Lengths from JSON: a list of answers, {"answers": [...], "prompts": [...] or n}, or
+    {"percentiles": {"50": n, ...}, "prompts": n} of answers, straight between the given ones. prompt: of files without.
+    """
+    said = read_values(path)
+    said = {"answers": said} if isinstance(said, list) else said
+    if not isinstance(said, dict) or said.keys() - {"prompts"} not in ({"answers"}, {"percentiles"}):
+        raise InputError(
+            f"{path}: give a list of answer lengths, or an object with answers or percentiles, and prompts"
+        )
+    if prompt is not None and "prompts" in said:
+        raise InputError(f"{path} has prompts: give no other")
+    try:
+        answers = said["answers"] if "answers" in said else _between(said["percentiles"])
+        return context_of_lengths(answers, said.get("prompts", prompt or 0.0))
+    except InputError as error:
+        raise InputError(f"{path}: {error}") from error
+    except (TypeError, ValueError, AttributeError) as error:
+        raise InputError(f"{path}: lengths must be numbers ({error})") from error
+
+
+def _between(length_of_share: dict[str, float]) -> NDArray[np.float64]:
+    """Answers with these percentiles."""
+    shares, lengths = np.array(sorted((float(k), float(v)) for k, v in length_of_share.items())).reshape(-1, 2).T
+    if not (shares.size and shares[0] >= 0 and shares[-1] <= 100 and (np.diff(lengths) >= 0).all()):
+        raise InputError("percentiles must be lengths that do not fall from 0 to 100")
+    answers: NDArray[np.float64] = np.interp((np.arange(SAMPLES) + 0.5) * 100 / SAMPLES, shares, lengths)
+    return answers
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -108,30 +193,19 @@ class DecodeLaw:
             experts=self.experts.scaled(compute=compute, memory=memory),
         )  # fmt: skip
 
-    def to_json(self) -> dict[str, Any]:
-        return asdict(self)
 
-    @classmethod
-    def of_json(cls, said: object, where: str) -> DecodeLaw:
-        """The law that `to_json` wrote; InputError if keys are unknown or missing."""
-        known = {one.name for one in fields(cls)}
-        needed = {one.name for one in fields(cls) if one.default is MISSING and one.default_factory is MISSING}
-        if not isinstance(said, dict) or not needed <= set(said) <= known or not isinstance(said["experts"], dict):
-            raise InputError(f"{where}: a decode law has the keys {', '.join(sorted(needed))}, and no others "
-                             f"but {', '.join(sorted(known - needed))}")  # fmt: skip
-        unknown = set(said["experts"]) - {one.name for one in fields(ExpertLaw)}
-        if unknown:
-            raise InputError(f"{where}: experts has no {', '.join(sorted(unknown))}")
-        try:
-            return cls(**{**said, "experts": ExpertLaw(**said["experts"])})
-        except TypeError as error:
-            raise InputError(f"{where}: {error}") from error
+def _law(table: object, where: str) -> DecodeLaw:
+    """The law with these fields; InputError if some are unknown or missing."""
+    if not isinstance(table, dict) or not isinstance(table.get("experts"), dict):
+        raise InputError(f"{where}: a decode law must be a table with a table experts, not {shown(table)}")
+    experts = ExpertLaw(**checked_fields(table["experts"], ExpertLaw, f"{where}, experts"))
+    return DecodeLaw(**{**checked_fields(table, DecodeLaw, where), "experts": experts})
 
 
 @cache
 def _h200_law() -> DecodeLaw:
     text = files("equilibra.cost").joinpath("measured/decode-h200.json").read_text()
-    return DecodeLaw.of_json(json.loads(text), "measured/decode-h200.json")
+    return _law(json.loads(text), "measured/decode-h200.json")
 
 
 def decode_law(prices: Prices, of_h200: DecodeLaw | None = None) -> DecodeLaw:
@@ -143,11 +217,8 @@ def decode_law(prices: Prices, of_h200: DecodeLaw | None = None) -> DecodeLaw:
 
 def load_law(path: Path) -> DecodeLaw:
     """An H200 law from a file that `python -m benchmarks.probes.measure_decode --fit` wrote."""
-    try:
-        said = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise InputError(f"cannot read {path}: {getattr(error, 'strerror', None) or 'not valid JSON'}") from error
-    return DecodeLaw.of_json(said.get("law", said) if isinstance(said, dict) else said, str(path))
+    table = read_table(path)
+    return _law(table.get("law", table), str(path))
 
 
 def check_decodes(model: MoEModel) -> None:
@@ -181,8 +252,7 @@ def attention_us(
     nodes: Numbers,
 ) -> Numbers:  # fmt: skip
     """A layer's attention, router and shared experts, on the slowest of `nodes` with `batch` sequences each."""
-    weights = model.dense_parameters / tensor
-    dense = _dense_us(model, law, weights, batch)
+    dense = _dense_us(model, law, model.dense_parameters / tensor, batch)
     return (
         law.attention_fixed_us + dense + batch * law.sequence_us
         + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
@@ -220,8 +290,7 @@ def outer_us(
     model: MoEModel, law: DecodeLaw, context: Context, *, batch: Numbers, tensor: Numbers, nodes: Numbers
 ) -> Numbers:
     """Dense layers and output head of one micro-batch, which no other part overlaps with for certain."""
-    weights = model.outer_parameters / tensor
-    dense = _dense_us(model, law, weights, batch)
+    dense = _dense_us(model, law, model.outer_parameters / tensor, batch)
     layer = law.attention_fixed_us + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
     return dense + model.num_dense_layers * layer
 

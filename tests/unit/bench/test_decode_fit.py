@@ -9,8 +9,7 @@ from tests.unit.cost.test_cost_decode import LAW
 from benchmarks.probes.decode_fit import attention_predicted, experts_predicted, fit_decode
 from equilibra.core.errors import InputError
 from equilibra.core.model import model_named
-from equilibra.cost.decode import attention_us, experts_us
-from equilibra.cost.lengths import Context
+from equilibra.cost.decode import Context, attention_us, experts_us
 from equilibra.cost.presets import prices_named
 from equilibra.cost.prices import ExpertLaw
 

@@ -1,6 +1,7 @@
 """`equilibra rollout plan`: a table, one JSON object, a page, and errors of one line."""
 
 import json
+from dataclasses import asdict
 
 import numpy as np
 import pytest
@@ -92,7 +93,7 @@ def test_the_page_is_written(capsys, tmp_path):
 
 
 def test_a_law_of_ones_own(capsys, tmp_path):
-    law = decode_law(prices_named("h200")).to_json()
+    law = asdict(decode_law(prices_named("h200")))
     (tmp_path / "law.json").write_text(json.dumps({"law": {**law, "source": "mine", "attention_fixed_us": 500.0}}))
     slower = said(capsys, *ASKED, "--context", 4096, "--law", tmp_path / "law.json")
     assert slower["law"] == "mine"

@@ -1,6 +1,6 @@
 """Decode laws by hand, their shape, and which models they refuse."""
 
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from equilibra.core.errors import InputError
 from equilibra.core.model import MODELS, MoEModel, model_named
 from equilibra.cost import decode
-from equilibra.cost.decode import DecodeLaw, decode_law, load_law
-from equilibra.cost.lengths import Context
+from equilibra.cost.decode import Context, DecodeLaw, decode_law, load_law
 from equilibra.cost.presets import prices_named
 from equilibra.cost.prices import ExpertLaw
 
@@ -166,18 +165,19 @@ def test_laws_as_files(tmp_path):
     import json
 
     path = tmp_path / "law.json"
-    for said in (LAW.to_json(), {"law": LAW.to_json(), "errors": {}}):
+    for said in (asdict(LAW), {"law": asdict(LAW), "errors": {}}):
         path.write_text(json.dumps(said))
         assert load_law(path) == LAW
-    bad = {**LAW.to_json(), "more": 1}
-    for text, message in (("{", "cannot read"), ("[]", "has the keys"), (json.dumps(bad), "has the keys"),
-                          (json.dumps({**LAW.to_json(), "reduce_us": -1}), "reduce_us must be"),
-                          (json.dumps({**LAW.to_json(), "cache_gb_per_s": 0}), "cache_gb_per_s must be"),
-                          (json.dumps({**LAW.to_json(), "attention_bend": 0.5}), "attention_bend must be"),
-                          (json.dumps({**LAW.to_json(), "factor_of_cache": 3}), "factors must be a table"),
-                          (json.dumps({**LAW.to_json(), "factor_of_cache": {"a": -1}}), "factor of a must be"),
-                          (json.dumps({**LAW.to_json(), "experts": {"tflop": 1}}), "experts has no tflop"),
-                          (json.dumps({**LAW.to_json(), "experts": {"tflops": 1}}), "missing")):  # fmt: skip
+    bad = {**asdict(LAW), "more": 1}
+    for text, message in (("{", "cannot read"), ("[]", "must hold keys"), (json.dumps(bad), "unknown key 'more'"),
+                          ('{"law": 3}', "must be a table with a table experts"), ("{}", "a table experts"),
+                          (json.dumps({**asdict(LAW), "reduce_us": -1}), "reduce_us must be"),
+                          (json.dumps({**asdict(LAW), "cache_gb_per_s": 0}), "cache_gb_per_s must be"),
+                          (json.dumps({**asdict(LAW), "attention_bend": 0.5}), "attention_bend must be"),
+                          (json.dumps({**asdict(LAW), "factor_of_cache": 3}), "factors must be a table"),
+                          (json.dumps({**asdict(LAW), "factor_of_cache": {"a": -1}}), "factor of a must be"),
+                          (json.dumps({**asdict(LAW), "experts": {"tflop": 1}}), "experts: unknown key 'tflop'"),
+                          (json.dumps({**asdict(LAW), "experts": {"tflops": 1}}), "missing")):  # fmt: skip
         path.write_text(text)
         with pytest.raises(InputError, match=message):
             load_law(path)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.errors import InputError
-from equilibra.cost.lengths import Context, context_of_file, context_of_lengths, lognormal_context
+from equilibra.cost.decode import Context, context_of_file, context_of_lengths, lognormal_context
 
 
 def by_moments(answers, prompts):

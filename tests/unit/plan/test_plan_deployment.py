@@ -12,7 +12,7 @@ from tests.references.machines import round_hardware
 
 from equilibra.core.errors import BudgetError, InputError
 from equilibra.core.model import MoEModel, model_named
-from equilibra.cost.lengths import Context, lognormal_context
+from equilibra.cost.decode import Context, lognormal_context
 from equilibra.cost.presets import prices_named
 from equilibra.plan.deployment import search
 from equilibra.plan.deployment.answer import answer

@@ -8,7 +8,7 @@ from html.parser import HTMLParser
 import pytest
 from tests.unit.plan.test_plan_deployment import asked
 
-from equilibra.cost.lengths import Context, lognormal_context
+from equilibra.cost.decode import Context, lognormal_context
 from equilibra.plan.deployment.answer import answer
 from equilibra.report.deployment import render_deployment, write_deployment
 

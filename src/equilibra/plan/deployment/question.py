@@ -8,8 +8,7 @@ from typing import Any
 from equilibra.core.checks import check_choice, check_number, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.model import MoEModel
-from equilibra.cost.decode import DecodeLaw, check_decodes, decode_law
-from equilibra.cost.lengths import Context
+from equilibra.cost.decode import Context, DecodeLaw, check_decodes, decode_law
 from equilibra.cost.prices import Prices
 
 MEMORY_SHARE = 0.9
