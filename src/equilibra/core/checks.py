@@ -87,20 +87,20 @@ def check_table(name: str, value: object) -> None:
 
 
 MOST_SLOTS = 2**16 - 1
-"""copies or moves that can be asked for"""
+"""largest number of copies or moves"""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CopyLimits:
-    """Copies and moves."""
+    """How many copies and moves a plan may use."""
 
     section: ClassVar[str] = ""
-    """before the names of fields, in messages"""
+    """prefix of field names in messages"""
 
     spare_slots: int = 2
-    """flash copies a rank can hold at a time, from 0 on: one buffer shared by all layers"""
+    """flash copies a rank can hold at a time, 0 or more: one buffer shared by all layers"""
     standing_slots: int = 2
-    """standing copies a node may hold per layer, from 0 on"""
+    """standing copies a node may hold per layer, 0 or more"""
     max_moves_per_layer: int = -1
     """homes that may move per layer and step (a migration budget); -1: as many as pay"""
 
@@ -115,10 +115,10 @@ class CopyLimits:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanLimits(CopyLimits):
-    """Everything that bounds or seeds a plan, but for what it is made of."""
+    """Everything that bounds or seeds a plan, apart from its inputs."""
 
     seed: int = 0
-    """of every random choice of the planner, from 0 on"""
+    """seed of the planner's random choices, 0 or more"""
 
     def __post_init__(self) -> None:
         super().__post_init__()

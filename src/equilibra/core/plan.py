@@ -29,27 +29,27 @@ STAGE_ARRAYS = ("first_of_problem", "expert", "rank", "origin", "tokens_FR", "st
 
 
 def check_same_length(what: str, *arrays: NDArray[np.int32]) -> None:
-    """Arrays that describe the same copies must be int32 of one length."""
+    """Raise PlanError unless arrays that describe the same copies are int32 of one length."""
     if any(array.shape != arrays[0].shape or array.ndim != 1 or array.dtype != np.int32 for array in arrays):
         found = ", ".join(f"{array.dtype} {array.shape}" for array in arrays)
         raise PlanError(f"the arrays of {what} must be int32 of one length, not {found}")
 
 
 def check_range(what: str, array: NDArray[np.int32], end: int) -> None:
-    """Numbers must be 0 to end - 1."""
+    """Raise PlanError unless numbers are 0 to end - 1."""
     if array.size and not 0 <= array.min() <= array.max() < end:
         raise PlanError(f"{what} must be 0 to {end - 1}, not {array.min()} to {array.max()}")
 
 
 def freeze(*arrays: NDArray[np.integer]) -> None:
-    """A plan never changes once it is made, so its digest holds."""
+    """Make arrays read-only: the digest of a plan holds as long as the plan."""
     for array in arrays:
         array.flags.writeable = False
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class StandingCopies:
-    """Second instances that stand for the whole step, sorted by layer, expert and rank."""
+    """Copies that stay for the whole step, sorted by layer, expert and rank."""
 
     layer: NDArray[np.int32]
     """[C]"""
@@ -275,10 +275,7 @@ class StepPlan:
             "standing_rank": self.standing.rank,
             "bound_LM": self.bound_LM,
         }
-        for stage in Stage:
-            plan = self.stages[stage]
-            for name in STAGE_ARRAYS:
-                arrays[f"{stage}_{name}"] = getattr(plan, name)
+        arrays |= {f"{stage}_{name}": getattr(self.stages[stage], name) for stage in Stage for name in STAGE_ARRAYS}
         if self.schedule is not None:
             arrays["micro_batch_of_sequence"] = self.schedule.micro_batch_of_sequence
             arrays["rank_of_sequence"] = self.schedule.rank_of_sequence
@@ -303,16 +300,15 @@ class StepPlan:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class GroupPlan:
-    """A plan with the load it was made for, as one expert-parallel group runs it."""
+    """A plan with the load it was made for, as one expert-parallel group runs it. The same on every rank."""
 
     plan: StepPlan
-    """the same on every rank"""
     load: StepLoad
-    """counts of all ranks, which give all sizes"""
+    """token counts of all ranks, from which all sizes follow"""
     micro_batches: list[int]
-    """numbers of those that this group runs, in order"""
+    """micro-batches that this group runs, in order"""
     late: frozenset[Stage] = frozenset()
-    """stages whose flash copies would come late over one link"""
+    """stages whose flash copies would arrive too late over a single link"""
 
     def after(self, stage: Stage, micro_batch: int) -> int | None:
         """The micro-batch that this group runs next with the same weights; None if there is none."""

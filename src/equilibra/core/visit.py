@@ -41,7 +41,7 @@ class Stage(StrEnum):
 
 
 def signed_ids(num_experts: int) -> np.dtype[np.signedinteger]:
-    """The narrow type of experts' numbers from recording to dispatch, with -1 for what is routed live."""
+    """The smallest type of expert ids that has room for -1, which marks tokens that are routed live."""
     return np.dtype(np.int16 if num_experts <= 2**15 else np.int32)
 
 
@@ -56,26 +56,26 @@ class VisitKey(NamedTuple):
 
     @classmethod
     def once(cls, layer: int = -1, stage: Stage = Stage.UPDATE) -> VisitKey:
-        """What happens once a step, or outside of any micro-batch."""
+        """The key of what happens once a step or outside any micro-batch."""
         return cls(stage, -1, layer)
 
 
 class SendTable(NamedTuple):
-    """Where a rank's rows go: sorted by (rank, expert, token)."""
+    """The rows that a rank sends, sorted by (target rank, expert, token)."""
 
     token_of_row: NDArray[np.int32]
-    """[N] the token each sent row is of"""
+    """[N] the token of each row"""
     row_of_pair: NDArray[np.int32]
-    """[T, K] the sent row of each pair"""
+    """[T, K] the row of each pair"""
     counts_RE: NDArray[np.int32]
     """[R, E] rows to each rank and expert"""
 
 
 class ReceiveTable(NamedTuple):
-    """How the rows a rank receives, by source, are grouped by (instance, source, token)."""
+    """How a rank groups the rows it receives, which come by source, by (instance, source, token)."""
 
     received_of_grouped: NDArray[np.int32]
-    """[N] for every grouped row, where it was received"""
+    """[N] the received row of each grouped row"""
     grouped_of_received: NDArray[np.int32]
     """[N] the inverse"""
     size_of_instance: NDArray[np.int64]
@@ -86,26 +86,24 @@ class ReceiveTable(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CopyList:
-    """Copies of one layer as one rank sees them, among some consecutive ranks: those of its node, or all."""
+    """Copies of one layer that one rank holds or serves, among consecutive ranks: those of its node, or all."""
 
     layer: int
-    """MoE layer"""
     held_expert: NDArray[np.int32]
     """[n] copies in this rank's slots, by origin and expert: the order of slots"""
     held_origin: NDArray[np.int32]
     """[n] the rank each comes from"""
     served_expert: NDArray[np.int32]
-    """[k] copies that are made of this rank's instances, by target and expert"""
+    """[k] copies of this rank's instances, by target and expert"""
     served_target: NDArray[np.int32]
     """[k] the rank each goes to"""
     served_slot: NDArray[np.int64]
     """[k] its slot there"""
     num_in_node: int
-    """copies on all of these ranks; where it is 0 none of them moves anything"""
+    """copies that any of the ranks holds; 0: nothing is transferred"""
     first_rank: int
-    """of these ranks"""
+    """the first of the consecutive ranks"""
     num_ranks: int
-    """how many they are"""
 
     @cached_property
     def held_sizes(self) -> list[int]:
@@ -120,7 +118,7 @@ class CopyList:
         cls, layer: int, expert: NDArray[np.int32], origin: NDArray[np.int32], holder: NDArray[np.int32], rank: int,
         ranks: range,
     ) -> CopyList:  # fmt: skip
-        """Copies of experts, from origins to holders, as a rank sees them; ranks: those that exchange them with it."""
+        """The list of `rank` from the origin and holder of every copy; `ranks` exchange copies with each other."""
         order = np.lexsort((expert, origin, holder))
         expert, origin, holder = expert[order], origin[order], holder[order]
         held, served = np.flatnonzero(holder == rank), np.flatnonzero(origin == rank)
@@ -143,7 +141,6 @@ class Visit:
     """
 
     key: VisitKey
-    """which one"""
     home_of_expert: NDArray[np.int32]
     """[E]"""
     standing_expert: NDArray[np.int32]
@@ -213,12 +210,12 @@ class Visit:
         return ReceiveTable(received, grouped, counts_IR.sum(axis=1), counts_IR.sum(axis=0))
 
     def copy_list(self, rank: int, ranks: range) -> CopyList:
-        """Its flash copies as a rank sees them; ranks: those that exchange them with it."""
+        """The flash copies that a rank holds and serves; `ranks` exchange copies with each other."""
         return CopyList.of(self.key.layer, self.flash_expert, self.flash_origin, self.flash_rank, rank, ranks)
 
 
 def only_homes(placement: Placement, key: VisitKey) -> Visit:
-    """A visit without copies: no plan has it."""
+    """A visit without copies, for what runs outside any plan."""
     none, no_tokens = np.zeros(0, np.int32), np.zeros((0, placement.cluster.num_ranks), np.int32)
     return Visit(
         key=key, home_of_expert=placement.home_of_expert[key.layer], standing_expert=none,

@@ -147,32 +147,27 @@ def _factors(
 
 def measurements_of_run(model: MoEModel, events: Events, *, experts_per_rank: int) -> list[Measurement]:
     """Measurements of experts, links, copies and counts from a run's events."""
-    names = {Direction.FORWARD: "forward", Direction.BACKWARD: "backward", Direction.FORWARD_AGAIN: "forward"}
     shape = {"hidden": model.hidden, "expert_ffn": model.expert_ffn, "instances": experts_per_rank}
-    found: list[Measurement] = [
-        {
-            "kind": "experts", **shape, "direction": names[Direction(int(row["direction"]))],
-            "rows": int(row["tokens"]), "us": float(row["end_us"] - row["start_us"]),
-        }
-        for row in events.where(kind=Kind.EXPERTS)
-        if row["tokens"] > 0 and row["end_us"] > row["start_us"]
-    ]  # fmt: skip
-    found += _links_of_run(events)
-    for kind, name in ((Kind.FLASH_COPY, "copy_engine"), (Kind.COUNTS, "counts")):
-        found += [
-            {"kind": name, "bytes": int(row["bytes"]), "us": float(row["end_us"] - row["start_us"])}
-            for row in events.where(kind=kind)
-            if row["end_us"] > row["start_us"] and (name == "counts" or row["bytes"] > 0)
-        ]
-    return found
+    rows = events.rows[events.rows["end_us"] > events.rows["start_us"]]
+    found: list[Measurement] = []
+    for row in rows[np.isin(rows["kind"], (Kind.EXPERTS, Kind.FLASH_COPY, Kind.COUNTS))]:
+        us, size = float(row["end_us"] - row["start_us"]), int(row["bytes"])
+        if row["kind"] == Kind.COUNTS:
+            found.append({"kind": "counts", "us": us})
+        elif row["kind"] == Kind.FLASH_COPY and size > 0:
+            found.append({"kind": "copy_engine", "bytes": size, "us": us})
+        elif row["kind"] == Kind.EXPERTS and row["tokens"] > 0:
+            direction = "backward" if row["direction"] == Direction.BACKWARD else "forward"
+            found.append({"kind": "experts", **shape, "direction": direction, "rows": int(row["tokens"]), "us": us})
+    return found + _links_of_run(rows)
 
 
-def _links_of_run(events: Events) -> list[Measurement]:
+def _links_of_run(rows: NDArray[np.void]) -> list[Measurement]:
     """All-to-alls, each timed on the rank that arrived last: the others waited for it."""
-    rows = np.concatenate([events.where(kind=Kind.DISPATCH), events.where(kind=Kind.COMBINE)])
+    rows = rows[np.isin(rows["kind"], (Kind.DISPATCH, Kind.COMBINE)) & (rows["bytes"] > 0)]
     found: list[Measurement] = []
     for resource, name in ((Resource.NVLINK, "nvlink"), (Resource.NIC, "nic")):
-        chosen = rows[(rows["resource"] == resource) & (rows["bytes"] > 0) & (rows["end_us"] > rows["start_us"])]
+        chosen = rows[rows["resource"] == resource]
         keys = chosen[["kind", "stage", "direction", "layer", "micro_batch"]]
         took = chosen["end_us"] - chosen["start_us"]
         for key in np.unique(keys):

@@ -83,7 +83,7 @@ class Context:
 
 
 def context_of_lengths(answers: ArrayLike, prompts: ArrayLike = 0.0) -> Context:
-    """The context in a batch that is kept full with such answers, in tokens, to such prompts (each, or one number)."""
+    """The context in a batch kept full with answers and prompts of these lengths (one per answer, or one for all)."""
     a, p = np.broadcast_arrays(np.asarray(answers, np.float64), np.asarray(prompts, np.float64))
     if a.ndim != 1 or a.size == 0 or not np.isfinite(a).all() or a.min() < 1 or p.min() < 0 or a.max() + p.max() > 1e8:
         raise InputError("lengths must be a list of answers of 1 to 100 million tokens, and prompts of 0 or more")
@@ -111,7 +111,7 @@ def lognormal_context(*, prompt: float, median: float, sigma: float, limit: floa
 
 def context_of_file(path: Path, prompt: float | None = None) -> Context:
     """Lengths from JSON: a list of answers, {"answers": [...], "prompts": [...] or n}, or
-    {"percentiles": {"50": n, ...}, "prompts": n} of answers, straight between the given ones. prompt: of files without.
+    {"percentiles": {"50": n, ...}, "prompts": n} of answers, interpolated linearly. prompt: for files without prompts.
     """
     said = read_values(path)
     said = {"answers": said} if isinstance(said, list) else said
@@ -131,7 +131,7 @@ def context_of_file(path: Path, prompt: float | None = None) -> Context:
 
 
 def _between(length_of_share: dict[str, float]) -> NDArray[np.float64]:
-    """Answers with these percentiles."""
+    """Lengths of answers with these percentiles."""
     shares, lengths = np.array(sorted((float(k), float(v)) for k, v in length_of_share.items())).reshape(-1, 2).T
     if not (shares.size and shares[0] >= 0 and shares[-1] <= 100 and (np.diff(lengths) >= 0).all()):
         raise InputError("percentiles must be lengths that do not fall from 0 to 100")
@@ -156,7 +156,7 @@ class DecodeLaw:
     score_tflops: float
     """scores and their sums over values, where many heads share a cache"""
     sequence_us: float
-    """what each sequence adds besides: norms, rotations, writing its key and value"""
+    """cost per sequence: norms, rotations, writing its key and value"""
     experts: ExpertLaw
     """grouped products of few rows"""
     reduce_us: float
@@ -170,7 +170,7 @@ class DecodeLaw:
     factor_of_cache: dict[str, float] = field(default_factory=dict)
     """measured over predicted time of reading caches, by "key-value heads x numbers" of a token (such as "4x1024")"""
     factor_of_experts: dict[str, float] = field(default_factory=dict)
-    """the same of experts, by "hidden x FFN" (such as "2048x768")"""
+    """measured over predicted time of experts, by "hidden x FFN" (such as "2048x768")"""
 
     def __post_init__(self) -> None:
         for one in fields(self):
@@ -236,7 +236,7 @@ def check_decodes(model: MoEModel) -> None:
 
 
 def cached_tokens(model: MoEModel, tokens: Numbers, sequences: Numbers) -> Numbers:
-    """Tokens that the mean layer keeps of sequences with so many tokens together."""
+    """Tokens in the cache of the mean layer, for sequences that have `tokens` together."""
     if model.quadratic_share == 1:
         return tokens
     return model.quadratic_share * tokens + (1 - model.quadratic_share) * np.minimum(tokens, sequences * model.window)
@@ -272,7 +272,7 @@ def _scores_us(
 
 
 def _dense_us(model: MoEModel, law: DecodeLaw, weights: Numbers, batch: Numbers) -> Numbers:
-    """A product of `batch` rows with so many weights."""
+    """The product of `batch` rows with this many weights."""
     reading = weights * model.weight_bytes * 1e-3 / law.weight_gb_per_s
     return larger(reading, 2 * batch * weights * 1e-6 / law.dense_tflops, law.attention_bend)
 
@@ -289,7 +289,7 @@ def larger(a: Numbers, b: Numbers, bend: float) -> Numbers:
 def outer_us(
     model: MoEModel, law: DecodeLaw, context: Context, *, batch: Numbers, tensor: Numbers, nodes: Numbers
 ) -> Numbers:
-    """Dense layers and output head of one micro-batch, which no other part overlaps with for certain."""
+    """Dense layers and output head of one micro-batch; nothing is assumed to overlap with them."""
     dense = _dense_us(model, law, model.outer_parameters / tensor, batch)
     layer = law.attention_fixed_us + _scores_us(model, law, context, batch=batch, tensor=tensor, nodes=nodes)
     return dense + model.num_dense_layers * layer

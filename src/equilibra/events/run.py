@@ -161,7 +161,7 @@ def load_run(path: Path | str) -> Run:
     """Read a run; InputError if it is damaged or not a run folder."""
     path = Path(path)
     if not (path / "run.json").is_file():
-        raise InputError(f"{path} is no run folder (no run.json); make one with equilibra simulate --output {path}")
+        raise InputError(f"{path} is not a run folder (no run.json); make one with equilibra simulate --output {path}")
     about = read_values(path / "run.json")
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"cannot read {path}: it is not an {FORMAT}")

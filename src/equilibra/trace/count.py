@@ -134,15 +134,10 @@ class TraceSummary:
     """Sizes and imbalances of a recording on a cluster; imbalance is slowest over mean."""
 
     tokens: int
-    """T"""
     sequences: int
-    """S"""
     layers: int
-    """L"""
     experts: int
-    """E"""
     top_k: int
-    """experts per token"""
     tokens_without_routing: int
     """tokens that will be routed live"""
     groups: int | None
@@ -156,12 +151,10 @@ class TraceSummary:
     length_max: int
     """tokens of the longest sequence"""
     ranks: int
-    """R"""
     nodes: int
     tokens_per_microbatch: int
     """token budget of a micro-batch"""
     microbatches: int
-    """M"""
     imbalance_batch: float
     """imbalance of ranks over the whole batch, mean over layers"""
     imbalance_microbatch_mean: float

@@ -54,18 +54,15 @@ def load_trace(path: Path | str, *, num_experts: int | None = None, verify: bool
         is_folder, is_file = path.is_dir(), path.is_file()
     except (OSError, ValueError) as error:
         raise TraceFormatError(f"cannot open {path}: {error}") from error
-    if is_folder:
-        trace = open_trace(path, verify=verify)
-        if num_experts not in (None, trace.num_experts):
-            raise InputError(
-                f"{path} is a recording of {trace.num_experts} experts, not of the {num_experts} asked for"
-            )
-        return trace
-    if not is_file:
+    if not is_folder and not is_file:
         raise TraceFormatError(f"cannot open {path}: no such file or folder")
-    if path.suffix != ".npz":
+    if is_file and path.suffix != ".npz":
         raise TraceFormatError(f"cannot open {path}: a trace is a file NAME.npz or a folder NAME.eqtrace")
-    return read_npz(path, num_experts=num_experts)
+    trace = open_trace(path, verify=verify) if is_folder else read_npz(path, num_experts=num_experts)
+    if num_experts not in (None, trace.num_experts):
+        found = f"{path} is a recording of {trace.num_experts} experts"
+        raise TraceFormatError(f"{found}, not of the {num_experts} asked for")
+    return trace
 
 
 def save_trace(recording: Recording, path: Path | str, *, overwrite: bool = False) -> None:
@@ -79,9 +76,8 @@ def save_trace(recording: Recording, path: Path | str, *, overwrite: bool = Fals
         raise InputError(f"cannot write {path}: its name must end in .npz or .eqtrace")
 
 
-def read_npz(path: Path | str, *, num_experts: int | None = None) -> RoutingTrace:
-    """Read a trace; give `num_experts` if the file does not."""
-    path = Path(path)
+def read_npz(path: Path, *, num_experts: int | None = None) -> RoutingTrace:
+    """Read a trace; `num_experts` counts if the file does not say it."""
     try:
         with zipfile.ZipFile(path) as archive:
             return _read(archive, path, num_experts)
@@ -106,7 +102,7 @@ def _read(archive: zipfile.ZipFile, path: Path, num_experts: int | None) -> Rout
         )
     arrays = {name: _index_array(archive, name) for name in INDEX_DTYPES if name in present}
     if "num_experts" in present:
-        num_experts = _stored_num_experts(archive, num_experts)
+        num_experts = _stored_num_experts(archive)
     ids = _Member.find(archive, "ids")
     if ids.dtype.kind not in "iu" or len(ids.shape) != 3 or min(ids.shape) < 1:
         raise InputError(f"ids must be whole numbers [tokens, layers, k], all > 0, not {ids.dtype} {ids.shape}")
@@ -196,22 +192,16 @@ def _index_array(archive: zipfile.ZipFile, name: str) -> NDArray[Any]:
     return array.astype(np.int64)
 
 
-def _stored_num_experts(archive: zipfile.ZipFile, asked: int | None) -> int:
+def _stored_num_experts(archive: zipfile.ZipFile) -> int:
     member = _Member.find(archive, "num_experts")
     if member.shape not in ((), (1,)) or member.dtype.kind not in "iu":
         raise InputError(f"num_experts must be one whole number, not {member.dtype} {member.shape}")
     with archive.open("num_experts.npy") as file:
-        value = int(np.lib.format.read_array(file, allow_pickle=False).item())
-    if asked is not None and asked != value:
-        raise InputError(f"it is a recording of {value} experts, not of the {asked} asked for")
-    return value
+        return int(np.lib.format.read_array(file, allow_pickle=False).item())
 
 
-def write_npz(recording: Recording, path: Path | str, *, overwrite: bool = False) -> None:
+def write_npz(recording: Recording, path: Path, *, overwrite: bool = False) -> None:
     """Write any recording as a compressed `.npz`, a few MiB at a time; it appears at `path` when it is complete."""
-    path = Path(path)
-    if path.suffix != ".npz":
-        raise InputError(f"cannot write {path}: its name must end in .npz")
     with (
         atomic_file(path, overwrite=overwrite) as part,
         zipfile.ZipFile(part, "x", zipfile.ZIP_DEFLATED, compresslevel=1) as archive,

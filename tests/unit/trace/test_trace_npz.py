@@ -9,7 +9,7 @@ import pytest
 
 from equilibra.core.errors import InputError, TraceFormatError
 from equilibra.trace import open as open_module
-from equilibra.trace.open import read_npz, write_npz
+from equilibra.trace.open import load_trace, read_npz, write_npz
 
 
 @pytest.fixture
@@ -80,7 +80,7 @@ def test_unknown_number_of_experts_is_guessed_and_said(save, caplog):
     assert read_npz(save(num_experts=None), num_experts=32).num_experts == 32
     assert caplog.text == ""
     with pytest.raises(TraceFormatError, match="8 experts, not of the 32"):
-        read_npz(save(), num_experts=32)
+        load_trace(save(), num_experts=32)
 
 
 @pytest.mark.parametrize(
