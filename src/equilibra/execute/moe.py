@@ -64,15 +64,17 @@ class Router(nn.Module):
     def forward(
         self, tokens_TD: Tensor, recorded_TK: Tensor | None = None, *, complete: bool = True
     ) -> tuple[Tensor, Tensor]:
-        """Experts [T, K] and weights [T, K]; tokens without recorded experts (None, or -1) are routed live."""
+        """Experts [T, K] and weights [T, K]; tokens without recorded experts (None, or -1) are routed live.
+
+        complete: whether every token has recorded experts.
+        """
         scores_TE = self.scores(tokens_TD)
-        if recorded_TK is None:
-            experts_TK = choose_experts(scores_TE, self.spec, self.selection_bias)
-        elif complete:
+        if recorded_TK is not None and complete:
             experts_TK = recorded_TK.long()  # what gather takes
         else:
-            live_TK = choose_experts(scores_TE, self.spec, self.selection_bias)
-            experts_TK = torch.where(recorded_TK < 0, live_TK, recorded_TK)
+            experts_TK = choose_experts(scores_TE, self.spec, self.selection_bias)
+            if recorded_TK is not None:
+                experts_TK = torch.where(recorded_TK < 0, experts_TK, recorded_TK)
         return experts_TK, weigh_experts(scores_TE, experts_TK, self.spec.router)
 
 
@@ -185,26 +187,21 @@ class BalancedMoE(nn.Module):
             raise InputError(f"hidden states must be {self.spec.hidden} wide, not {tuple(hidden.shape)}")
         runtime, micro_batch = self.runtime, self.runtime.current
         flat_TD = hidden.reshape(-1, self.spec.hidden)
-        recorded = None
-        tokens_TD = flat_TD
         runtime.enter_layer(runtime.key(self.layer), direction_now())
+        tokens_TD, recorded_TK = flat_TD, None
         if micro_batch is not None:
-            tokens_TD = micro_batch.select(flat_TD)
-            recorded = micro_batch.experts(self.layer, hidden.device)
+            tokens_TD, recorded_TK = micro_batch.select(flat_TD), micro_batch.experts(self.layer, hidden.device)
         experts_TK, weights_TK = self.router(
-            tokens_TD, recorded, complete=micro_batch is not None and micro_batch.planned
+            tokens_TD, recorded_TK, complete=micro_batch is not None and micro_batch.planned
         )
-        out_TD = run_visit(runtime, self.layer, self._cast(tokens_TD), experts_TK, weights_TK)
+        kind, cast_TD = hidden.device.type, tokens_TD
+        if torch.is_autocast_enabled(kind):  # rows travel and are computed in its dtype
+            cast_TD = tokens_TD.to(torch.get_autocast_dtype(kind))
+        out_TD = run_visit(runtime, self.layer, cast_TD, experts_TK, weights_TK)
         if self.shared is not None:
             out_TD = out_TD + self.shared(tokens_TD)
         out_TD = out_TD if micro_batch is None else micro_batch.among_padding(out_TD, flat_TD)
         return out_TD.reshape(hidden.shape)
-
-    @staticmethod
-    def _cast(tokens_TD: Tensor) -> Tensor:
-        """Under autocast, rows travel and are computed in its dtype."""
-        kind = tokens_TD.device.type
-        return tokens_TD.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else tokens_TD
 
     @torch.no_grad()
     def load_reference(self, reference: ReferenceMoE) -> None:

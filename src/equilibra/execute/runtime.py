@@ -254,9 +254,11 @@ class Runtime:
             start = self.recorder.now()
             what = "summing experts' gradients over data-parallel groups"
             sums = [
-                self.group.sum(Channel.REPLICAS, gradient, what=what) for weights in self.weights
-                for name in weights.names if (gradient := weights.gradient_of(name)) is not None
-            ]  # fmt: skip
+                self.group.sum(Channel.REPLICAS, gradient, what=what)
+                for weights in self.weights
+                for name in weights.names
+                if (gradient := weights.gradient_of(name)) is not None
+            ]
             for under_way in sums:
                 under_way.wait()
             self.recorder.add(

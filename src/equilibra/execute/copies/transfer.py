@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import partial
-from time import perf_counter
 
 import numpy as np
 import torch
@@ -54,7 +53,7 @@ class SpareSlots:
     all ranks of a node.
     """
 
-    def __init__(self, *, num_slots: int, depth: int, row: Tensor, now: Callable[[], Moment] = perf_counter) -> None:
+    def __init__(self, *, num_slots: int, depth: int, row: Tensor, now: Callable[[], Moment]) -> None:
         self.num_slots, self._now = num_slots, now
         self._banks = [
             _Bank(rows_SP=torch.zeros(num_slots, row.numel(), dtype=row.dtype, device=row.device))
@@ -130,7 +129,7 @@ class Path(StrEnum):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Copied:
-    """The instances in this rank's node that flash copies are made of, by layer and expert."""
+    """The instances in this rank's node that a plan copies, by layer and expert."""
 
     layer: NDArray[np.int32]
     """[n]"""
@@ -165,7 +164,7 @@ def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Co
 
 
 class TransferEngine(ABC):
-    """One path. An engine only ever hands out the version of the weights that is asked for."""
+    """One path of flash copies. It only ever hands out the version of the weights that is asked for."""
 
     source: Sources
     """the homes and standing copies on this rank, which flash copies are made of"""
@@ -202,7 +201,7 @@ class TransferEngine(ABC):
 
 
 class CollectiveEngine(TransferEngine):
-    """Reads weights when they are fetched, so they are always of the current version."""
+    """All-to-all inside the node, on gloo and NCCL. Weights are read when fetched, so their version is always right."""
 
     def __init__(self, group: ExpertGroup, *, num_slots: int, row: Tensor, gradient_dtype: torch.dtype) -> None:
         self.group = group

@@ -56,7 +56,7 @@ class FlatLayout:
 
 
 class HomeExperts(Protocol):
-    """One layer's home experts on this rank, as copies are made of them: ours, or another framework's."""
+    """One layer's home experts on this rank, which copies are made of: ours, or another framework's."""
 
     @property
     def layout(self) -> FlatLayout: ...
@@ -66,7 +66,7 @@ class HomeExperts(Protocol):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Of copies' gradients: float32, or the weights' if it is wider"""
+        """Dtype of accumulated gradients: float32, or the weights' if it is wider."""
 
     @property
     def device(self) -> torch.device: ...
@@ -84,7 +84,7 @@ class HomeExperts(Protocol):
     def slot_of(self, expert: int) -> int: ...
 
     def check_version(self, layer: int) -> None:
-        """Raise StaleError if the weights are not those that copies may be made of; wait for them if they come."""
+        """Raise StaleError if the weights changed since copies were made of them; wait for weights on their way."""
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:
         """Copy an expert into its flat form."""
@@ -118,7 +118,7 @@ class ExpertWeights(nn.Module):
         return torch.from_numpy(self.experts.copy())
 
     def set_extra_state(self, state: Tensor) -> None:
-        """Nothing to do: `_check_experts` has compared it."""
+        """`_check_experts` has compared it."""
 
     @property
     def names(self) -> list[str]:
@@ -130,7 +130,6 @@ class ExpertWeights(nn.Module):
 
     @property
     def learns(self) -> bool:
-        """Whether any part is trained; equal on every rank."""
         return any(part.requires_grad for part in self.parts())
 
     @property
@@ -139,7 +138,6 @@ class ExpertWeights(nn.Module):
 
     @property
     def gradient_dtype(self) -> torch.dtype:
-        """Dtype of accumulated gradients: float32, or the weights' if it is wider."""
         return torch.promote_types(self.dtype, torch.float32)
 
     @property
@@ -177,7 +175,6 @@ class ExpertWeights(nn.Module):
         self._homes = None
 
     def write_flat(self, expert: int, row_P: Tensor) -> None:
-        """Copy an expert into its flat form."""
         slot, row = self.slot_of(expert), row_P[None]
         with torch.no_grad():
             for name in self.names:
@@ -185,7 +182,6 @@ class ExpertWeights(nn.Module):
 
     @torch.no_grad()
     def add_gradient(self, expert: int, *rows_P: Tensor) -> None:
-        """Add flat gradients to that of a home expert, in order."""
         slot = self.slot_of(expert)
         for name in self.names:
             gradient = self.gradient_of(name)
@@ -224,7 +220,6 @@ class ExpertWeights(nn.Module):
         self._stamp = tuple(self._versions())
 
     def check_version(self, layer: int) -> None:
-        """Raise StaleError if the weights have changed since `note_version`."""
         if self._stamp is not None and self._stamp != tuple(self._versions()):
             raise StaleError(
                 f"the experts of MoE layer {layer} have changed since their copies were made: call "

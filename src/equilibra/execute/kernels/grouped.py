@@ -65,7 +65,7 @@ SUM_COST, STORE_COST = 200, 60
 450, and less for dx: see `measure_ends.py`; with that programs end no sooner)"""
 HALF_COST = 0.55
 """cost of half a tile of dx over that of a whole one, also where it lies beyond the width"""
-SMALL = Tile(bn=32, bk=32, warps=4, stages=2, bm=BM)
+SMALL = Tile(bn=32, bk=32, warps=4, stages=2)
 """for 4-byte dtypes, whose tiles take twice the memory"""
 
 

@@ -103,13 +103,14 @@ class Balancer:
         sequence, from 0 without gaps over all ranks; None: all 0.
         """
         if self._ahead is not None or self._closed:
-            reason = "this balancer is closed" if self._closed else "a step is prepared already: begin() it first"
-            raise InputError(reason)
+            raise InputError(
+                "this balancer is closed" if self._closed else "a step is prepared already: begin() it first"
+            )
         runtime, spec = self.runtime, self.runtime.spec
         layers = len(runtime.weights)
         lengths = np.zeros(0, np.int64) if routing is None else routing.length_of_sequence
         mini = np.zeros(lengths.size, np.int64)
-        if mini_batches is not None and (lengths.size or np.size(mini_batches)):  # [] has floats, says numpy
+        if mini_batches is not None and (lengths.size or np.size(mini_batches)):  # numpy makes [] floats
             mini = np.asarray(mini_batches)
         runtime.group.all_succeed(
             lambda: check_routing(routing, mini, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k),
@@ -206,7 +207,9 @@ class Balancer:
             )
         check_experts_are_whole(self.runtime)
         if module is not None:
-            self._compare_replicas(module)
+            if self._sums % COMPARE_EVERY == 0:
+                check_replicated(module, self.runtime)
+            self._sums += 1
         self.runtime.finish_gradients()
         if module is not None:
             dense = dense_parameters(module, self.runtime)
@@ -216,12 +219,6 @@ class Balancer:
         self._attached.gradients_are_summed(dense=module is not None or scaler is not None)
         if scaler is not None:
             self._attached.unscale(scaler)
-
-    def _compare_replicas(self, module: nn.Module) -> None:
-        """Collective: check every COMPARE_EVERY sums that dense weights are equal on all ranks."""
-        if self._sums % COMPARE_EVERY == 0:
-            check_replicated(module, self.runtime)
-        self._sums += 1
 
     def discard_gradients(self, module: nn.Module) -> None:
         """Drop all gradients, including those of copies, which `zero_grad` does not reach."""

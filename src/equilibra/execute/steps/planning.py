@@ -113,7 +113,7 @@ class BalancerSetting(PlannerSetting):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class PlannedStep:
-    """A plan, and what the runtime needs with it."""
+    """A plan, with the loads and groups that the runtime needs to execute it."""
 
     plan: StepPlan
     """always with a schedule"""
@@ -176,16 +176,13 @@ def _check_mini_batches(planner: str, schedule: Schedule, mini_batch_of_sequence
 
 
 def _groups(schedule: Schedule, own: OwnSchedule, num_groups: int) -> NDArray[np.int64]:
-    """[M] groups of the own schedule if the planner kept it; else groups take turns within each mini-batch."""
-    if schedule is own.schedule or _same(schedule, own.schedule):
+    """[M] group that runs each: the given schedule's if the planner kept it, else in turns within each mini-batch."""
+    kept = own.schedule
+    if np.array_equal(schedule.micro_batch_of_sequence, kept.micro_batch_of_sequence) and np.array_equal(
+        schedule.rank_of_sequence, kept.rank_of_sequence
+    ):
         return own.group_of_micro_batch
     return turn_in_mini_batch(schedule) % num_groups
-
-
-def _same(one: Schedule, other: Schedule) -> bool:
-    return np.array_equal(one.micro_batch_of_sequence, other.micro_batch_of_sequence) and np.array_equal(
-        one.rank_of_sequence, other.rank_of_sequence
-    )
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
