@@ -1,13 +1,13 @@
-"""Watch: threads on every rank that turn a lost rank into an error instead of a hang.
+"""Threads on every rank that turn a lost rank into an error instead of a hang.
 
 On GPUs a collective's `wait()` blocks a stream, not the host; a stream waits forever for a dead rank, and so does the
 host once it synchronises. So:
 
     expect   the group registers everything a device waits for: collectives, returning gradients
     ask      one thread asks the device what is done. Asking may block: CUDA answers nobody while it loads a kernel, and
-             loading may wait for all that runs, a collective without its peer included
-    look     every TICK_S another one checks whether the oldest that is not done is older than timeout_s, whether a
-             communicator has failed, and whether another rank has told the store why it failed
+             loading may wait for all that runs, including a collective without its peer
+    look     every TICK_S another thread checks whether the oldest unfinished operation is older than timeout_s, whether
+             a communicator has failed, and whether another rank has told the store why it failed
     lose     it then tells the store (the first cause stays), raises the node's device signals and aborts the
              communicators, so that everything that waits on a device, or for one, goes on
     check    the next call of the group raises RankLostError with the cause
@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import cached_property
 from threading import Event, Lock, Thread
 from time import monotonic, sleep
 from typing import Any, TypeVar
@@ -78,8 +79,6 @@ class Watch:
         self._device_error = ""
         self.cause: str | None = None
         """why the ranks cannot continue"""
-        self._who: str | None = None
-        """result of the roll call, once made"""
         self._device: torch.device | None = None
 
     # --- operations in flight ---
@@ -139,7 +138,7 @@ class Watch:
     def lost(self, what: str, reason: str = "") -> RankLostError:
         """The error of a call that cannot finish, with the first cause any rank reported."""
         self._lose(reason or f"cannot finish {what}")
-        return RankLostError(f"{what} did not finish: {self.cause}{self._roll_call()}; {ADVICE}")
+        return RankLostError(f"{what} did not finish: {self.cause}{self._absent}; {ADVICE}")
 
     def fail(self, error: BaseException) -> None:
         """Tell the other ranks why this one fails, so that nobody waits for it."""
@@ -185,7 +184,7 @@ class Watch:
         for release in releases:
             release()
         if self._threads:
-            self._answer()
+            self._asked(lambda store: store.set(f"here {self.rank}", ""))
         threads = [Thread(target=_abort, args=(backend,), daemon=True) for backend in backends]
         for thread in threads:  # all at once: each waits for the device, which may wait for another one
             thread.start()
@@ -193,16 +192,9 @@ class Watch:
         for thread in threads:
             thread.join(max(0.0, end - monotonic()))
 
-    def _answer(self) -> None:
-        self._asked(lambda store: store.set(f"here {self.rank}", ""))
-
-    def _roll_call(self) -> str:
-        """Which ranks do not answer, if the cause does not say it."""
-        if self._who is None:
-            self._who = self._absent()
-        return self._who
-
+    @cached_property
     def _absent(self) -> str:
+        """Which ranks do not answer a roll call, if the cause does not say it."""
         if not self._threads or " failed with " in (self.cause or ""):
             return ""
 

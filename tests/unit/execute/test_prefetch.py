@@ -80,16 +80,16 @@ def test_copies_are_dropped_with_the_weights_they_were_made_of():
     assert engine.fetched[0].waited, "the buffer is written to no more"
     assert not slots.has(key)
     assert slots.num_arriving == 0
-    assert slots.take(key, list_of(2), engine, 2).rows_nP.tolist() == [[2.0] * 3] * 2
+    assert slots.take(key, list_of(2), engine, 2)[0].tolist() == [[2.0] * 3] * 2
     assert len(engine.fetched) == 2
-    again = slots.take(key, list_of(2), engine, 2)
+    again, _ = slots.take(key, list_of(2), engine, 2)
     assert len(engine.fetched) == 2, "what is here is not fetched again"
-    assert again.rows_nP.tolist() == [[2.0] * 3] * 2
+    assert again.tolist() == [[2.0] * 3] * 2
 
 
 def test_as_many_copies_as_slots_fit_and_no_more():
     slots, engine = slots_of(), Engine()
     for count in (1, 2):
-        assert len(slots.take(VisitKey(Stage.UPDATE, count, 0), list_of(count), engine, 1).rows_nP) == count
+        assert len(slots.take(VisitKey(Stage.UPDATE, count, 0), list_of(count), engine, 1)[0]) == count
     with pytest.raises(BudgetError, match="puts 3 flash copies on a rank with 2 spare slots"):
         slots.start(VisitKey(Stage.UPDATE, 3, 0), list_of(3), engine, 1)

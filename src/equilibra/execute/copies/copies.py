@@ -179,17 +179,17 @@ class Copies:
         start = self.recorder.now()
         arrived = self.standing.wait(key.layer)
         if arrived is not None:
-            once, span = VisitKey.once(key.layer, key.stage), (self.standing.asked[key.layer], self.recorder.now())
-            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, span, arrived, num_bytes=self._row.nbytes)
+            once, fetched = VisitKey.once(key.layer, key.stage), (self.standing.asked[key.layer], self.recorder.now())
+            self.recorder.moved(Kind.STANDING_COPY, Resource.NIC, once, fetched, arrived, num_bytes=self._row.nbytes)
         copies, path = self.list_of(key), self._path[key.stage]
-        taken = self._slots.take(key, copies, self._engines[path], self.version)
-        if taken.span is not None:
-            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], key, taken.span, copies, num_bytes=self._row.nbytes)
-        if len(taken.rows_nP) or self.standing.num_held(key.layer):
+        rows_nP, span = self._slots.take(key, copies, self._engines[path], self.version)
+        if span is not None:
+            self.recorder.moved(Kind.FLASH_COPY, LINKS[path], key, span, copies, num_bytes=self._row.nbytes)
+        if len(rows_nP) or self.standing.num_held(key.layer):
             self.recorder.add(Kind.WAIT, Resource.COMPUTE, key, direction, start, self.recorder.now())
         for there in self._order(key, direction):
             self.start(there)
-        return taken.rows_nP
+        return rows_nP
 
     def start(self, key: VisitKey) -> None:
         """Start fetching a visit's copies, unless they are here or on their way."""

@@ -35,16 +35,6 @@ class _Bank:
     started: Moment | None = None
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Taken:
-    """Flash copies that have arrived."""
-
-    rows_nP: Tensor
-    """[n, P]"""
-    span: Span | None
-    """from request to arrival; None if they were taken before"""
-
-
 class SpareSlots:
     """One buffer per rank for the flash copies of all layers: `depth + 1` banks, least recently used first.
 
@@ -89,9 +79,10 @@ class SpareSlots:
         bank.arriving = engine.fetch(copies, version, bank.rows_SP[:count])
         self._banks.append(bank)
 
-    def take(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> Taken:
+    def take(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> tuple[Tensor, Span | None]:
+        """[n, P] copies, once they are here, and the span from request to arrival (None if they were taken before)."""
         if copies.num_in_node == 0:
-            return Taken(rows_nP=self._banks[0].rows_SP[:0], span=None)
+            return self._banks[0].rows_SP[:0], None
         self.start(key, copies, engine, version)
         at = next(i for i, bank in enumerate(self._banks) if bank.key == key)
         bank = self._banks.pop(at)
@@ -101,7 +92,7 @@ class SpareSlots:
         if arriving is not None:
             arriving.wait()
         span = None if started is None else getattr(arriving, "span", (started, self._now()))
-        return Taken(rows_nP=bank.rows_SP[: copies.held_expert.size], span=span)
+        return bank.rows_SP[: copies.held_expert.size], span
 
     def forget(self) -> None:
         """Drop all copies: the weights have changed."""

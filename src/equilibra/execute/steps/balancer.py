@@ -65,7 +65,7 @@ class _Ahead:
 
 
 class Balancer:
-    """Plans steps, moves homes and arms the runtime; one per model and rank."""
+    """Plans steps, moves homes and arms the runtime. A model has one on every rank."""
 
     def __init__(
         self, runtime: Runtime, setting: BalancerSetting, *,
@@ -87,12 +87,8 @@ class Balancer:
         self._closed = False
         num_nodes = runtime.group.cluster.num_nodes
         self._rates = setting.on(device_name(runtime.gpu)).rates_of(_model_of(runtime), num_nodes=num_nodes)
-        self._hooks = [
-            hook for one in self.optimizers
-            for hook in (
-                one.register_step_pre_hook(self._before_optimizer), one.register_step_post_hook(self._after_optimizer)
-            )
-        ]  # fmt: skip
+        self._hooks = [one.register_step_pre_hook(self._before_optimizer) for one in self.optimizers]
+        self._hooks += [one.register_step_post_hook(self._after_optimizer) for one in self.optimizers]
 
     # --- plans ---
 

@@ -1,4 +1,4 @@
-"""Masters: float32 weights beside weights of low precision, for the optimizer to work on.
+"""Masters: float32 copies of low-precision weights, for the optimizer to work on.
 
     masters = float32_masters(model)
     optimizer = torch.optim.AdamW(masters_or_parameters(model, masters))
@@ -37,17 +37,11 @@ class Attached:
 
     def __init__(self, optimizers: Sequence[torch.optim.Optimizer], masters: Masters, runtime: Runtime) -> None:
         self.optimizers, self.masters, self.runtime = list(optimizers), masters, runtime
-        held = [{id(parameter) for parameter in _held(one)} for one in self.optimizers]
-        _check_experts(runtime, set().union(*held), masters)
-        self._masters_of = {
-            id(one): {p: master for p, master in masters.items() if id(master) in ids}
-            for one, ids in zip(self.optimizers, held, strict=True)
-        }
-        _check_masters(masters, set().union(*held))
+        held = {id(parameter) for one in self.optimizers for parameter in _held(one)}
+        _check_experts(runtime, held, masters)
+        _check_masters(masters, held)
         accumulate_in_masters_type(masters)
         runtime.masters = masters
-        parts = {id(masters.get(part, part)) for weights in runtime.weights for part in weights.parts()}
-        self._experts_of = {id(one): bool(parts & ids) for one, ids in zip(self.optimizers, held, strict=True)}
         self._handed: set[nn.Parameter] = set()
         """parameters whose masters have the summed gradient"""
         self._waiting: list[torch.optim.Optimizer] = []
@@ -56,7 +50,12 @@ class Attached:
 
     def holds_experts(self, optimizer: torch.optim.Optimizer) -> bool:
         """Whether this optimizer's step changes experts."""
-        return self._experts_of[id(optimizer)]
+        parts = {id(self.masters.get(part, part)) for weights in self.runtime.weights for part in weights.parts()}
+        return any(id(parameter) in parts for parameter in _held(optimizer))
+
+    def _masters_of(self, optimizer: torch.optim.Optimizer) -> Masters:
+        held = {id(parameter) for parameter in _held(optimizer)}
+        return {parameter: master for parameter, master in self.masters.items() if id(master) in held}
 
     @property
     def summed(self) -> bool:
@@ -88,7 +87,7 @@ class Attached:
 
     def before_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Hand over gradients that masters do not have yet."""
-        own = self._masters_of[id(optimizer)]
+        own = self._masters_of(optimizer)
         late = [parameter for parameter in own if parameter in self._handed and parameter.grad is not None]
         if late:
             raise ExecuteError(
@@ -100,7 +99,7 @@ class Attached:
 
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
         """Write back the weights whose masters this optimizer changed."""
-        own = self._masters_of[id(optimizer)]
+        own = self._masters_of(optimizer)
         write_weights(own)
         self._handed -= set(own)
         self._waiting = [one for one in self._waiting if one is not optimizer]
