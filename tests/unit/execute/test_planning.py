@@ -13,8 +13,7 @@ from equilibra.core.plan import GroupPlan, Stage
 from equilibra.cost.rates import Rates
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.steps.balancer import BalancerSetting
-from equilibra.execute.steps.counts import StepCounts, check_routing
-from equilibra.execute.steps.planning import own_schedule, plan_of_counts, warm
+from equilibra.execute.steps.planning import StepCounts, check_routing, own_schedule, plan_of_counts, warm
 from equilibra.plan.baselines.fixed import Static
 
 RANKS, GROUPS, EXPERTS, LAYERS = 2, 2, 8, 2

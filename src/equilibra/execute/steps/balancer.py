@@ -34,7 +34,6 @@ from equilibra.execute.group import device_name
 from equilibra.execute.record import Moment
 from equilibra.execute.runtime import Runtime
 from equilibra.execute.state.migrate import migrate, optimizer_tensors
-from equilibra.execute.steps.counts import StepCounts, check_routing, gather_counts, recorded_experts
 from equilibra.execute.steps.gradients import (
     check_experts_are_whole,
     check_replicated,
@@ -44,7 +43,15 @@ from equilibra.execute.steps.gradients import (
     sum_dense_gradients,
 )
 from equilibra.execute.steps.masters import Attached
-from equilibra.execute.steps.planning import BalancerSetting, PlannedStep, plan_of_counts
+from equilibra.execute.steps.planning import (
+    BalancerSetting,
+    PlannedStep,
+    StepCounts,
+    check_routing,
+    gather_counts,
+    plan_of_counts,
+    recorded_experts,
+)
 from equilibra.execute.steps.step import Step, begin_step
 from equilibra.trace.routing import RoutingTrace
 

@@ -1,6 +1,9 @@
-"""Plan a step from the counts of all ranks' sequences: the plan, and the group that runs each micro-batch.
+"""Plan a step: gather the counts of all ranks' sequences, make the plan, and choose the group of each micro-batch.
 
-No communication here: every rank makes the same plan from the same counts, in the background.
+Symbols: S sequences of all ranks, T tokens, L layers, E experts, K experts per token, M micro-batches. Sequences are
+numbered by rank, then in the rank's own order.
+
+Planning itself communicates nothing: every rank makes the same plan from the same counts, in the background.
 """
 
 from __future__ import annotations
@@ -15,82 +18,108 @@ import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import MOST_SLOTS, check_whole
-from equilibra.core.errors import BudgetError, PlanError
-from equilibra.core.load import Schedule, StepLoad, static_imbalance, step_load
+from equilibra.core.errors import BudgetError, InputError, PlanError
+from equilibra.core.load import Schedule, SequenceLoad, StepLoad, check_mini_batches, static_imbalance, step_load
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StepPlan
+from equilibra.core.visit import signed_ids
 from equilibra.cost.presets import AUTO, prices_of
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.kernels.shares import launches_of
-from equilibra.execute.steps.counts import StepCounts, recorded_experts
 from equilibra.plan.pack import turn_in_mini_batch
 from equilibra.plan.planner import PlannerSetting, StepProblem
 from equilibra.plan.step import Equilibra, late_stages
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.routing import RoutingTrace
 
-SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
-
-
-def warm(num_nodes: int) -> None:
-    """Compile the code of a step once, in the process that ranks are forked from, by planning a made-up step.
-
-    More than two nodes use the code of two. Leaves no thread behind, so the process may fork.
-    """
-    random = np.random.default_rng(0)
-    popular = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (SEQUENCES * TOKENS * LAYERS, 1)), axis=1)
-    ids = np.where(popular[:, :TOP_K] > 3, popular[:, :TOP_K] - 3, popular[:, :TOP_K])
-    ids[:, 1] = (ids[:, 0] + 1) % EXPERTS
-    trace = RoutingTrace(
-        ids=ids.reshape(-1, LAYERS, TOP_K), offsets=np.arange(SEQUENCES + 1, dtype=np.int64) * TOKENS,
-        num_experts=EXPERTS,
-    )  # fmt: skip
-    nodes = min(num_nodes, 2)
-    cluster = Cluster(num_nodes=nodes, ranks_per_node=4 // nodes)
-    loads = sequence_loads(trace)
-    mini_batches = np.arange(SEQUENCES) % 2
-    owner = np.repeat(np.arange(4), SEQUENCES // 4)
-    own = own_schedule(loads.length_of_sequence, owner, mini_batches, num_ranks=4, tokens_per_rank=4 * TOKENS)
-    problem = StepProblem(
-        cluster=cluster, sequences=loads, schedule=own.schedule, tokens_per_rank=4 * TOKENS,
-        mini_batch_of_sequence=mini_batches, spare_slots=2, standing_slots=2, rates=Rates.free(),
-        previous=contiguous(cluster, num_layers=LAYERS, num_experts=EXPERTS),
-    )  # fmt: skip
-    plan = Equilibra(threads=1).plan(problem)
-    assert plan.schedule is not None
-    load = step_load(loads, plan.schedule, cluster)
-    _warm_scarce(cluster)
-    visit = plan.visit(Stage.UPDATE, 0, 0)
-    visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
-    visit.receive_table(0, visit.counts(load, 0))
-    launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
-
-
-def _warm_scarce(cluster: Cluster) -> None:
-    """Plan a step whose copy slots do not suffice, at the prices of real links: both choose other code."""
-    num_experts = 8 * cluster.num_ranks
-    tokens_MLER = np.zeros((1, 1, num_experts, cluster.num_ranks), np.int32)
-    tokens_MLER[:, :, :8] = np.arange(20, 28)[:, None]  # all on the first rank: another can take one of eight
-    model = MoEModel(
-        name="made up", num_layers=1, hidden=64, expert_ffn=32, num_experts=num_experts, top_k=TOP_K, weight_bytes=2
-    )
-    rates = rates_for(model, prices_of(AUTO), num_nodes=cluster.num_nodes)
-    problem = StepProblem(
-        cluster=cluster, given_load=StepLoad(tokens_MLER=tokens_MLER), rates=rates, spare_slots=1,
-        previous=contiguous(cluster, num_layers=1, num_experts=num_experts), max_moves_per_layer=0,
-    )  # fmt: skip
-    Equilibra(threads=1).plan(problem)
-
-
-def cache_folder() -> Path | None:
-    """Where numba keeps the compiled code; None if it keeps none."""
-    found: Any = getattr(launches_of, "stats", None)  # absent under NUMBA_DISABLE_JIT
-    return Path(found.cache_path) if found is not None and found.cache_path else None
-
-
 STATIC = "static"
+"""the planner that switches balancing off"""
+
+
+# --- counts ---
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class StepCounts:
+    """Lengths and loads of all ranks' sequences."""
+
+    sequences: SequenceLoad
+    """loads and lengths"""
+    unrecorded_of_sequence: NDArray[np.int64]
+    """[S] tokens whose routing is missing or cannot be replayed"""
+    mini_batch_of_sequence: NDArray[np.int64]
+    """[S] optimizer step of each sequence"""
+    first_of_rank: NDArray[np.int64]
+    """[world + 1] first sequence number of each rank"""
+
+    @property
+    def rank_of_sequence(self) -> NDArray[np.int64]:
+        """[S] world rank that owns each sequence."""
+        return np.repeat(np.arange(self.first_of_rank.size - 1), np.diff(self.first_of_rank))
+
+
+def recorded_experts(routing: RoutingTrace) -> NDArray[np.signedinteger]:
+    """[T, L, K] experts to replay; -1 for tokens without recorded routing, or with an expert twice (filler rows)."""
+    experts = routing.ids.astype(signed_ids(routing.num_experts))
+    ordered = np.sort(experts, axis=2)
+    live = (ordered[:, :, 1:] == ordered[:, :, :-1]).any(axis=(1, 2))
+    if routing.recorded is not None:
+        live |= ~routing.recorded
+    experts[live] = -1
+    return experts
+
+
+def check_routing(
+    routing: RoutingTrace | None, mini_batches: NDArray[np.integer], *, num_layers: int, num_experts: int, top_k: int
+) -> None:
+    """Raise InputError if the routing does not fit the model, or not every sequence has a mini-batch."""
+    num_sequences = 0 if routing is None else routing.length_of_sequence.size
+    check_mini_batches(mini_batches, num_sequences, complete=False)
+    if routing is not None:
+        found, required = (*routing.shape[1:], routing.num_experts), (num_layers, top_k, num_experts)
+        if found != required:
+            raise InputError(
+                f"the routing is of another model: it has {found[0]} layers with {found[1]} of {found[2]} experts per "
+                f"token, the model {required[0]} with {required[1]} of {required[2]}"
+            )
+
+
+def gather_counts(
+    group: ExpertGroup, routing: RoutingTrace | None, experts_TLK: NDArray[np.signedinteger],
+    mini_batches: NDArray[np.integer], *, num_layers: int, num_experts: int,
+) -> StepCounts:  # fmt: skip
+    """Collective: counts of all ranks' sequences. A rank without sequences passes None as routing."""
+    mine = np.zeros((0, 3), np.int64)
+    loads = np.zeros((0, num_layers, num_experts), np.int32)
+    if routing is not None:
+        live_T = experts_TLK[:, 0, 0] < 0
+        known = RoutingTrace(
+            ids=routing.ids,
+            offsets=routing.offsets,
+            num_experts=num_experts,
+            recorded=~live_T if live_T.any() else None,
+        )
+        loads = sequence_loads(known).tokens_SLE
+        unrecorded = np.add.reduceat(live_T.astype(np.int64), routing.offsets[:-1])
+        mine = np.stack([routing.length_of_sequence, unrecorded, mini_batches.astype(np.int64)], axis=1)
+    every = group.gather(mine, what="gathering lengths of sequences")
+    lengths, unrecorded_of_sequence, mini_batch_of_sequence = np.concatenate(every).astype(np.int64).T.copy()
+    if lengths.size == 0:
+        raise InputError("cannot plan a step: no rank has a sequence")
+    check_mini_batches(mini_batch_of_sequence, lengths.size)
+    narrow = np.uint16 if lengths.max() < 2**16 else np.int32
+    gathered = group.gather(loads.astype(narrow), what="gathering counts of routing")
+    return StepCounts(
+        sequences=SequenceLoad(tokens_SLE=np.concatenate(gathered).astype(np.int32), length_of_sequence=lengths),
+        unrecorded_of_sequence=unrecorded_of_sequence,
+        mini_batch_of_sequence=mini_batch_of_sequence,
+        first_of_rank=np.concatenate([[0], np.cumsum([len(part) for part in every])]),
+    )
+
+
+# --- the plan ---
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -225,3 +254,65 @@ def own_schedule(
         ),
         group_of_micro_batch=keys_of_micro_batch[2],
     )
+
+
+# --- warm-up ---
+
+SEQUENCES, TOKENS, LAYERS, EXPERTS, TOP_K = 32, 12, 2, 8, 2
+"""of a made-up step"""
+
+
+def warm(num_nodes: int) -> None:
+    """Compile the code of a step once, in the process that ranks are forked from, by planning a made-up step.
+
+    More than two nodes use the code of two. Leaves no thread behind, so the process may fork.
+    """
+    random = np.random.default_rng(0)
+    popular = random.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (SEQUENCES * TOKENS * LAYERS, 1)), axis=1)
+    ids = np.where(popular[:, :TOP_K] > 3, popular[:, :TOP_K] - 3, popular[:, :TOP_K])
+    ids[:, 1] = (ids[:, 0] + 1) % EXPERTS
+    trace = RoutingTrace(
+        ids=ids.reshape(-1, LAYERS, TOP_K), offsets=np.arange(SEQUENCES + 1, dtype=np.int64) * TOKENS,
+        num_experts=EXPERTS,
+    )  # fmt: skip
+    nodes = min(num_nodes, 2)
+    cluster = Cluster(num_nodes=nodes, ranks_per_node=4 // nodes)
+    loads = sequence_loads(trace)
+    mini_batches = np.arange(SEQUENCES) % 2
+    owner = np.repeat(np.arange(4), SEQUENCES // 4)
+    own = own_schedule(loads.length_of_sequence, owner, mini_batches, num_ranks=4, tokens_per_rank=4 * TOKENS)
+    problem = StepProblem(
+        cluster=cluster, sequences=loads, schedule=own.schedule, tokens_per_rank=4 * TOKENS,
+        mini_batch_of_sequence=mini_batches, spare_slots=2, standing_slots=2, rates=Rates.free(),
+        previous=contiguous(cluster, num_layers=LAYERS, num_experts=EXPERTS),
+    )  # fmt: skip
+    plan = Equilibra(threads=1).plan(problem)
+    assert plan.schedule is not None
+    load = step_load(loads, plan.schedule, cluster)
+    _warm_scarce(cluster)
+    visit = plan.visit(Stage.UPDATE, 0, 0)
+    visit.send_table(recorded_experts(trace)[:TOKENS, 0], 0)
+    visit.receive_table(0, visit.counts(load, 0))
+    launches_of(np.array([40, 9]), np.array([4, 6]), 20, 32, 200, 100, 60, 3)
+
+
+def _warm_scarce(cluster: Cluster) -> None:
+    """Plan a step whose copy slots do not suffice, at the prices of real links: both choose other code."""
+    num_experts = 8 * cluster.num_ranks
+    tokens_MLER = np.zeros((1, 1, num_experts, cluster.num_ranks), np.int32)
+    tokens_MLER[:, :, :8] = np.arange(20, 28)[:, None]  # all on the first rank: another can take one of eight
+    model = MoEModel(
+        name="made up", num_layers=1, hidden=64, expert_ffn=32, num_experts=num_experts, top_k=TOP_K, weight_bytes=2
+    )
+    rates = rates_for(model, prices_of(AUTO), num_nodes=cluster.num_nodes)
+    problem = StepProblem(
+        cluster=cluster, given_load=StepLoad(tokens_MLER=tokens_MLER), rates=rates, spare_slots=1,
+        previous=contiguous(cluster, num_layers=1, num_experts=num_experts), max_moves_per_layer=0,
+    )  # fmt: skip
+    Equilibra(threads=1).plan(problem)
+
+
+def cache_folder() -> Path | None:
+    """Where numba keeps the compiled code; None if it keeps none."""
+    found: Any = getattr(launches_of, "stats", None)  # absent under NUMBA_DISABLE_JIT
+    return Path(found.cache_path) if found is not None and found.cache_path else None

@@ -1,6 +1,8 @@
 """One step under way: its plan, the micro-batches this rank runs, and what happened in them.
 
 Symbols: S sequences, T tokens, M micro-batches, L layers, E experts, K experts per token, R ranks, P passes.
+
+Routing and data of a sequence travel only from the rank that owns it to the rank that runs it.
 """
 
 from __future__ import annotations
@@ -20,10 +22,75 @@ from equilibra.core.plan import GroupPlan, Stage, StepPlan
 from equilibra.core.visit import signed_ids
 from equilibra.events.run import PASSES, PlannerRecord, columns_of_plan
 from equilibra.events.schema import Direction, Events, Kind
+from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.micro_batch import MicroBatch
 from equilibra.execute.runtime import Runtime
-from equilibra.execute.steps.counts import Route, StepCounts, send_sequences
-from equilibra.execute.steps.planning import PlannedStep
+from equilibra.execute.steps.planning import PlannedStep, StepCounts
+
+# --- data of sequences ---
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Route:
+    """The world ranks that own and that run each sequence."""
+
+    owner_of_sequence: NDArray[np.int64]
+    """[S]"""
+    runner_of_sequence: NDArray[np.int64]
+    """[S]"""
+
+    def owned(self, rank: int) -> NDArray[np.int64]:
+        return np.flatnonzero(self.owner_of_sequence == rank)
+
+    def run(self, rank: int) -> NDArray[np.int64]:
+        return np.flatnonzero(self.runner_of_sequence == rank)
+
+    def back(self) -> Route:
+        """The reverse route, from runners to owners."""
+        return Route(owner_of_sequence=self.runner_of_sequence, runner_of_sequence=self.owner_of_sequence)
+
+
+def send_sequences(group: ExpertGroup, route: Route, values: Sequence[Tensor]) -> list[Tensor]:
+    """Collective: one tensor [n, ...] per owned sequence in, one per sequence run here out; only n may differ."""
+    me, world = group.world_rank, group.world_size
+    mine = route.owned(me)
+    if len(values) != mine.size:
+        raise InputError(
+            f"cannot send {len(values)} tensors for the {mine.size} sequences of this rank: give one tensor for each"
+        )
+    rest, dtype = _common_form(group, values)
+    row_bytes = int(np.prod(rest, dtype=np.int64)) * dtype.itemsize
+    own_lengths = np.array([len(value) for value in values], np.int64)
+    lengths = np.zeros(route.owner_of_sequence.size, np.int64)
+    by_owner = np.argsort(route.owner_of_sequence, kind="stable")  # gathered by rank; on the way back not by number
+    lengths[by_owner] = np.concatenate(group.gather(own_lengths, what="gathering lengths of sequences' data"))
+    order = mine[np.lexsort((mine, route.runner_of_sequence[mine]))]
+    on_host = [values[int(np.searchsorted(mine, s))].detach().cpu().contiguous() for s in order]
+    flat = [value.view(-1).view(torch.uint8) for value in on_host]
+    sent = torch.cat(flat) if flat else torch.empty(0, dtype=torch.uint8)
+    sizes = lengths * row_bytes
+    here = route.run(me)
+    sent_sizes = np.bincount(route.runner_of_sequence[mine], weights=sizes[mine], minlength=world).astype(np.int64)
+    received_sizes = np.bincount(route.owner_of_sequence[here], weights=sizes[here], minlength=world).astype(np.int64)
+    received = torch.empty(int(received_sizes.sum()), dtype=torch.uint8)
+    group.all_to_all(
+        Channel.CONTROL, sent, sent_sizes.tolist(), received, received_sizes.tolist(),
+        what="sending sequences' data between ranks",
+    ).wait()  # fmt: skip
+    arrived = here[np.lexsort((here, route.owner_of_sequence[here]))]
+    pieces = dict(zip(arrived.tolist(), torch.split(received, sizes[arrived].tolist()), strict=True))
+    return [pieces[s].view(dtype).view(int(lengths[s]), *rest) for s in here.tolist()]
+
+
+def _common_form(group: ExpertGroup, values: Sequence[Tensor]) -> tuple[tuple[int, ...], torch.dtype]:
+    """Trailing shape and dtype; ranks without sequences learn them from the others."""
+    forms = {f"{str(value.dtype).removeprefix('torch.')} {','.join(map(str, value.shape[1:]))}" for value in values}
+    said = set(group.gather_text(" | ".join(sorted(forms)) or "?", what="comparing sequences' data")) - {"?"}
+    if len(said) != 1 or "|" in next(iter(said)):
+        raise InputError(f"sequences' data must have one dtype and one trailing shape on all ranks, not {sorted(said)}")
+    name, _, shape = next(iter(said)).partition(" ")
+    return tuple(int(size) for size in shape.split(",") if size), getattr(torch, name)
+
 
 # --- the record of a measured step ---
 
