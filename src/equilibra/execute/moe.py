@@ -75,7 +75,7 @@ class Router(nn.Module):
             experts_TK = choose_experts(scores_TE, self.spec, self.selection_bias)
             if recorded_TK is not None:
                 experts_TK = torch.where(recorded_TK < 0, experts_TK, recorded_TK)
-        return experts_TK, weigh_experts(scores_TE, experts_TK, self.spec.router)
+        return experts_TK, weights_of_experts(scores_TE, experts_TK, self.spec.router)
 
 
 def choose_experts(scores_TE: Tensor, spec: MoESpec, selection_bias_E: Tensor | None = None) -> Tensor:
@@ -94,7 +94,7 @@ def choose_experts(scores_TE: Tensor, spec: MoESpec, selection_bias_E: Tensor | 
     return choice_TE.topk(spec.top_k, dim=-1).indices
 
 
-def weigh_experts(scores_TE: Tensor, experts_TK: Tensor, router: RouterSpec) -> Tensor:
+def weights_of_experts(scores_TE: Tensor, experts_TK: Tensor, router: RouterSpec) -> Tensor:
     """[T, K] weights of the given experts from live scores."""
     weights_TK = scores_TE.gather(1, experts_TK)
     if router.normalise:

@@ -157,7 +157,7 @@ class Watch:
         return self._asked(lambda store: store.compare_set(CAUSE, "", cause).decode()) or cause
 
     def _asked(self, call: Callable[[Store], _T]) -> _T | None:
-        """What the store says; None, now and later, if it does not answer: its process is gone or stopped.
+        """The store's answer; None from now on if there is none, because its process is gone or stopped.
 
         Calls of a TCPStore wait for a stopped process whatever the store's timeout, so they have a thread of their own.
         """
@@ -245,7 +245,7 @@ class Watch:
         return None
 
     def _ask(self) -> None:
-        """Drop what is done."""
+        """Drop finished operations from the queues."""
         try:
             if self._device is not None and self._device.type == "cuda":
                 torch.cuda.set_device(self._device)

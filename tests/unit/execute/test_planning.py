@@ -27,7 +27,7 @@ def counts_of(mini, owner, seed=0):
     return StepCounts(
         sequences=SequenceLoad(tokens_SLE=tokens.astype(np.int32), length_of_sequence=lengths.astype(np.int64)),
         unrecorded_of_sequence=np.zeros(owner.size, np.int64), mini_batch_of_sequence=np.asarray(mini),
-        first_of_rank=np.searchsorted(owner, np.arange(RANKS * GROUPS + 1)),
+        rank_of_sequence=owner,
     )  # fmt: skip
 
 

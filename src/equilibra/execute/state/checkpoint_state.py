@@ -315,14 +315,14 @@ class Loading:
     # --- the model ---
 
     def _check_keys(self, named: Iterable[Named]) -> None:
-        """The checkpoint must have what the model has, no less and no more."""
+        """Raise InputError unless checkpoint and model have the same parameters and buffers."""
         every = np.arange(self.trained.runtime.spec.num_experts, dtype=np.int32)
         required = {key for one in named for key in one.keys(stacked=True, experts=every)}
         found = {key for key in self.manifest.tensors if key.startswith(("experts.", "dense."))}
         if required != found:
             raise InputError(
-                f"the checkpoint is of another model: it has {_summary(found)}, and the model {_summary(required)}"
-                f"{_some('; missing are', required - found)}{_some('; of no use are', found - required)}"
+                f"the checkpoint is of another model: it has {_summary(found)}, the model {_summary(required)}"
+                f"{_some('; missing:', required - found)}{_some('; not in the model:', found - required)}"
             )
 
     def _want(self, named: Named, tensor: Tensor, kept: str = "", *, stacked: bool) -> None:
@@ -351,16 +351,16 @@ class Loading:
             raise InputError("the checkpoint was saved without an optimizer: load it without one")
         if saved["kind"] != type(optimizer).__name__:
             raise InputError(
-                f"the checkpoint is of {saved['kind']}, and the optimizer is {type(optimizer).__name__}: use the same, "
-                "or load without the optimizer"
+                f"the checkpoint was saved with {saved['kind']}, the optimizer is {type(optimizer).__name__}: use the "
+                "same class, or load without the optimizer"
             )
         found = [sorted(group["params"]) for group in saved["groups"]]
         required = [sorted(group["params"]) for group in self.trained.groups()]
         if found != required:
             differ = {name for names in found for name in names} ^ {name for names in required for name in names}
             raise InputError(
-                f"the checkpoint has {len(found)} groups of {sum(map(len, found))} parameters, and the optimizer "
-                f"{len(required)} of {sum(map(len, required))}, or others{_some(': only one of them has', differ)}"
+                f"the checkpoint's parameter groups ({len(found)} of {sum(map(len, found))} parameters) are not the "
+                f"optimizer's ({len(required)} of {sum(map(len, required))}){_some('; in only one of them:', differ)}"
             )
 
     def _want_kept(self, named: Named) -> None:
@@ -403,7 +403,7 @@ class Loading:
 
 
 def _like(current: object, value: Any) -> Any:  # noqa: ANN401
-    """A setting in the form the optimizer has."""
+    """A saved setting in the optimizer's own type."""
     if isinstance(current, tuple) and isinstance(value, list):
         return tuple(value)
     if isinstance(current, Tensor) and isinstance(value, Tensor):

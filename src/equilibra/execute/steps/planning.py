@@ -51,13 +51,8 @@ class StepCounts:
     """[S] tokens whose routing is missing or cannot be replayed"""
     mini_batch_of_sequence: NDArray[np.int64]
     """[S] optimizer step of each sequence"""
-    first_of_rank: NDArray[np.int64]
-    """[world + 1] first sequence number of each rank"""
-
-    @property
-    def rank_of_sequence(self) -> NDArray[np.int64]:
-        """[S] world rank that owns each sequence."""
-        return np.repeat(np.arange(self.first_of_rank.size - 1), np.diff(self.first_of_rank))
+    rank_of_sequence: NDArray[np.int64]
+    """[S] world rank that owns each sequence"""
 
 
 def recorded_experts(routing: RoutingTrace) -> NDArray[np.signedinteger]:
@@ -95,13 +90,7 @@ def gather_counts(
     loads = np.zeros((0, num_layers, num_experts), np.int32)
     if routing is not None:
         live_T = experts_TLK[:, 0, 0] < 0
-        known = RoutingTrace(
-            ids=routing.ids,
-            offsets=routing.offsets,
-            num_experts=num_experts,
-            recorded=~live_T if live_T.any() else None,
-        )
-        loads = sequence_loads(known).tokens_SLE
+        loads = sequence_loads(replace(routing, recorded=~live_T if live_T.any() else None)).tokens_SLE
         unrecorded = np.add.reduceat(live_T.astype(np.int64), routing.offsets[:-1])
         mine = np.stack([routing.length_of_sequence, unrecorded, mini_batches.astype(np.int64)], axis=1)
     every = group.gather(mine, what="gathering lengths of sequences")
@@ -115,7 +104,7 @@ def gather_counts(
         sequences=SequenceLoad(tokens_SLE=np.concatenate(gathered).astype(np.int32), length_of_sequence=lengths),
         unrecorded_of_sequence=unrecorded_of_sequence,
         mini_batch_of_sequence=mini_batch_of_sequence,
-        first_of_rank=np.concatenate([[0], np.cumsum([len(part) for part in every])]),
+        rank_of_sequence=np.repeat(np.arange(len(every)), [len(part) for part in every]),
     )
 
 
