@@ -97,7 +97,7 @@ class Copies:
         return self._row.dtype == like.dtype and self._row.device == like.device
 
     def arm(self, armed: GroupPlan | None) -> None:
-        """Collective. None: there is no plan, and whoever makes visits puts their copies into `lists`."""
+        """Collective: prepare for a plan. None: visits come without one, and their maker puts copies into `lists`."""
         self.forget()
         self.armed = armed
         self.lists = WeakValueDictionary() if armed is None else {}
@@ -147,7 +147,7 @@ class Copies:
             engine.finish_reads()
 
     def forget(self) -> None:
-        """Drop all copies: the weights or the plan change."""
+        """Drop all copies, because the weights or the plan change."""
         self.finish_returns()
         self._slots.forget()
         self.standing.forget()
@@ -197,7 +197,6 @@ class Copies:
         self._slots.start(key, self.list_of(key), self._engines[self._path[key.stage]], self.version)
 
     def has(self, key: VisitKey) -> bool:
-        """Whether a visit's flash copies are here or on their way."""
         return self._slots.has(key)
 
     def list_of(self, key: VisitKey) -> CopyList:

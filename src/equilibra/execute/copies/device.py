@@ -187,7 +187,7 @@ class DeviceEngine(TransferEngine):
         self.group.barrier(what=what)
 
     def close(self) -> None:
-        """Release everything, and every stream that still waits."""
+        """Free memory, and release every stream that still waits."""
         self.path.signals.release()
         with suppress(RuntimeError, RankLostError):  # a device or rank that has failed must not keep us from closing
             self.group.finish(self._side, what="closing copies")

@@ -57,7 +57,7 @@ class StandingStore:
         return self.rows_CP.nbytes + self.gradients_CP.nbytes
 
     def forget(self) -> None:
-        """Drop all copies: the weights have changed."""
+        """Drop all copies, because the weights have changed."""
         for moving in self._arriving.values():
             moving.wait()
         self._arriving.clear()
@@ -90,7 +90,7 @@ class StandingStore:
 
     @property
     def layers(self) -> list[int]:
-        """Those with copies on any rank."""
+        """Layers with standing copies on any rank."""
         return list(self._lists)
 
     def list_of(self, layer: int) -> CopyList:

@@ -95,7 +95,7 @@ class SpareSlots:
         return bank.rows_SP[: copies.held_expert.size], span
 
     def forget(self) -> None:
-        """Drop all copies: the weights have changed."""
+        """Drop all copies, because the weights have changed."""
         for bank in self._banks:
             if bank.arriving is not None:
                 bank.arriving.wait()
@@ -179,7 +179,7 @@ class TransferEngine(ABC):
 
     @abstractmethod
     def give_back(self, copies: CopyList) -> Pending:
-        """Start returning those gradients; waiting adds them to the origins', by holding rank and expert."""
+        """Start returning the gradients in the slots; waiting adds them to the origins', by holding rank and expert."""
 
     def finish_sums(self) -> None:  # noqa: B027 - most paths add gradients in `wait`
         """Make later computation see all gradients added so far."""

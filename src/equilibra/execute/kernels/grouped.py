@@ -395,7 +395,7 @@ def bias_gradient(left: Tensor, into: list[Tensor], offsets: Tensor, weights_N: 
 
 
 def _weights_and_bias(instances: Sequence[ExpertParts], name: str) -> tuple[Any, ...]:
-    """Places of weights and bias; without a bias, which is not read then, those of the weights twice."""
+    """Places of weights and biases; the weights' again where there is no bias, which kernels then do not read."""
     weights = Places.of([getattr(parts, name) for parts in instances])
     biases = [getattr(parts, f"{name}_bias") for parts in instances]
     return (*weights, *(weights if biases[0] is None else Places.of(biases)))

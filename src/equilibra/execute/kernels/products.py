@@ -35,7 +35,7 @@ ANYWHERE, FAR = tl.constexpr(2**31 - 1), tl.constexpr(2**30)
 
 
 def _once_per_shape(kernel):
-    """Compiled once for a shape, not again for a table that happens to lie elsewhere or a count of another kind."""
+    """Compile a kernel once per shape, whatever the alignment of its tables and the values of its counts."""
     names = inspect.signature(kernel).parameters
     counts, tables = [n for n in COUNTS if n in names], [n for n in TABLES if n in names]
     return triton.jit(do_not_specialize=counts, do_not_specialize_on_alignment=tables)(kernel)

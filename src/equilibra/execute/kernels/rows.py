@@ -25,7 +25,7 @@ def spread(
     tokens_TD: Tensor, row_of_pair_TK: Tensor, rows_ND: Tensor, pairs_TK: Tensor | None = None,
     numbers_N: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Write every token once for each of its choices; and numbers of rows from those of pairs."""
+    """Write every token once for each of its choices, and the numbers of rows from those of pairs."""
     (num_tokens, top_k), width = row_of_pair_TK.shape, tokens_TD.shape[1]
     if num_tokens:
         launch(
@@ -54,7 +54,7 @@ def plain_sum(
 
 
 def _numbers(rows_ND: Tensor, numbers_N: Tensor | None, pairs_TK: Tensor | None) -> tuple[Tensor, int, Tensor]:
-    """Numbers of rows, how far they are apart, and those of pairs; anything where there are none."""
+    """Numbers of rows with their stride, and numbers of pairs; placeholders where there are none."""
     if numbers_N is None or pairs_TK is None:
         return rows_ND, 1, rows_ND
     return numbers_N, numbers_N.stride(0), pairs_TK

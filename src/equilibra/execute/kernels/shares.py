@@ -63,7 +63,7 @@ def _sink(ends, programs, end, program):  # type: ignore[no-untyped-def]
 
 @inlined
 def _latest(heap, of, count, cost, short_count, short_cost):  # type: ignore[no-untyped-def]
-    """When the last program ends if so many more tiles, then short ones, are assigned."""
+    """When the last program ends after `count` more tiles and then `short_count` short ones."""
     ends, programs = heap.copy(), of.copy()
     latest = int(heap.max())
     for tile in range(count + short_count):

@@ -65,16 +65,15 @@ class Named:
     """[H, ...] for experts"""
     homes: NDArray[np.int32] | None = None
     """[H] experts at home here; None: a dense tensor"""
-    of_expert: str = ""
-    """key of one expert: `experts.3.{}.gate_up`"""
 
     def keys(self, kept: str = "", *, stacked: bool, experts: NDArray[np.int32] | None = None) -> list[str]:
         """Keys of this tensor, or of its optimizer state `kept`: one per home (or per `experts`), or one for all."""
         before, behind = ("optimizer.", f".{kept}") if kept else ("", "")
         if not stacked or self.homes is None:
             return [f"{before}{self.name}{behind}"]
+        layer, _, part = self.name.rpartition(".")
         chosen = self.homes if experts is None else experts
-        return [f"{before}{self.of_expert.format(expert)}{behind}" for expert in chosen.tolist()]
+        return [f"{before}{layer}.{expert}.{part}{behind}" for expert in chosen.tolist()]
 
     def is_stacked(self, tensor: Tensor, what: str) -> bool:
         """Whether a state tensor of this one has a row per home."""
@@ -120,10 +119,7 @@ class Trained:
             for part in weights.names:
                 parameter = weights.get_parameter(part)
                 seen.add(id(parameter))
-                found.append(Named(
-                    name=f"experts.{layer}.{part}", tensor=parameter, homes=weights.experts,
-                    of_expert=f"experts.{layer}.{{}}.{part}",
-                ))  # fmt: skip
+                found.append(Named(name=f"experts.{layer}.{part}", tensor=parameter, homes=weights.experts))
         numbers = {
             f"{name}._extra_state" for name, module in self.module.named_modules() if isinstance(module, ExpertWeights)
         }

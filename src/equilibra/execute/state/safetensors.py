@@ -24,11 +24,11 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
+from itertools import zip_longest
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
@@ -73,7 +73,7 @@ def export_safetensors(
         files = _files(runtime, naming, dense, max_file_bytes)
         if naming.stacked:
             return files, dense, room_for_a_layer(runtime, receives=group.rank < len(runtime.weights))
-        return files, {**dense, **_own_experts(runtime, naming)}, None
+        return files, {**dense, **{entry.name: entry.value for _, entry in _home_entries(runtime, naming)}}, None
 
     files, values, room = group.all_succeed(prepare, what=what)
     every = json.dumps([(file.rank, file.names) for file in files])
@@ -108,11 +108,8 @@ def import_safetensors(folder: str | Path, runtime: Runtime, naming: Naming, den
     wanted: list[tuple[Row, Entry]] = [
         (None, Entry(name=name, value=value.detach(), shape=tuple(value.shape))) for name, value in dense.items()
     ]
-    spec = runtime.spec
-    for layer, weights in enumerate(runtime.weights):
-        for expert, parts in zip(weights.experts.tolist(), weights.homes(), strict=True):
-            row = (expert, spec.num_experts) if naming.stacked else None
-            wanted += [(row, entry) for entry in naming.entries(spec, layer, expert, parts)]
+    for expert, entry in _home_entries(runtime, naming):
+        wanted.append(((expert, runtime.spec.num_experts) if naming.stacked else None, entry))
     group.all_succeed(lambda: read_entries(Path(folder), wanted, fill=False), what=what)
     runtime.disarm()
     try:
@@ -146,7 +143,7 @@ def _files(runtime: Runtime, naming: Naming, dense: Mapping[str, Tensor], max_by
             )
             found += _split(rank, named, max_bytes)
     names = [name for file in found for name in file.names]
-    twice = next((name for name, number in zip(*np.unique(names, return_counts=True), strict=True) if number > 1), None)
+    twice = next((name for name, number in Counter(names).items() if number > 1), None)
     if twice is not None:
         raise InputError(f"two tensors would be called {twice}: rename the dense tensor, which has an expert's name")
     return found
@@ -174,14 +171,10 @@ def _file_name(number: int, files: list[_File]) -> str:
 
 def _rounds(files: list[_File]) -> list[list[int]]:
     """Files written at the same time, at most one per rank, so that a failure is noticed between rounds."""
-    rounds: list[list[int]] = []
-    of_rank: Counter[int] = Counter()
+    of_rank: dict[int, list[int]] = {}
     for number, file in enumerate(files):
-        if of_rank[file.rank] == len(rounds):
-            rounds.append([])
-        rounds[of_rank[file.rank]].append(number)
-        of_rank[file.rank] += 1
-    return rounds
+        of_rank.setdefault(file.rank, []).append(number)
+    return [sorted(n for n in numbers if n is not None) for numbers in zip_longest(*of_rank.values())]
 
 
 def _write(
@@ -204,13 +197,12 @@ def _write(
             _save(part / _file_name(number, files), {name: found[name] for name in files[number].names})
 
 
-def _own_experts(runtime: Runtime, naming: Naming) -> dict[str, Tensor]:
-    return {
-        entry.name: entry.value
-        for layer, weights in enumerate(runtime.weights)
-        for expert, parts in zip(weights.experts.tolist(), weights.homes(), strict=True)
-        for entry in naming.entries(runtime.spec, layer, expert, parts)
-    }
+def _home_entries(runtime: Runtime, naming: Naming) -> Iterator[tuple[int, Entry]]:
+    """Every tensor (or row, if stacked) of this rank's home experts, with the number of its expert."""
+    for layer, weights in enumerate(runtime.weights):
+        for expert, parts in zip(weights.experts.tolist(), weights.homes(), strict=True):
+            for entry in naming.entries(runtime.spec, layer, expert, parts):
+                yield expert, entry
 
 
 def _save(path: Path, values: Mapping[str, Tensor]) -> None:
