@@ -66,7 +66,6 @@ class _Ahead:
     """A prepared step: counts gathered, plan being made in the background."""
 
     experts_TLK: NDArray[np.signedinteger]
-    lengths: NDArray[np.int64]
     counts: StepCounts
     plan: Future[PlannedStep]
 
@@ -111,9 +110,8 @@ class Balancer:
             )
         runtime, spec = self.runtime, self.runtime.spec
         layers = len(runtime.weights)
-        lengths = np.zeros(0, np.int64) if routing is None else routing.length_of_sequence
-        mini = np.zeros(lengths.size, np.int64)
-        if mini_batches is not None and (lengths.size or np.size(mini_batches)):  # numpy makes [] floats
+        mini = np.zeros(0 if routing is None else routing.length_of_sequence.size, np.int64)
+        if mini_batches is not None and (mini.size or np.size(mini_batches)):  # numpy makes [] floats
             mini = np.asarray(mini_batches)
         runtime.group.all_succeed(
             lambda: check_routing(routing, mini, num_layers=layers, num_experts=spec.num_experts, top_k=spec.top_k),
@@ -124,7 +122,7 @@ class Balancer:
             experts = recorded_experts(routing)
         counts = gather_counts(runtime.group, routing, experts, mini, num_layers=layers, num_experts=spec.num_experts)
         plan = self._planning.submit(self._plan, counts, runtime.placement)
-        self._ahead = _Ahead(experts_TLK=experts, lengths=lengths, counts=counts, plan=plan)
+        self._ahead = _Ahead(experts_TLK=experts, counts=counts, plan=plan)
 
     def begin(self, routing: RoutingTrace | None = None, mini_batches: NDArray[np.integer] | None = None) -> Step:
         """Collective: plan (or take the prepared plan), move homes, arm the runtime; returns the step to run.
@@ -154,7 +152,7 @@ class Balancer:
         )  # fmt: skip
         if plan.migration.num_moves:
             self._move(plan.migration)
-        step = begin_step(runtime, planned, ahead.counts, ahead.experts_TLK, ahead.lengths)
+        step = begin_step(runtime, planned, ahead.counts, ahead.experts_TLK)
         runtime.arm(step.armed)
         return step
 

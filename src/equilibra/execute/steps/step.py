@@ -170,8 +170,6 @@ class Step:
     """the plan and the load it was made for"""
     route: Route
     """owner and runner of each sequence"""
-    sequences_of_micro_batch: dict[int, NDArray[np.int64]]
-    """sequences this rank runs, by micro-batch"""
     experts_of_sequence: dict[int, NDArray[np.signedinteger]]
     """[T, L, K] recorded experts of every sequence run here; -1: no recording"""
     as_planned_M: NDArray[np.bool_]
@@ -223,11 +221,11 @@ class Step:
         Every rank of the group must run all of them, even without tokens. A group with none in a mini-batch still takes
         part in `finish_gradients` and the optimizer step.
         """
-        spec = self.runtime.spec
+        spec, here = self.runtime.spec, self.sequences
         nothing = np.zeros((0, self.plan.num_layers, spec.top_k), signed_ids(spec.num_experts))
         found = []
         for number in self._numbers(mini_batch):
-            sequences = self.sequences_of_micro_batch.get(number, np.zeros(0, np.int64))
+            sequences = here[self._schedule.micro_batch_of_sequence[here] == number]
             experts = [self.experts_of_sequence[s] for s in sequences.tolist()]
             found.append(MicroBatch(
                 self.runtime, stage=stage, number=number, sequences=sequences,
@@ -241,22 +239,18 @@ class Step:
         if not 0 <= mini_batch < self.num_mini_batches:
             raise InputError(f"there is no mini-batch {mini_batch}: this step has 0 to {self.num_mini_batches - 1}")
         of_micro_batch = self._schedule.mini_batch_of_micro_batch
-        return [
-            number for number in self.armed.micro_batches
-            if of_micro_batch is None or of_micro_batch[number] == mini_batch
-        ]  # fmt: skip
+        numbers = self.armed.micro_batches
+        return [n for n in numbers if of_micro_batch is None or of_micro_batch[n] == mini_batch]
 
     def record(self, *, seconds: float) -> PlannerRecord | None:
         """Collective, after the step: the measured record of all ranks on world rank 0, None elsewhere."""
         group = self.runtime.group
         rows = group.gather(self.runtime.recorder.taken(), what="gathering events of the step")
-        memory = group.gather(
-            np.array([list(self.runtime.memory_bytes().values())], np.float64), what="gathering memory of the step"
-        )
+        own = self.runtime.memory_bytes()
+        memory = group.gather(np.array([[*own.values()]], np.float64), what="gathering memory of the step")
         if group.world_rank:
             return None
-        names = list(self.runtime.memory_bytes())
-        largest = dict(zip(names, np.concatenate(memory).max(axis=0).tolist(), strict=True))
+        largest = dict(zip(own, np.concatenate(memory).max(axis=0).tolist(), strict=True))
         return measured_record(
             self.plan, self.armed.load, np.concatenate(rows), memory=largest, seconds=seconds,
             num_tokens=self.num_tokens,
@@ -264,9 +258,8 @@ class Step:
 
 
 def begin_step(
-    runtime: Runtime, planned: PlannedStep, counts: StepCounts, experts_TLK: NDArray[np.signedinteger],
-    lengths: NDArray[np.int64],
-) -> Step:  # fmt: skip
+    runtime: Runtime, planned: PlannedStep, counts: StepCounts, experts_TLK: NDArray[np.signedinteger]
+) -> Step:
     """Collective: send every sequence's routing to its runner, and return the step."""
     plan, group_of_micro_batch, group = planned.plan, planned.group_of_micro_batch, runtime.group
     schedule = plan.schedule
@@ -274,14 +267,11 @@ def begin_step(
         raise PlanError("cannot run the plan: it needs a schedule that gives every sequence to one rank")
     runner = group_of_micro_batch[schedule.micro_batch_of_sequence] * group.num_ranks + schedule.rank_of_sequence
     route = Route(owner_of_sequence=counts.rank_of_sequence, runner_of_sequence=runner)
-    own = [torch.from_numpy(part) for part in np.split(experts_TLK, np.cumsum(lengths)[:-1])] if lengths.size else []
-    arrived = send_sequences(group, route, own)
+    lengths = counts.sequences.length_of_sequence[route.owned(group.world_rank)]
+    own = np.split(experts_TLK, np.cumsum(lengths)[:-1]) if lengths.size else []
+    arrived = send_sequences(group, route, [torch.from_numpy(part) for part in own])
     here = route.run(group.world_rank)
     experts_of_sequence = {int(s): part.numpy() for s, part in zip(here, arrived, strict=True)}
-    of_micro_batch = {
-        int(m): here[schedule.micro_batch_of_sequence[here] == m]
-        for m in np.unique(schedule.micro_batch_of_sequence[here])
-    }
     unrecorded_M = np.bincount(
         schedule.micro_batch_of_sequence, weights=counts.unrecorded_of_sequence, minlength=plan.num_micro_batches
     )
@@ -294,7 +284,6 @@ def begin_step(
             late=planned.late,
         ),
         route=route,
-        sequences_of_micro_batch=of_micro_batch,
         experts_of_sequence=experts_of_sequence,
         as_planned_M=unrecorded_M == 0,
         sequence_loads=counts.sequences,
