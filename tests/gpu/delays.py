@@ -27,7 +27,7 @@ QUEUED: list[tuple[Any, str]] = [
     (expert_math, "forward"), (expert_math, "backward"), (ExpertGroup, "all_to_all"), (ExpertGroup, "sum"),
     (device_paths.IpcPath, "pull_weights"), (device_paths.IpcPath, "gradients"),
     (device_paths.PinnedPath, "pull_weights"), (device_paths.PinnedPath, "push_gradients"),
-    (device_paths.PinnedPath, "gradients"), (standing.Sources, "add_gradient"),
+    (device_paths.PinnedPath, "gradients"), (standing.StandingStore, "add_gradient"),
     (standing.StandingStore, "start"), (ExpertWeights, "write_flat"),
 ]  # fmt: skip
 

@@ -24,7 +24,7 @@ from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.device import DeviceEngine, streams_are_serial
 from equilibra.execute.copies.device_paths import BothPath, IpcPath, PinnedPath, ipc_works
 from equilibra.execute.copies.host import HostEngine
-from equilibra.execute.copies.standing import Sources, StandingStore
+from equilibra.execute.copies.standing import StandingStore
 from equilibra.execute.copies.transfer import CollectiveEngine, Path, SpareSlots, TransferEngine, copied_of
 from equilibra.execute.experts.weights import HomeExperts
 from equilibra.execute.group import ExpertGroup, Pending
@@ -103,13 +103,12 @@ class Copies:
         self.lists = WeakValueDictionary() if armed is None else {}
         plan = None if armed is None else armed.plan
         self.standing = StandingStore(self.group, self.weights, plan, self.standing, self.recorder.now)
-        source = Sources(weights=self.weights, standing=self.standing)
         self._path = {stage: self._chosen(path, stage) for stage, path in self.setting.path.items()}
         for path in dict.fromkeys(self._path.values()):  # in the same order on every rank
             if path not in self._engines:
                 self._engines[path] = self._engine(path)
         for engine in self._engines.values():
-            engine.source = source
+            engine.source = self.standing
 
     def _chosen(self, path: Path, stage: Stage) -> Path:
         """Resolve `auto` for this plan; equal on every rank."""

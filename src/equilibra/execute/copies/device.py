@@ -30,7 +30,7 @@ from torch import Tensor
 from equilibra.core.errors import InputError, RankLostError, StaleError
 from equilibra.core.visit import CopyList
 from equilibra.execute.copies.segment import Signals
-from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.standing import StandingStore
 from equilibra.execute.copies.transfer import Copied, TransferEngine
 from equilibra.execute.group import ExpertGroup, Pending, Ready
 from equilibra.execute.record import mark
@@ -47,7 +47,7 @@ class DevicePath(Protocol):
     @property
     def num_bytes(self) -> int: ...
 
-    def publish(self, copied: Copied, source: Sources) -> None:
+    def publish(self, copied: Copied, source: StandingStore) -> None:
         """Collective: make new weights available to pull."""
 
     def pull_weights(self, copies: CopyList, slots_nP: Tensor) -> None:

@@ -41,7 +41,7 @@ from equilibra.execute.copies.segment import (
     unregister,
     view_of,
 )
-from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.standing import StandingStore
 from equilibra.execute.copies.transfer import Copied
 from equilibra.execute.group import ExpertGroup
 from equilibra.execute.watch import first_line
@@ -89,7 +89,7 @@ class PinnedPath:
     def num_bytes(self) -> int:
         return sum(part.raw.nbytes for part in (self._signals, self._gradients, self._weights) if part is not None)
 
-    def publish(self, copied: Copied, source: Sources) -> None:
+    def publish(self, copied: Copied, source: StandingStore) -> None:
         needed = copied.most_of_a_node
         if self._weights is None or len(self._weights.values) < needed:
             if self._weights is not None:
@@ -236,8 +236,8 @@ class IpcPath:
         """Signals only: mapped memory is counted on the rank that owns it."""
         return self._signals.raw.nbytes
 
-    def publish(self, copied: Copied, source: Sources) -> None:
-        mine = [tensor for weights in source.weights for tensor in weights.memory()] + [source.standing.rows_CP]
+    def publish(self, copied: Copied, source: StandingStore) -> None:
+        mine = [tensor for weights in source.weights for tensor in weights.memory()] + [source.rows_CP]
         now = tuple(tensor.data_ptr() for tensor in mine)
         moved = self.group.gather(np.array([now != self._shared]), what="asking whether weights have moved")
         if any(bool(part[0]) for part in moved):
@@ -299,7 +299,7 @@ class BothPath(IpcPath):
     def num_bytes(self) -> int:
         return super().num_bytes + self._host.num_bytes
 
-    def publish(self, copied: Copied, source: Sources) -> None:
+    def publish(self, copied: Copied, source: StandingStore) -> None:
         super().publish(copied, source)
         self._host.publish(copied, source)
 

@@ -8,7 +8,6 @@ All ranks of the expert-parallel group make the same calls; layers without stand
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -25,7 +24,7 @@ from equilibra.execute.record import Moment
 
 
 class StandingStore:
-    """The standing copies of one plan."""
+    """The standing copies of one plan, and access to all instances of this rank that flash copies are made of."""
 
     def __init__(
         self, group: ExpertGroup, weights: Sequence[HomeExperts], plan: StepPlan | None,
@@ -130,6 +129,31 @@ class StandingStore:
                 self.weights[layer].add_gradient(expert, received[row])
             self.gradients_CP[self._rows[layer]].zero_()
 
+    # --- instances of this rank, homes and standing copies, that flash copies are made of ---
+
+    def location(self, layer: int, expert: int) -> int:
+        """Slot of a home, or -1 - row of a standing copy, after it has arrived."""
+        if self.holds(layer, expert):
+            self.wait(layer)
+            return -1 - self.row_of(layer, expert)
+        return self.weights[layer].slot_of(expert)
+
+    def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
+        """Copy an instance's weights into a row."""
+        if self.holds(layer, expert):
+            self.wait(layer)
+            row_P.copy_(self.rows_CP[self.row_of(layer, expert)])
+        else:
+            self.weights[layer].check_version(layer)
+            self.weights[layer].write_flat(expert, row_P)
+
+    def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
+        """Add gradients to an instance's, in order."""
+        if self.holds(layer, expert):
+            add_in_order(self.gradients_CP[self.row_of(layer, expert)], rows_P)
+        else:
+            self.weights[layer].add_gradient(expert, *rows_P)
+
 
 def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
     """Copy lists of the layers with standing copies on any rank, in order."""
@@ -140,36 +164,3 @@ def _layer_lists(plan: StepPlan, rank: int) -> dict[int, CopyList]:
         expert, holder = standing.expert[of_layer], standing.rank[of_layer]
         lists[layer] = CopyList.of(layer, expert, home[layer, expert], holder, rank, ranks)
     return lists
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Sources:
-    """The homes and standing copies of this rank, which flash copies are made of."""
-
-    weights: Sequence[HomeExperts]
-    """by layer"""
-    standing: StandingStore
-    """of the armed plan"""
-
-    def location(self, layer: int, expert: int) -> int:
-        """Slot of a home, or -1 - row of a standing copy, after it has arrived."""
-        if self.standing.holds(layer, expert):
-            self.standing.wait(layer)
-            return -1 - self.standing.row_of(layer, expert)
-        return self.weights[layer].slot_of(expert)
-
-    def write_flat(self, layer: int, expert: int, row_P: Tensor) -> None:
-        """Copy an instance's weights into a row."""
-        if self.standing.holds(layer, expert):
-            self.standing.wait(layer)
-            row_P.copy_(self.standing.rows_CP[self.standing.row_of(layer, expert)])
-        else:
-            self.weights[layer].check_version(layer)
-            self.weights[layer].write_flat(expert, row_P)
-
-    def add_gradient(self, layer: int, expert: int, *rows_P: Tensor) -> None:
-        """Add gradients to an instance's, in order."""
-        if self.standing.holds(layer, expert):
-            add_in_order(self.standing.gradients_CP[self.standing.row_of(layer, expert)], rows_P)
-        else:
-            self.weights[layer].add_gradient(expert, *rows_P)

@@ -22,7 +22,7 @@ from torch import Tensor
 from equilibra.core.errors import BudgetError
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.core.visit import CopyList, VisitKey
-from equilibra.execute.copies.standing import Sources
+from equilibra.execute.copies.standing import StandingStore
 from equilibra.execute.group import Channel, ExpertGroup, Pending, Ready, Then
 from equilibra.execute.record import Moment, Span
 
@@ -157,7 +157,7 @@ def copied_of(plan: StepPlan, stages: Iterable[Stage], group: ExpertGroup) -> Co
 class TransferEngine(ABC):
     """One path of flash copies. It only ever hands out the version of the weights that is asked for."""
 
-    source: Sources
+    source: StandingStore
     """the homes and standing copies on this rank, which flash copies are made of"""
 
     @property
