@@ -136,7 +136,7 @@ NOT_LOST = (torch.OutOfMemoryError, getattr(torch, "AcceleratorError", torch.Out
 
 @contextmanager
 def lost_rank_is_an_error(what: str, watch: Watch | None = None) -> Iterator[None]:
-    """Turn errors of torch.distributed into RankLostError."""
+    """Turn errors of torch.distributed into RankLostError, but not those of this rank's own device."""
     try:
         yield
     except NOT_LOST:
@@ -152,7 +152,7 @@ def lost_rank_is_an_error(what: str, watch: Watch | None = None) -> Iterator[Non
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ExpertGroup:
-    """Place of this process, and its process groups. Without torch.distributed, a group of one."""
+    """Place of a process among the ranks, and its process groups. Without torch.distributed, a group of one."""
 
     cluster: Cluster
     """shape of the expert-parallel group"""
@@ -288,9 +288,7 @@ class ExpertGroup:
         self.watch.check(what)  # what was computed since a rank was lost goes no further
         if size == 0:
             return [b""] * self.world_size
-        mine = torch.zeros(size, dtype=torch.uint8)
-        if raw:
-            mine[: len(raw)] = torch.frombuffer(bytearray(raw), dtype=torch.uint8)
+        mine = torch.frombuffer(bytearray(raw.ljust(size, b"\0")), dtype=torch.uint8)
         every = [torch.empty_like(mine) for _ in range(self.world_size)]
         with lost_rank_is_an_error(what, self.watch):
             dist.all_gather(every, mine, group=self.channels[Channel.CONTROL])

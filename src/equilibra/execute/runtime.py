@@ -88,7 +88,7 @@ class Runtime:
     def arm(self, armed: GroupPlan) -> None:
         """Collective: execute this plan from now on; homes must have moved already."""
         if armed.plan.placement != self.placement:
-            raise InputError("a plan was armed before its homes had moved")
+            raise InputError("cannot execute a plan before its homes have moved: begin the step with Balancer.begin()")
         armed.plan.check(armed.load, spare_slots=self.setting.spare_slots)
         self.bring_gradients_home()
         if self._copies is not None and not self._copies.fits():
