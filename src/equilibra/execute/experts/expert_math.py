@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from itertools import accumulate
-from typing import TypeVar
 
 import torch
 from torch import Tensor
@@ -58,7 +57,8 @@ def forward(
         return grouped.forward(kind, rows_ND, grouped.Groups.of(tuple(sizes), rows_ND.device), instances, keep=keep)
     inner = instances[0].gate_up.shape[0]
     h, y = rows_ND.new_empty(rows_ND.shape[0], inner), torch.empty_like(rows_ND)
-    for span, parts in _spans(sizes, instances):
+    for instance, span in _spans(sizes):
+        parts = instances[instance]
         torch.mm(rows_ND[span], parts.gate_up.to(rows_ND.dtype).t(), out=h[span])
         if parts.gate_up_bias is not None:
             h[span] += parts.gate_up_bias.to(rows_ND.dtype)
@@ -68,13 +68,10 @@ def forward(
     return y, h
 
 
-Item = TypeVar("Item")
-
-
-def _spans(sizes: Sequence[int], items: Sequence[Item]) -> list[tuple[slice, Item]]:
-    """Row range of every instance that has rows."""
+def _spans(sizes: Sequence[int]) -> list[tuple[int, slice]]:
+    """Number and row range of every instance that has rows."""
     ends = list(accumulate(sizes, initial=0))
-    return [(slice(ends[i], ends[i + 1]), item) for i, item in enumerate(items) if sizes[i]]
+    return [(i, slice(ends[i], ends[i + 1])) for i, size in enumerate(sizes) if size]
 
 
 def backward(
@@ -96,14 +93,14 @@ def backward(
         )  # fmt: skip
         return
     rows, h, dy = saved
-    every = _spans(sizes, list(zip(instances, gradients, range(len(instances)), strict=True)))
     first = len(instances) - num_last
     afresh = [*gradients[:num_first], *gradients[first:]]
     for part in (part for wanted in afresh if wanted is not None for part in wanted if part is not None):
         part.zero_()
     for are_last in (True, False):
-        for span, (parts, wanted, at) in every:
-            if (at >= first) is are_last:
+        for instance, span in _spans(sizes):
+            if (instance >= first) is are_last:
+                parts, wanted = instances[instance], gradients[instance]
                 da = torch.mm(dy[span], parts.down.to(dy.dtype))
                 weights = None if weighted is None else weighted.values_N[span, None]
                 a, dh = activation_gradient(kind, h[span], da if weights is None else (da * weights).to(da.dtype))

@@ -97,10 +97,12 @@ class Attached:
             )
         hand_over_gradients({p: master for p, master in own.items() if p not in self._handed})
 
+    @torch.no_grad()
     def after_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Write back the weights whose masters this optimizer changed."""
+        """Round the masters that this optimizer changed into their weights."""
         own = self._masters_of(optimizer)
-        write_weights(own)
+        for parameter, master in own.items():
+            parameter.copy_(master)
         self._handed -= set(own)
         self._waiting = [one for one in self._waiting if one is not optimizer]
         self._summed = self._summed and bool(self._waiting)
@@ -182,10 +184,3 @@ def hand_over_gradients(masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
     for parameter, master in masters.items():
         master.grad = None if parameter.grad is None else parameter.grad.to(master.dtype)
         parameter.grad = None
-
-
-@torch.no_grad()
-def write_weights(masters: Mapping[nn.Parameter, nn.Parameter]) -> None:
-    """Round the masters into the weights."""
-    for parameter, master in masters.items():
-        parameter.copy_(master)
