@@ -19,8 +19,6 @@ from typing import Any
 from equilibra.events.run import PlannerRecord, Run
 from equilibra.report.figures import BASELINE, PREDICTED, chosen_pair, finite, label_of, predictions_in
 
-__all__ = ["Curves", "answer", "training", "training_facts", "training_sentence"]
-
 METRICS = (
     "reward", "kl", "entropy", "loss", "imbalance_static", "imbalance", "exposed", "mismatch_max", "tokens_per_s",
     "seconds",
@@ -60,7 +58,7 @@ def _answer_of_step(run: Run) -> dict[str, Any]:
 
 
 def _measured_sentence(run: Run, after: str, before: str) -> str:
-    """The measured step time, then the predicted gain: predictions are compared only with predictions."""
+    """The measured step time, then the predicted gain: predictions compare only with predictions."""
     step = _metric(run.planners[after], "step_time_s")
     same = _metric(run.planners.get(PREDICTED), "step_time_s")
     name, ratio = _capital(label_of(after)), _ratio(same, _metric(run.planners[before], "step_time_s"))
@@ -222,7 +220,7 @@ def _balanced(curves: Curves) -> str:
 
 
 def training_facts(curves: Curves) -> list[dict[str, str]]:
-    """Figures of the whole run, without those that it lacks."""
+    """Figures of the whole run, as far as it recorded them."""
     rewards, evaluated = curves["held_out"]["reward"], curves["held_out"]["step"]
     before, now = _numbers(curves, "imbalance_static"), _numbers(curves, "imbalance")
     static = f"; static placement {fmean(before):.3f}" if before and curves["planner"] != BASELINE else ""
@@ -234,9 +232,9 @@ def training_facts(curves: Curves) -> list[dict[str, str]]:
         *_curve_fact("imbalance", now, lambda found: f"{fmean(found):.3f}",
                f"imbalance, slowest rank over mean{static}"),
         *_curve_fact("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
-               f"a step, median, on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
+               f"median step time on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
         *_curve_fact("exposed", _numbers(curves, "exposed"), lambda found: f"{100 * median(found):.1f}\u00a0%",
-               "of a step is exposed: waiting for planning, copies and migration"),
+               "of a step is exposed overhead: waiting for planning, copies and migration"),
         *_curve_fact("mismatch_max", _numbers(curves, "mismatch_max"), lambda found: _power(max(found)),
                "largest difference between replayed log-probabilities and the rollout's"),
     ]  # fmt: skip

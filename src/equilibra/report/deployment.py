@@ -1,23 +1,19 @@
 """`write_deployment`: an answer of `equilibra rollout plan` as one self-contained page, without scripts.
 
-Four lanes show the first layers of an iteration: attention, the link there, experts, the link back. Colours are
-micro-batches, grey is idle: a bubble. Below them stand the times that set the pace, the conditions of full overlap and
+Four lanes show the first layers of an iteration: attention, the link to the experts, experts, the link back. Colours
+are micro-batches, grey is idle: a bubble. Below them: the times that set the pace, the conditions of full overlap and
 the memory of both sides. Names from files are escaped, and a Content-Security-Policy allows only the page's own style.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Sequence
-from hashlib import sha256
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
 from equilibra.core.atomic import atomic_file
-
-__all__ = ["render_deployment", "write_deployment"]
+from equilibra.report.page import asset, hash_of
 
 WIDTH, LEFT, RIGHT, LANE = 1000, 110, 16, 34
 COLOURS = 4
@@ -41,15 +37,14 @@ def write_deployment(said: dict[str, Any], path: Path, *, overwrite: bool = Fals
 
 def render_deployment(said: dict[str, Any]) -> str:
     """The page of an answer's JSON."""
-    style = (files("equilibra.report") / "assets" / "deployment.css").read_text(encoding="utf-8")
-    digest = base64.b64encode(sha256(style.encode()).digest()).decode()
+    style = asset("deployment.css")
     sections = (_head(said), _deployments(said), _timeline(said), _pace(said), _memory(said), _origin(said))
     body = "\n".join(sections)
     return f"""<!doctype html>
 <html lang="en">
 <head>
 <meta charset="utf-8">
-<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src 'sha256-{digest}'; base-uri 'none'">
+<meta http-equiv="Content-Security-Policy" content="default-src 'none'; style-src {hash_of(style)}; base-uri 'none'">
 <meta name="viewport" content="width=device-width, initial-scale=1">
 <title>Equilibra deployment</title>
 <link rel="icon" href="data:,">
@@ -106,7 +101,7 @@ def _deployments(said: dict[str, Any]) -> str:
     head = "".join(f"<th>{name}</th>" for name in heads)
     reasons = "".join(f'<p class="note">Not colocated on {escape(reason)}.</p>' for reason in said["not_colocated"])
     return f"""<h2>Deployments</h2>
-<p>Both are the best of their kind under the same laws. Nodes × tensor-parallel GPUs; colocated GPUs do both.</p>
+<p>Each is the best of its kind under the same laws. Nodes × tensor-parallel GPUs; colocated GPUs do both.</p>
 {WIDE}<table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{reasons}"""
 
 
@@ -185,7 +180,7 @@ def _memory(said: dict[str, Any]) -> str:
          f"{experts / 1e9:.0f} of {room['experts'] / 1e9:.0f} GB"),
     ]  # fmt: skip
     return f"""<h2>Memory of a GPU</h2>
-<p>Weights and caches; of device memory, a tenth is left to activations and the runtime.</p>
+<p>Weights and caches; a tenth of device memory is left for activations and the runtime.</p>
 {WIDE}{_bars(rows, 1.0)}</div>"""
 
 
@@ -209,4 +204,5 @@ def _origin(said: dict[str, Any]) -> str:
 <p class="note">Modelled, not measured. Decode law: {escape(said["law"])}. Context {context["mean"]:,.0f} ±
 {context["deviation"]:,.0f} tokens. Fullest expert node over the mean: {said["imbalance"]:g}. Costs: {costs}. Best
 tokens per {"GPU" if said["objective"] == "gpu" else "cost"} of at most {said["max_ranks"]} GPUs, searched in
-{said["search_s"]:.2f} s. The colocated deployment overlaps two micro-batches as well as they ever can.</p>"""
+{said["search_s"]:.2f} s. The colocated deployment overlaps two
+micro-batches perfectly.</p>"""

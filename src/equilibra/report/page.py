@@ -10,6 +10,7 @@ from __future__ import annotations
 import base64
 import json
 import math
+import re
 from hashlib import sha256
 from importlib.resources import files
 from pathlib import Path
@@ -19,11 +20,8 @@ from equilibra.core.atomic import atomic_file
 from equilibra.core.errors import InputError
 from equilibra.events.run import PASSES, Run
 from equilibra.report.answer import answer, training
-from equilibra.report.detail import collect_detail
-from equilibra.report.figures import chosen_pair, labels_of, planner_figures, predictions_in
+from equilibra.report.figures import chosen_pair, collect_detail, labels_of, planner_figures, predictions_in
 from equilibra.report.timeline import timeline
-
-__all__ = ["SCRIPTS", "render", "write_report"]
 
 PAGE_BYTES = 4_900_000
 """page size beyond which only the two compared planners get a drill-down"""
@@ -35,7 +33,7 @@ SCRIPTS = (
 TRAINING_SCRIPT = "training.js"
 """added for training runs"""
 MIXED = "measured; predicted where the name says so"
-VOID = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+ESCAPES = str.maketrans({sign: f"\\u{ord(sign):04x}" for sign in "<>&\u2028\u2029"})
 
 
 def write_report(run: Run, path: Path, *, overwrite: bool = False) -> None:
@@ -49,8 +47,8 @@ def render(run: Run) -> str:
     num_layers, num_ranks, num_experts = _shape(run)
     curves, labels, pair, predictions = training(run), labels_of(run), chosen_pair(run.planners), predictions_in(run)
     apart = [] if pair[0] not in predictions else [name for name in run.planners if name not in predictions]
-    scripts = [_asset(name) for name in (*SCRIPTS, *([TRAINING_SCRIPT] if curves else []))]
-    style, template = _asset("report.css") + (_asset("training.css") if curves else ""), _asset("report.html")
+    scripts = [asset(name) for name in (*SCRIPTS, *([TRAINING_SCRIPT] if curves else []))]
+    style, template = asset("report.css") + (asset("training.css") if curves else ""), asset("report.html")
     small = {
         "about": _about(run),
         "answer": answer(run),
@@ -70,14 +68,16 @@ def render(run: Run) -> str:
     arrays, detail = collect_detail(run, budget_bytes=PAGE_BYTES - fixed)
     data = _json({**small, "arrays": arrays, "detail": detail})
     parts = {
-        "policy": _policy(scripts, style),
-        "style": f"<style>{style}</style>",
-        "training-link": '<a href="#training">Training</a>' if curves else "",
-        "training": _asset("training.html") if curves else "",
-        "data": f'<script type="application/json" id="run">{data}</script>',
-        "scripts": "\n".join(f"<script>{script}</script>" for script in scripts),
+        "{policy}": f"default-src 'none'; script-src {' '.join(map(hash_of, scripts))}; style-src {hash_of(style)}; "
+        "img-src data: blob:; base-uri 'none'; form-action 'none'",
+        "<!--style-->": f"<style>{style}</style>",
+        "<!--training-link-->": '<a href="#training">Training</a>' if curves else "",
+        "<!--training-->": asset("training.html") if curves else "",
+        "<!--data-->": f'<script type="application/json" id="run">{data}</script>',
+        "<!--scripts-->": "\n".join(f"<script>{script}</script>" for script in scripts),
     }
-    return _filled(template, parts)
+    # one pass: inserted parts are not searched for marks
+    return re.sub("|".join(map(re.escape, parts)), lambda mark: parts[mark[0]], template)
 
 
 def _about(run: Run) -> dict[str, Any]:
@@ -98,19 +98,13 @@ def _shape(run: Run) -> tuple[int, int, int]:
     return next(iter(shapes))
 
 
-def _policy(scripts: list[str], style: str) -> str:
-    allowed = " ".join(_hash(script) for script in scripts)
-    return (
-        f"default-src 'none'; script-src {allowed}; style-src {_hash(style)}; img-src data: blob:; "
-        "base-uri 'none'; form-action 'none'"
-    )
-
-
-def _hash(text: str) -> str:
+def hash_of(text: str) -> str:
+    """A Content-Security-Policy source that allows exactly this inlined script or style."""
     return f"'sha256-{base64.b64encode(sha256(text.encode()).digest()).decode()}'"
 
 
-def _asset(name: str) -> str:
+def asset(name: str) -> str:
+    """The text of a file in `assets`."""
     text = (files("equilibra.report") / "assets" / name).read_text(encoding="utf-8")
     if name.endswith(".js") and "</script" in text.lower():
         raise InputError(f"{name} contains </script, which would end its script element; write it as <\\/script")
@@ -120,9 +114,7 @@ def _asset(name: str) -> str:
 def _json(value: object) -> str:
     """JSON that is safe inside a script element; numbers that are not finite become null."""
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"), default=str)
-    for sign, written in VOID.items():
-        text = text.replace(sign, written)
-    return text
+    return text.translate(ESCAPES)
 
 
 def _plain(value: Any) -> Any:  # noqa: ANN401
@@ -131,14 +123,3 @@ def _plain(value: Any) -> Any:  # noqa: ANN401
     if isinstance(value, list | tuple):
         return [_plain(entry) for entry in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
-
-
-def _filled(template: str, parts: dict[str, str]) -> str:
-    """The template with each mark replaced once; inserted parts are not searched for marks."""
-    pieces = [template]
-    for name, text in parts.items():
-        mark = f"<!--{name}-->" if name != "policy" else "{policy}"
-        at = next(i for i, piece in enumerate(pieces) if mark in piece)
-        before, _, after = pieces[at].partition(mark)
-        pieces[at : at + 1] = [before, text, after]
-    return "".join(pieces)

@@ -1,8 +1,8 @@
 """The timeline: for the page, and as a Chrome trace that ui.perfetto.dev and chrome://tracing open.
 
-An event on another resource than compute is hidden while the compute stream of its rank is busy, and exposed
-otherwise. The compute stream does one thing at a time, so its busy time up to a moment is piecewise linear; the hidden
-part of an event is the difference of two of its values.
+An event on another resource is hidden while its rank's compute stream is busy, and exposed otherwise. The stream does
+one thing at a time, so its busy time up to a moment is piecewise linear; an event's hidden part is the difference of
+two values of that function.
 """
 
 from __future__ import annotations
@@ -19,10 +19,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.visit import Stage
 from equilibra.events.run import Run
 from equilibra.events.schema import EVENT, Direction, Kind, Resource
-from equilibra.report.detail import pack
-from equilibra.report.figures import chosen_pair, label_of
-
-__all__ = ["hidden_us", "kind_totals", "shown_ranks", "timeline", "write_perfetto"]
+from equilibra.report.figures import chosen_pair, label_of, pack
 
 MAX_RANKS = 16
 """ranks that fit on the page; of more, SOME_RANKS are shown"""

@@ -11,8 +11,7 @@ from tests.references.runs import ALL_PLANNERS, SMALL, make_run
 from equilibra.events.run import Run
 from equilibra.events.schema import Direction, Events, Kind, Resource, event_table
 from equilibra.report.answer import answer
-from equilibra.report.detail import collect_detail, pack, packed_size, rank_tokens_of
-from equilibra.report.figures import chosen_pair, planner_figures
+from equilibra.report.figures import chosen_pair, collect_detail, pack, packed_size, planner_figures, rank_tokens_of
 from equilibra.report.timeline import hidden_us, kind_totals, shown_ranks, timeline
 
 

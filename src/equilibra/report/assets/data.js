@@ -1,5 +1,5 @@
 "use strict";
-/* The run inside the page: JSON, and arrays that are gzipped, planar and in base64 (see report/pack.py).
+/* The run inside the page: JSON, and arrays that are gzipped, planar and in base64 (see report/figures.py).
    Symbols as in the program: L layers, M micro-batches, R ranks, E experts. */
 const Data = (() => {
   const run = JSON.parse(document.getElementById("run").textContent);
@@ -35,7 +35,7 @@ const Data = (() => {
     return Object.fromEntries(names.map((name, i) => [name, arrays[i]]));
   };
 
-  /* Everything about one planner's step; made once, when it is first asked for. */
+  /* Everything about one planner's step, unpacked when it is first asked for. */
   const detail = (planner) => {
     if (!details.has(planner)) details.set(planner, makeDetail(planner));
     return details.get(planner);
@@ -130,10 +130,10 @@ const Data = (() => {
     const given = run.about.cluster && run.about.cluster.ranks_per_node;
     return Number.isInteger(given) && given > 0 ? given : run.num_ranks;
   };
-  /* Whether two planners put sequences into different micro-batches: then equal numbers are not the same micro-batch. */
+  /* Whether two planners pack sequences differently: then micro-batches of the same number differ. */
   const packsAnew = (before, after) =>
     before !== null && after !== null && run.detail[before].expert_tokens !== run.detail[after].expert_tokens;
-  /* Every how many ranks an axis has a label: whole nodes where there are many. */
+  /* Ranks between two labels of an axis: whole nodes where there are many. */
   const rankStep = () => {
     const [ranks, perNode] = [run.num_ranks, ranksPerNode()];
     if (ranks <= 16) return 1;

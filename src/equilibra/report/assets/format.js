@@ -64,7 +64,7 @@ const Format = (() => {
     if (typeof item === "boolean") return item ? "yes" : "no";
     return typeof item === "object" ? JSON.stringify(item) : String(item);
   };
-  /* Metrics in the order of the page, others behind them as they come. */
+  /* Known metrics in the order of the page, then the others. */
   const ORDER = ["step_time_s", "speedup_over_static", "share_of_balanced", "throughput_tokens_per_s", "exposed_overhead_s",
     "imbalance_mean", "imbalance_p99", "copies_per_layer", "copy_bytes", "migration_bytes", "peak_memory_bytes"];
   const order = (keys) => [...ORDER.filter((key) => keys.includes(key)), ...keys.filter((key) => !ORDER.includes(key))];

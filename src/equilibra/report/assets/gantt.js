@@ -30,7 +30,7 @@ const Gantt = (() => {
     });
   };
 
-  /* Passes in the order they run; activations computed anew belong to the backward pass. */
+  /* Passes in the order they run; recomputed activations belong to the backward pass. */
   const passOf = (event) => (event.batch < 0 || event.layer < 0 ? "once" : `${stages[event.stage]} ${event.direction === 0 ? "forward" : "backward"}`);
   const exposed = (event) => OVERHEAD.includes(event.kind) && event.resource !== 0 && event.end - event.start - event.hidden > 0.02 * (event.end - event.start);
 
@@ -71,7 +71,7 @@ const Gantt = (() => {
         : { fill: colourOf[event.kind], stroke: exposed(event) ? colourOf.alarm : colourOf.page, lineWidth: exposed(event) ? 2 : right - left > 4 ? 0.6 : 0 } };
   };
 
-  /* Every other rank stands on a band. */
+  /* Every other rank has a shaded band. */
   const band = (perRank) => (params, api) => {
     const tall = api.size([0, 1])[1];
     const [, y] = api.coord([0, api.value(0)]);

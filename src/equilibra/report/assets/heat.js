@@ -47,7 +47,7 @@ const Heat = (() => {
   const rowHeight = (ranks) => Math.max(2, Math.min(24, Math.round(520 / ranks)));
   const height = () => run.num_ranks * rowHeight(run.num_ranks) + 58;
 
-  /* Drawn as a custom series: the heat map series of ECharts 6.1 always paints in pieces, and paper catches it halfway. */
+  /* Drawn as a custom series: ECharts 6.1 always paints its heat map series in pieces, and printing catches it halfway. */
   const cellShape = (shades) => (params, api) => {
     const [x, y] = api.coord([api.value(0), api.value(1)]);
     const [width, tall] = api.size([1, 1]);

@@ -65,7 +65,7 @@ const Theme = (() => {
     nameTextStyle: { color: colour("muted") },
     ...Object.fromEntries(Object.entries(more).filter(([key]) => key !== "axisLabel")),
   });
-  /* Bars that lie have labels of any length: room for them, up to a share of the chart. */
+  /* Room for the labels of horizontal bars, up to a share of the chart. */
   const pen = document.createElement("canvas").getContext("2d");
   const room = (labels, id) => {
     pen.font = `13px ${getComputedStyle(document.body).fontFamily}`;
