@@ -17,7 +17,7 @@ from equilibra.core.placement import Cluster
 from equilibra.cost.presets import prices_named
 from equilibra.plan.planner import Planner
 from equilibra.simulate.entry import Question, simulate
-from equilibra.simulate.setting import RunSetting
+from equilibra.simulate.times import RunSetting
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace
 from equilibra.trace.synth import SynthKnobs, SynthShape, fit_knobs, synthesize_loads

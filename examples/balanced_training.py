@@ -33,9 +33,8 @@ from equilibra.execute import (
     join_expert_group,
 )
 from equilibra.execute.steps.gradients import clip_gradients
-from equilibra.simulate.predict import beside
-from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.times import Pricing
+from equilibra.simulate.entry import beside
+from equilibra.simulate.times import Pricing, RunSetting
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize
 
 SPEC = MoESpec(hidden=64, expert_ffn=96, num_experts=16, top_k=2)

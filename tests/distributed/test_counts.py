@@ -18,9 +18,8 @@ from equilibra.execute.moe import BalancedMoE
 from equilibra.execute.runtime import CopySetting, Runtime
 from equilibra.execute.steps.balancer import Balancer, BalancerSetting
 from equilibra.report.page import render
-from equilibra.simulate.predict import predict
-from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.times import Pricing
+from equilibra.simulate.entry import predict
+from equilibra.simulate.times import Pricing, RunSetting
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace
 

@@ -12,9 +12,8 @@ from equilibra.core.placement import Cluster
 from equilibra.core.plan import StepPlan
 from equilibra.cost.prices import ExpertLaw
 from equilibra.plan.planner import Planner, StepProblem, online_us_of, planner_named, timing_of
-from equilibra.simulate.setting import CopyPath, RunSetting
 from equilibra.simulate.step import simulate_step
-from equilibra.simulate.times import Pricing, Times
+from equilibra.simulate.times import CopyPath, Pricing, RunSetting, Times
 
 CLUSTERS = ((1, 4), (2, 2), (2, 4), (4, 2))
 EVERY = ("static", "lpt", "eplb-oracle", "eplb-history", "lplb", "ultraep", "llep", "equilibra")

@@ -1,7 +1,7 @@
 """The timeline of a step, slow and obvious: copies are jobs with a release and a deadline, links walk from gap to gap.
 
-Written from the descriptions in `simulate/timeline.py`, `order.py` and `setting.py`, not from their code: there are no
-cumulated sums, no queues of two numbers, and the order of passes comes from its own rule. What is modelled:
+Written from the descriptions in `simulate/timeline.py` and of `RunSetting`, not from their code: there are no cumulated
+sums, no queues of two numbers, and the order of passes comes from its own rule. What is modelled:
 
 * A visit is one pass of one micro-batch through one layer. Forward: attention, dispatch, experts, combine. Backward:
   the same from the end, attention last. Under activation recompute every backward visit follows a forward one.
@@ -21,8 +21,7 @@ from itertools import pairwise
 
 import numpy as np
 
-from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.times import Times
+from equilibra.simulate.times import RunSetting, Times
 
 NEVER = 10**9
 

@@ -1,4 +1,4 @@
-"""What several commands share: argument types, targets that are checked early, and progress on stderr."""
+"""What commands share: argument types, early checks of files to write, and progress on stderr."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 import os
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import fields
 from pathlib import Path
@@ -14,8 +14,6 @@ from time import monotonic
 from typing import Any
 
 from equilibra.core.errors import InputError
-
-__all__ = ["Progress", "add_cluster", "announced", "check_target", "named_like", "positive"]
 
 WIDTH = 24
 
@@ -31,8 +29,21 @@ def positive(text: str) -> int:
     return value
 
 
+def number(
+    parser: argparse._ActionsContainer,
+    option: str,
+    default: float,
+    metavar: str,
+    text: str,
+    *,
+    kind: Callable[[str], float] = positive,
+) -> None:
+    """Add an option that takes a number; its help is `text` with the default behind it."""
+    parser.add_argument(option, type=kind, default=default, metavar=metavar, help=f"{text} ({default})")
+
+
 def add_cluster(parser: argparse.ArgumentParser, *, ranks_per_node: int | None = 8) -> None:
-    """Add --nodes and --ranks-per-node, named as in `Cluster`; without ranks_per_node, the hardware's."""
+    """Add --nodes and --ranks-per-node, named as in `Cluster`; ranks_per_node None: those of the hardware."""
     parser.add_argument("--nodes", dest="num_nodes", type=positive, default=1, metavar="N", help="nodes (1)")
     parser.add_argument("--ranks-per-node", type=positive, default=ranks_per_node, metavar="G",
                         help=f"ranks per node ({ranks_per_node or 'as many as the hardware has'})")  # fmt: skip
@@ -44,7 +55,7 @@ def named_like(kind: type[Any], arguments: argparse.Namespace) -> dict[str, Any]
 
 
 def check_target(path: str, *, overwrite: bool, option: str = "--overwrite", folder: bool = False) -> None:
-    """Refuse early a file, or a run folder, that could not be written after the work."""
+    """Refuse, before the work, a file or run folder that could not be written after it."""
     target = Path(path).absolute()
     if not target.parent.is_dir():
         raise InputError(f"cannot write {path}: the folder {target.parent} does not exist")
@@ -55,11 +66,11 @@ def check_target(path: str, *, overwrite: bool, option: str = "--overwrite", fol
     if target.exists() and folder and not (target / "run.json").is_file():
         raise InputError(f"cannot overwrite {path}: not a run folder (no run.json)")
     if not os.access(target.parent, os.W_OK):
-        raise InputError(f"cannot write {path}: the folder {target.parent} cannot be written")
+        raise InputError(f"cannot write {path}: no permission to write to the folder {target.parent}")
 
 
 class Progress:
-    """A bar on a terminal, plain lines elsewhere, nothing for work below a second."""
+    """Progress on stderr: a bar on a terminal, lines elsewhere, nothing for the first second."""
 
     def __init__(self, *, quiet_s: float = 1.0) -> None:
         self._begin = monotonic()
@@ -86,7 +97,7 @@ class Progress:
 
 @contextmanager
 def announced(work: str) -> Iterator[None]:
-    """Announce work that takes longer than a second, and how long it took."""
+    """Announce work that takes longer than a second, and report how long it took."""
     start = monotonic()
     timer = threading.Timer(1.0, lambda: print(f"{work} ...", file=sys.stderr, flush=True))
     timer.daemon = True

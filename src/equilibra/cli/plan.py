@@ -7,7 +7,7 @@ import json
 import sys
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import add_cluster, named_like, positive
+from equilibra.cli.arguments import add_cluster, named_like, number
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -17,11 +17,8 @@ if TYPE_CHECKING:
     from equilibra.core.plan import StepPlan
     from equilibra.plan.planner import StepProblem
 
-__all__ = ["add_parser"]
-
 
 def add_parser(commands: Any) -> None:  # noqa: ANN401
-    """Add the subcommand."""
     parser = commands.add_parser(
         "plan",
         help="plan the copies for a load matrix, or a whole step from a routing recording",
@@ -35,20 +32,18 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     )
     source.add_argument("--trace", metavar="FILE", help="a routing recording (.npz or .eqtrace)")
     add_cluster(parser)
-    parser.add_argument("--spare-slots", type=int, default=2, metavar="S", help="flash copies a rank can hold (2)")
-    parser.add_argument("--tolerance", type=float, default=0.005, help="imbalance accepted for fewer copies (0.005)")
-    parser.add_argument("--standing-slots", type=int, default=2, metavar="S", help="with --trace: standing copies per "
-                        "node and layer (2)")  # fmt: skip
-    parser.add_argument("--tokens-per-rank", type=positive, default=8192, metavar="T", help="with --trace: token "
-                        "budget of one rank in one micro-batch (8192)")  # fmt: skip
-    parser.add_argument("--model", metavar="NAME", help="with --trace: weigh copies and moves by this model's experts "
-                        "(without it they are free)")  # fmt: skip
-    parser.add_argument("--hardware", metavar="NAME", help="with --model: preset or file whose prices count (an H200 "
-                        "on which copies cost no more than their rows)")  # fmt: skip
+    number(parser, "--spare-slots", 2, "S", "flash copies a rank can hold", kind=int)
+    number(parser, "--tolerance", 0.005, "X", "imbalance accepted to save copies", kind=float)
+    number(parser, "--standing-slots", 2, "S", "with --trace: standing copies per node and layer", kind=int)
+    number(parser, "--tokens-per-rank", 8192, "T", "with --trace: token budget of a rank per micro-batch")
+    parser.add_argument("--model", metavar="NAME", help="with --trace: price copies and moves for this model's "
+                        "experts (default: they are free)")  # fmt: skip
+    parser.add_argument("--hardware", metavar="NAME", help="with --model: preset or .toml with the prices (default: an "
+                        "H200 on which a copy costs no more than its rows)")  # fmt: skip
     parser.add_argument("--max-moves", dest="max_moves_per_layer", type=int, default=-1, metavar="N",
-                        help="with --trace: homes that may move per layer (as many as pay)")  # fmt: skip
-    parser.add_argument("--planner", metavar="NAME", help="with --trace: equilibra or a baseline")
-    parser.add_argument("--previous", metavar="PLAN", help="with --trace: a plan file; its homes are where experts are")
+                        help="with --trace: homes that may move per layer (default: as many as pay off)")  # fmt: skip
+    parser.add_argument("--planner", metavar="NAME", help="with --trace: equilibra (default) or a baseline")
+    parser.add_argument("--previous", metavar="PLAN", help="with --trace: start from the homes of this plan file")
     parser.add_argument("--output", metavar="PLAN", help="with --trace: write the plan to this file (.npz)")
     parser.add_argument("--overwrite", action="store_true", help="replace --output if it exists")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
@@ -56,7 +51,6 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Plan."""
     if not 0 <= arguments.tolerance < 1000:
         raise InputError(f"--tolerance must be from 0 to below 1000, not {arguments.tolerance}")
     if arguments.hardware is not None and arguments.model is None:

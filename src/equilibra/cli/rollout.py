@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import check_target, named_like, positive
+from equilibra.cli.arguments import check_target, named_like, number
 from equilibra.core.checks import check_whole
 from equilibra.core.errors import InputError
 
@@ -20,14 +20,11 @@ if TYPE_CHECKING:
     from equilibra.integrations.hf import ModelFolder, Text
     from equilibra.plan.deployment.question import Plan
 
-__all__ = ["add_parser"]
-
 
 def add_parser(commands: Any) -> None:  # noqa: ANN401
-    """Add the subcommand and its own subcommands."""
     parser = commands.add_parser(
         "rollout",
-        help="generate, or plan a rollout, with attention and experts on different devices",
+        help="plan or run a rollout with attention and experts on different devices",
         description="Disaggregated rollout: attention on some devices, experts on others, micro-batches between them.",
     )
     kinds = parser.add_subparsers(dest="rollout", metavar="WHAT", required=True)
@@ -41,46 +38,43 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
 def _add_plan(kinds: Any) -> None:  # noqa: ANN401
     parser = kinds.add_parser(
         "plan",
-        help="how many devices for attention, how many for experts, in which batches?",
-        description="Searches tensor-parallel sizes, numbers of nodes, micro-batches and batch for the deployment that "
-        "decodes most tokens per GPU or per cost within a latency, beside the best colocated one. Times are modelled.",
+        help="how many devices for attention, how many for experts, and which batch?",
+        description="Searches tensor-parallel sizes, node counts, micro-batches and batch sizes for the deployment "
+        "that decodes most tokens per GPU or per cost within a latency limit, and compares it with the best colocated "
+        "one. Times are modelled.",
     )
     parser.add_argument("--model", required=True, metavar="NAME", help="preset, .toml or config.json")
     parser.add_argument("--attention-hardware", default="h200", metavar="NAME", help="preset or .toml (h200)")
-    parser.add_argument("--expert-hardware", metavar="NAME", help="preset or .toml (as attention)")
+    parser.add_argument("--expert-hardware", metavar="NAME", help="preset or .toml (default: that of attention)")
     parser.add_argument("--latency-ms", type=float, required=True, metavar="X", help="longest time between two tokens")
-    lengths = parser.add_argument_group("lengths of sequences in the batch (one of the first three)")
-    lengths.add_argument(
-        "--context", type=float, metavar="N", help="tokens of every sequence, prompt and answer so far"
-    )
-    lengths.add_argument(
-        "--answer-median", type=float, metavar="N", help="answers of lognormal length, batch kept full"
-    )
-    lengths.add_argument("--lengths", metavar="FILE", help="lengths of answers: .json (a list, or percentiles), or the "
-                         "sequences of a routing recording")  # fmt: skip
-    lengths.add_argument("--answer-sigma", type=float, metavar="S", help="with --answer-median (0.8)")
-    lengths.add_argument("--answer-limit", type=float, metavar="N", help="with --answer-median: answers end here")
-    lengths.add_argument("--prompt", type=float, metavar="N", help="prompt of every answer, not with --context (0)")
+    lengths = parser.add_argument_group("sequence lengths in the batch (give one of the first three)")
+    lengths.add_argument("--context", type=float, metavar="N", help="tokens in the cache of every sequence")
+    lengths.add_argument("--answer-median", type=float, metavar="N", help="median of lognormal answer lengths; the "
+                         "batch is kept full")  # fmt: skip
+    lengths.add_argument("--lengths", metavar="FILE", help="answer lengths: .json (a list, or percentiles), or a "
+                         "routing recording")  # fmt: skip
+    lengths.add_argument("--answer-sigma", type=float, metavar="S", help="with --answer-median: spread of log-length "
+                         "(0.8)")  # fmt: skip
+    lengths.add_argument("--answer-limit", type=float, metavar="N", help="with --answer-median: longest answer")
+    lengths.add_argument("--prompt", type=float, metavar="N", help="prompt tokens; not with --context (0)")
     search = parser.add_argument_group("search")
-    search.add_argument("--gpus", type=positive, default=64, metavar="N", help="of a deployment, both sides (64)")
-    search.add_argument("--micro-batches", type=positive, default=4, metavar="M", help="most in flight (4)")
-    search.add_argument("--imbalance", type=float, default=1.0, metavar="X", help="fullest expert node over mean (1.0)")
-    search.add_argument("--objective", choices=("gpu", "cost"), help="throughput per GPU or per cost (cost if the "
-                        "hardware differs)")  # fmt: skip
+    number(search, "--gpus", 64, "N", "most GPUs, both sides together")
+    number(search, "--micro-batches", 4, "M", "most micro-batches in flight")
+    number(search, "--imbalance", 1.0, "X", "load of the busiest expert node over the mean", kind=float)
+    search.add_argument("--objective", choices=("gpu", "cost"), help="what to maximise: throughput per GPU or per cost "
+                        "(default: cost if the two sides differ)")  # fmt: skip
     for side in ("attention", "expert"):
-        search.add_argument(f"--{side}-cost", type=float, metavar="C", help="of a GPU and hour, in any one unit")
-    search.add_argument(
-        "--law", metavar="FILE", help="decode constants of an H200, of benchmarks.probes.measure_decode"
-    )
+        search.add_argument(f"--{side}-cost", type=float, metavar="C", help="cost of its GPU per hour, in any unit")
+    search.add_argument("--law", metavar="FILE", help="decode constants of an H200 by benchmarks.probes.measure_decode")
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
-    out.add_argument("--report", nargs="?", const="equilibra-deployment.html", metavar="FILE.html", help="write a page")
+    out.add_argument("--report", nargs="?", const="equilibra-deployment.html", metavar="FILE.html",
+                     help="write the answer as a page")  # fmt: skip
     out.add_argument("--overwrite", action="store_true", help="replace files that exist")
     parser.set_defaults(run=run_plan)
 
 
 def run_plan(arguments: argparse.Namespace) -> int:
-    """Search, print, and write the page."""
     from equilibra.cost.decode import load_law
     from equilibra.cost.presets import load_model, load_prices
     from equilibra.plan.deployment.answer import answer
@@ -123,7 +117,7 @@ def _context(arguments: argparse.Namespace) -> Context:
 
     given = [name for name in ("context", "answer_median", "lengths") if getattr(arguments, name) is not None]
     if len(given) != 1:
-        raise InputError("give the lengths of sequences by one of --context, --answer-median and --lengths")
+        raise InputError("give sequence lengths with exactly one of --context, --answer-median and --lengths")
     unused = [name for name in NOT_WITH[given[0]] if getattr(arguments, name) is not None]
     if unused:
         said = " and ".join(f"--{name.replace('_', '-')}" for name in (unused[0], given[0]))
@@ -148,15 +142,15 @@ NOT_WITH = {
     "context": ("prompt", "answer_sigma", "answer_limit"), "answer_median": (),
     "lengths": ("answer_sigma", "answer_limit"),
 }  # fmt: skip
-"""options about lengths that say nothing beside another"""
+"""length options that have no meaning beside the key"""
 
 
 def _print(said: dict[str, Any], ours: Plan, others: tuple[Plan, ...]) -> None:
     context = said["context"]
     print(
         f"Decoding {said['model']} ({said['layers']} MoE layers): at most {said['latency_limit_ms']:g} ms between "
-        f"tokens, at most {said['max_ranks']} GPUs;\n{context['mean']:,.0f} tokens in the cache of a sequence on "
-        f"average, {context['longest']:,.0f} in the longest. Simulated.\n"
+        f"tokens, at most {said['max_ranks']} GPUs;\na sequence has {context['mean']:,.0f} tokens in the cache on "
+        f"average, the longest {context['longest']:,.0f}. Simulated.\n"
     )
     print(
         f"{'deployment':15}{'attention':>16}{'experts':>16}{'GPUs':>6}{'m':>3}{'batch':>7}{'T_a':>7}{'T_e':>7}{'T_c':>7}"
@@ -183,14 +177,14 @@ def _print(said: dict[str, Any], ours: Plan, others: tuple[Plan, ...]) -> None:
     for reason in said["not_colocated"]:
         print(f"Not colocated on {reason}.")
     print(
-        "\nnodes x tensor-parallel GPUs; colocated: attention and experts share the same GPUs. m: micro-batches in "
-        "flight. batch:\nsequences of a micro-batch and attention node. T_a, T_e, T_c: attention, experts, one "
-        "transfer of a layer, in µs. per cost:\ntokens for one unit of cost."
+        "\nnodes x tensor-parallel GPUs; colocated: attention and experts share GPUs. m: micro-batches in flight. "
+        "batch: sequences\nper micro-batch and attention node. T_a, T_e, T_c: attention, experts and one transfer of a "
+        "layer, in µs. per cost: tokens\nper unit of cost."
     )
 
 
 CONDITIONS = {
-    "balanced": "T_a and T_e differ by over a tenth",
+    "balanced": "T_a and T_e differ by more than a tenth",
     "transfer_hidden": "T_c >= T_f",
     "enough_micro_batches": "m T_f < 2 (T_f + T_c)",
 }
@@ -203,47 +197,47 @@ def _add_run(kinds: Any) -> None:  # noqa: ANN401
     parser = kinds.add_parser(
         "run",
         help="answer prompts with the disaggregated engine",
-        description="Starts attention and expert processes on this machine, loads a model and answers prompts. "
-        "Same seed, same answers up to rounding, whatever the processes.",
-    )  # fmt: skip
+        description="Starts attention and expert processes on this machine, loads a model and answers prompts. The "
+        "same seed gives the same answers up to rounding, with any number of processes.",
+    )
     parser.add_argument("--model", default="embedded", metavar="DIR", help="folder with a Hugging Face config.json, "
                         "weights optional (embedded: the small model of `equilibra train`)")  # fmt: skip
     engine = parser.add_argument_group("engine")
-    for name, default, text in (
-        ("attention", 1, "attention processes"), ("experts", 1, "expert processes"),
-        ("micro-batches", 2, "in flight per attention process"),
-        ("places", 64, "most answers that an attention process works on at a time"),
-        ("kv-tokens", 16_384, "tokens in the KV cache of an attention process"),
-        ("page", 16, "tokens of a page of it"), ("prefill-tokens", 512, "most prompt tokens of a pass"),
-        ("threads", 1, "of every process"),
-    ):  # fmt: skip
-        engine.add_argument(f"--{name}", type=positive, default=default, metavar="N", help=f"{text} ({default})")
-    engine.add_argument("--spare-slots", type=int, default=1, metavar="N", help="copies of hot experts per layer and "
-                        "expert process (1)")  # fmt: skip
-    engine.add_argument("--transport", choices=("shared", "gloo"), default="shared", help="how rows travel (shared)")
-    engine.add_argument("--dtype", choices=("float64", "float32", "bfloat16"), default="float32", help="(float32)")
-    engine.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="(cpu)")
-    asked = parser.add_argument_group("what to generate")
-    asked.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (random tokens)")
-    asked.add_argument("--prompts", type=positive, default=16, metavar="N", help="random prompts without --prompt (16)")
-    asked.add_argument("--prompt-tokens", type=positive, default=32, metavar="N", help="tokens of a random prompt (32)")
-    asked.add_argument("--answers", type=positive, default=1, metavar="N", help="answers per prompt (1)")
-    asked.add_argument("--tokens", type=positive, default=32, metavar="N", help="longest answer (32)")
-    asked.add_argument("--temperature", type=float, default=1.0, metavar="X", help="0: greedy (1.0)")
-    asked.add_argument("--rounds", type=positive, default=2, metavar="N", help="times to answer, each with noise "
-                       "of its own; experts are balanced between them (2)")  # fmt: skip
-    asked.add_argument("--seed", type=int, default=0, metavar="N", help="(0)")
+    number(engine, "--attention", 1, "N", "attention processes")
+    number(engine, "--experts", 1, "N", "expert processes")
+    number(engine, "--micro-batches", 2, "N", "micro-batches in flight per attention process")
+    number(engine, "--places", 64, "N", "answers that an attention process decodes at a time")
+    number(engine, "--kv-tokens", 16_384, "N", "tokens in the KV cache of an attention process")
+    number(engine, "--page", 16, "N", "tokens per page of the KV cache")
+    number(engine, "--prefill-tokens", 512, "N", "most prompt tokens per pass")
+    number(engine, "--threads", 1, "N", "threads per process")
+    number(engine, "--spare-slots", 1, "N", "copies of hot experts per layer and expert process", kind=int)
+    for name, choices, default, text in (
+        ("transport", ("shared", "gloo"), "shared", "how rows travel between processes"),
+        ("dtype", ("float64", "float32", "bfloat16"), "float32", "number type of weights and activations"),
+        ("device", ("cpu", "cuda"), "cpu", "where processes compute"),
+    ):
+        engine.add_argument(f"--{name}", choices=choices, default=default, help=f"{text} ({default})")
+    asked = parser.add_argument_group("prompts and answers")
+    asked.add_argument("--prompt", action="append", metavar="TEXT", help="may be repeated (default: random tokens)")
+    number(asked, "--prompts", 16, "N", "without --prompt: random prompts")
+    number(asked, "--prompt-tokens", 32, "N", "without --prompt: tokens per prompt")
+    number(asked, "--answers", 1, "N", "answers per prompt")
+    number(asked, "--tokens", 32, "N", "most tokens per answer")
+    number(asked, "--temperature", 1.0, "X", "of sampling; 0: greedy", kind=float)
+    number(asked, "--rounds", 2, "N", "how often to answer all prompts; experts are rebalanced between rounds")
+    number(asked, "--seed", 0, "N", "random seed", kind=int)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.set_defaults(run=run_run)
 
 
 def run_run(arguments: argparse.Namespace) -> int:
-    """Generate, and print the last round's answers and what every round took."""
     from importlib.util import find_spec
 
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         raise InputError(f"equilibra rollout run needs {', '.join(missing)}: pip install 'equilibra[train]'")
+    import numpy as np
     import torch
 
     from equilibra.integrations.hf import open_model_folder
@@ -266,7 +260,7 @@ def run_run(arguments: argparse.Namespace) -> int:
         print(json.dumps(said))
         return 0
     for answer in said["answers"]:
-        print(answer["tokens"] if text is None else text.read(_array(answer["tokens"])))
+        print(answer["tokens"] if text is None else text.read(np.array(answer["tokens"])))
     for one in said["rounds"]:
         print(
             f"{one['tokens']} tokens in {one['seconds']:.2f} s: {one['tokens_per_s']:,.0f} tokens/s; expert processes "
@@ -297,14 +291,14 @@ def _rounds(pool: Any, prompts: list[NDArray[np.int64]], arguments: argparse.Nam
 
     random = np.random.default_rng([arguments.seed, 1])
     rounds, size = [], (arguments.prompts, arguments.prompt_tokens)
-    for number in range(arguments.rounds):
+    for index in range(arguments.rounds):
         asked = prompts or list(random.integers(0, pool.model.vocabulary, size))
         requests = [
             Request(tokens=prompt, noise=random.random(arguments.tokens))
             for prompt in asked
             for _ in range(arguments.answers)
         ]
-        if number:
+        if index:
             pool.rebalance()
         start = perf_counter()
         answers = pool.generate(requests, temperature=arguments.temperature)
@@ -315,12 +309,4 @@ def _rounds(pool: Any, prompts: list[NDArray[np.int64]], arguments: argparse.Nam
             "imbalance": statistics.imbalance, "imbalance_without_copies": statistics.imbalance_without_copies,
             "passes": statistics.passes, "preempted": statistics.preempted,
         })  # fmt: skip
-    return {
-        "answers": [{"tokens": one.tokens.tolist(), "ended": one.ended} for one in answers], "rounds": rounds
-    }  # fmt: skip
-
-
-def _array(tokens: list[int]) -> NDArray[np.int64]:
-    import numpy as np
-
-    return np.array(tokens, np.int64)
+    return {"answers": [{"tokens": one.tokens.tolist(), "ended": one.ended} for one in answers], "rounds": rounds}

@@ -1,4 +1,4 @@
-"""`equilibra simulate`: what would static placement, EPLB, online balancers and Equilibra do to my training step?"""
+"""`equilibra simulate`: what would each planner do to my training step? `equilibra report`: show a run as a page."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hashlib import sha256
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from equilibra.cli.arguments import Progress, add_cluster, check_target, named_like, positive
+from equilibra.cli.arguments import Progress, add_cluster, check_target, named_like, number, positive
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -20,13 +20,10 @@ if TYPE_CHECKING:
     from equilibra.simulate.entry import Answer
     from equilibra.trace.routing import Recording
 
-__all__ = ["add_parser"]
-
 DEFAULT_MODEL, DEFAULT_HARDWARE = "qwen3-30b-a3b", "h200"
 
 
-def add_parser(commands: Any) -> None:  # noqa: ANN401
-    """Add the subcommand."""
+def add_simulate(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "simulate",
         help="what would each planner do to my training step? A table and a report",
@@ -35,54 +32,51 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
         "expert-parallel group.",
     )
     parser.add_argument("--trace", nargs="+", metavar="FILE", help="routing of one step (.npz or .eqtrace; several "
-                        "files are joined); without it, synthetic routing")  # fmt: skip
+                        "files are joined); default: synthetic routing")  # fmt: skip
     parser.add_argument("--model", metavar="NAME", help="preset, .toml or config.json (the preset that fits --trace)")
     parser.add_argument("--hardware", default=DEFAULT_HARDWARE, metavar="NAME", help="preset or .toml (h200)")
     add_cluster(parser, ranks_per_node=None)
-    parser.add_argument("--tokens-per-microbatch", type=positive, metavar="T", help="tokens of the whole group (4096 "
-                        "per rank)")  # fmt: skip
+    parser.add_argument("--tokens-per-microbatch", type=positive, metavar="T", help="token budget of the whole group "
+                        "(4096 per rank)")  # fmt: skip
     parser.add_argument("--planner", nargs="+", metavar="NAME", help="planners to compare with static and balanced")
     copies = parser.add_argument_group("copies")
-    copies.add_argument("--spare-slots", type=int, default=2, metavar="S", help="flash copies a rank can hold (2)")
-    copies.add_argument(
-        "--standing-slots", type=int, default=2, metavar="S", help="standing copies per node, layer (2)"
-    )
-    copies.add_argument("--prefetch-depth", type=int, default=1, metavar="D", help="layers that copies come ahead (1)")
+    number(copies, "--spare-slots", 2, "S", "flash copies a rank can hold", kind=int)
+    number(copies, "--standing-slots", 2, "S", "standing copies per node and layer", kind=int)
+    number(copies, "--prefetch-depth", 1, "D", "layers by which copies are prefetched", kind=int)
     for stage in ("logprob", "update"):
         copies.add_argument(f"--{stage}-path", choices=("nvlink", "host"), default="nvlink",
                             help=f"where flash copies of the {stage} stage come from (nvlink)")  # fmt: skip
     step = parser.add_argument_group("the step")
-    step.add_argument("--pipeline-stages", type=positive, default=1, metavar="P", help="pipeline stages, 1F1B (1)")
-    step.add_argument("--data-parallel", type=positive, default=1, metavar="D", help="expert-parallel groups (1)")
-    step.add_argument("--optimizer-steps", type=positive, default=1, metavar="O", help="mini-batches of the update (1)")
+    number(step, "--pipeline-stages", 1, "P", "pipeline stages, 1F1B")
+    number(step, "--data-parallel", 1, "D", "expert-parallel groups, each with its own sequences")
+    number(step, "--optimizer-steps", 1, "O", "mini-batches of the update")
     step.add_argument("--ranks-per-sequence", type=positive, metavar="C", help="ranks that share a sequence (a node)")
     step.add_argument("--no-activation-recompute", dest="activation_recompute", action="store_false",
                       help="keep all activations")  # fmt: skip
     step.add_argument("--no-logprob-stage", dest="logprob_stage", action="store_false",
                       help="update only, no old log-probabilities")  # fmt: skip
-    step.add_argument(
-        "--history", metavar="FILE", help="the last step's routing, for eplb-history (first half of this)"
-    )
+    step.add_argument("--history", metavar="FILE", help="the last step's routing, for eplb-history (the first "
+                      "half of this step)")  # fmt: skip
     made = parser.add_argument_group("without --trace")
-    made.add_argument("--prompts", type=positive, default=64, metavar="P", help="prompts of the step (64)")
-    made.add_argument("--answers", type=positive, default=16, metavar="A", help="answers to each (16)")
-    made.add_argument("--seed", type=int, default=0, help="of the routing (0)")
+    number(made, "--prompts", 64, "P", "prompts of the step")
+    number(made, "--answers", 16, "A", "answers per prompt")
+    number(made, "--seed", 0, "N", "random seed of the routing", kind=int)
     out = parser.add_argument_group("output")
     out.add_argument("--json", action="store_true", help="print one JSON object")
     out.add_argument("--output", metavar="RUN", help="keep the run in this folder, for `equilibra report`")
     out.add_argument("--report", nargs="?", const="equilibra-report.html", metavar="FILE.html", help="write the report")
     out.add_argument("--perfetto", metavar="FILE.json", help="write equilibra's timeline for ui.perfetto.dev")
     out.add_argument("--overwrite", action="store_true", help="replace files that exist")
-    parser.set_defaults(run=run)
+    parser.set_defaults(run=simulate)
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Simulate, print, and write what was asked for."""
+def simulate(arguments: argparse.Namespace) -> int:
     from equilibra.core.checks import PlanLimits
     from equilibra.core.placement import Cluster
     from equilibra.cost.presets import load_prices
-    from equilibra.simulate.entry import DEFAULT_PLANNERS, Question, simulate
-    from equilibra.simulate.setting import CopyPath, RunSetting
+    from equilibra.events.run import save_run
+    from equilibra.simulate import entry
+    from equilibra.simulate.times import CopyPath, RunSetting
 
     targets = [path for path in (arguments.output, arguments.report, arguments.perfetto) if path is not None]
     for path in targets:
@@ -95,13 +89,13 @@ def run(arguments: argparse.Namespace) -> int:
     cluster = Cluster(**named_like(Cluster, arguments))
     model, sequences, inputs, history = _routing(arguments, cluster.num_ranks)
     paths = {name: CopyPath(getattr(arguments, name)) for name in ("logprob_path", "update_path")}
-    question = Question(
+    question = entry.Question(
         sequences=sequences,
         model=model,
         hardware=hardware,
         cluster=cluster,
         tokens_per_microbatch=arguments.tokens_per_microbatch or 4096 * cluster.num_ranks,
-        planners=arguments.planner or DEFAULT_PLANNERS,
+        planners=arguments.planner or entry.DEFAULT_PLANNERS,
         limits=PlanLimits(spare_slots=arguments.spare_slots, standing_slots=arguments.standing_slots),
         setting=RunSetting(**named_like(RunSetting, arguments) | paths),
         ranks_per_sequence=arguments.ranks_per_sequence,
@@ -110,14 +104,16 @@ def run(arguments: argparse.Namespace) -> int:
     about: dict[str, Any] = {"command": "equilibra " + shlex.join(sys.argv[1:]), "inputs": inputs}
     if not arguments.trace:
         about["warnings"] = ["the routing is synthetic, not recorded: your own may be more or less skewed"]
-    keep = any((arguments.output, arguments.report, arguments.perfetto))
     try:
-        answer = simulate(question, about=about, keep_records=keep, tell=progress.step)
+        answer = entry.simulate(question, about=about, keep_records=bool(targets), tell=progress.step)
     finally:
         progress.close()
     _print(answer, as_json=arguments.json)
     sys.stdout.flush()
-    _write(answer.run, arguments)  # last: a full disk must not cost the answer
+    if arguments.output:  # last: a full disk must not cost the answer
+        save_run(answer.run, arguments.output, overwrite=arguments.overwrite)
+        print(f"wrote {arguments.output}", file=sys.stderr)
+    _write(answer.run, arguments.report, arguments.perfetto, overwrite=arguments.overwrite)
     return 0
 
 
@@ -186,22 +182,6 @@ def _input(path: str, recording: Recording) -> dict[str, Any]:
     return entry
 
 
-def _write(run: Run, arguments: argparse.Namespace) -> None:
-    from equilibra.events.run import save_run
-    from equilibra.report.page import write_report
-    from equilibra.report.timeline import write_perfetto
-
-    if arguments.output:
-        save_run(run, arguments.output, overwrite=arguments.overwrite)
-        print(f"wrote {arguments.output}", file=sys.stderr)
-    if arguments.report:
-        write_report(run, Path(arguments.report), overwrite=arguments.overwrite)
-        print(f"wrote {arguments.report}: open it in a browser", file=sys.stderr)
-    if arguments.perfetto:
-        write_perfetto(run, Path(arguments.perfetto), overwrite=arguments.overwrite)
-        print(f"wrote {arguments.perfetto}: open it in ui.perfetto.dev", file=sys.stderr)
-
-
 def _print(answer: Answer, *, as_json: bool) -> None:
     about, metrics = answer.run.about, answer.metrics
     if as_json:
@@ -227,9 +207,51 @@ def _print(answer: Answer, *, as_json: bool) -> None:
             f"{row['peak_memory_bytes'] / 1e9:>7.1f} GB"
         )
     print(
-        "\nspeedup: over static. of balanced: balanced step time over its own. imbalance: slowest rank over mean. "
-        "copies: flash\nand standing, per layer and micro-batch. exposed: planning, copies, moves and counts that the "
-        "step waits for. memory: the\nfullest rank. balanced: an ideal, not a plan."
+        "\nspeedup: over static. of balanced: step time of balanced over that of this planner. imbalance: slowest rank "
+        "over mean.\ncopies: flash and standing, per layer and micro-batch. exposed: time the step waits for planning, "
+        "copies, moves and\ncounts. memory: peak of the fullest rank. balanced: an ideal, not a plan."
     )
     for line in about["warnings"]:
         print(f"note: {line}", file=sys.stderr)
+
+
+def _write(
+    run: Run, page: str | Path | None, perfetto: str | None, *, planner: str | None = None, overwrite: bool
+) -> None:
+    from equilibra.report.page import write_report
+    from equilibra.report.timeline import write_perfetto
+
+    if perfetto is not None:
+        write_perfetto(run, Path(perfetto), planner=planner, overwrite=overwrite)
+        print(f"wrote {perfetto}; open it in ui.perfetto.dev", file=sys.stderr)
+    if page is not None:
+        write_report(run, Path(page), overwrite=overwrite)
+        print(f"wrote {page} ({Path(page).stat().st_size / 1e6:.1f} MB); open it in a browser", file=sys.stderr)
+
+
+def add_report(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser(
+        "report",
+        help="turn a run into one self-contained HTML page",
+        description="Reads a run folder (of `equilibra simulate` or `equilibra train`) and writes one self-contained "
+        "HTML file: the gain, heat maps, every copy, the timeline, memory. --perfetto writes a trace for "
+        "ui.perfetto.dev.",
+    )
+    parser.add_argument("folder", metavar="RUN", help="a run folder")
+    parser.add_argument("--output", metavar="FILE.html", help="the page (RUN.html, unless only --perfetto is given)")
+    parser.add_argument("--perfetto", metavar="FILE.json", help="write the timeline of one planner as a trace")
+    parser.add_argument("--planner", metavar="NAME", help="with --perfetto: whose timeline (equilibra)")
+    parser.add_argument("--overwrite", action="store_true", help="replace files that exist")
+    parser.set_defaults(run=report)
+
+
+def report(arguments: argparse.Namespace) -> int:
+    from equilibra.events.run import load_run
+
+    if arguments.planner is not None and arguments.perfetto is None:
+        raise InputError("--planner goes with --perfetto: it says whose timeline to write")
+    folder, page = Path(arguments.folder), arguments.output
+    if page is None and arguments.perfetto is None:
+        page = folder.resolve().parent / f"{folder.resolve().name}.html"
+    _write(load_run(folder), page, arguments.perfetto, planner=arguments.planner, overwrite=arguments.overwrite)
+    return 0

@@ -1,18 +1,14 @@
-"""`equilibra trace info | convert | synth`: inspect a routing recording, convert it, or make a synthetic one.
-
-stdout carries the answer, stderr a line for work of more than a second. Handlers import numpy and numba, so that
-`equilibra --help` need not.
-"""
+"""`equilibra trace info | convert | synth`: inspect a routing recording, convert it, or make a synthetic one."""
 
 from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from equilibra.cli.arguments import announced
+from equilibra.cli.arguments import announced, number
 from equilibra.core.errors import InputError, TraceFormatError
 
 if TYPE_CHECKING:
@@ -22,17 +18,15 @@ if TYPE_CHECKING:
     from equilibra.trace.count import TraceSummary
     from equilibra.trace.synth import SynthKnobs, SynthShape
 
-__all__ = ["add_parser"]
-
 BLOCKS = "▁▂▃▄▅▆▇█"
 KNOBS = {
-    "popularity_skew": (float, "spread of log-popularity over experts; 0: all alike"),
-    "sequence_noise": (float, "how much sequences differ from the popularity; 0: not at all"),
-    "group_correlation": (float, "how alike answers to one prompt are, 0 to 1"),
-    "drift": (float, "how much of popularity is new after one step, 0 to 1"),
-    "median_length": (float, "tokens of a sequence, median"),
-    "length_tail": (float, "spread of log-length; 0: all of one length"),
-    "max_length": (int, "tokens at which a sequence is cut"),
+    "popularity_skew": (float, "spread of log-popularity over experts; 0: uniform"),
+    "sequence_noise": (float, "spread of a sequence's own preferences; 0: none"),
+    "group_correlation": (float, "correlation between answers to one prompt, 0 to 1"),
+    "drift": (float, "share of popularity that changes per step, 0 to 1"),
+    "median_length": (float, "median tokens per sequence"),
+    "length_tail": (float, "spread of log-length; 0: equal lengths"),
+    "max_length": (int, "tokens at which sequences are cut off"),
 }
 RESPONSES = ("vllm", "sglang")
 LINES = (".jsonl", ".ndjson")
@@ -41,7 +35,6 @@ MODEL = "give --model FOLDER (with its config.json), or --layers, --top-k and --
 
 
 def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add `trace` and its commands."""
     trace = subparsers.add_parser("trace", help="inspect a routing recording, convert it, or make a synthetic one")
     commands = trace.add_subparsers(dest="trace_command", required=True, metavar="COMMAND")
     _add_info(commands)
@@ -50,13 +43,13 @@ def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    info = commands.add_parser("info", help="contents of a recording, and its imbalance on a cluster")
+    info = commands.add_parser("info", help="what a recording contains, and its imbalance on a cluster")
     info.add_argument("file", metavar="FILE", help="NAME.npz or NAME.eqtrace")
-    info.add_argument("--nodes", type=int, default=1, metavar="N", help="nodes of the cluster (default 1)")
-    info.add_argument("--ranks-per-node", type=int, default=8, metavar="G", help="ranks of a node (default 8)")
-    info.add_argument("--tokens-per-microbatch", type=int, default=8192, metavar="T", help="token budget (8192)")
+    number(info, "--nodes", 1, "N", "nodes", kind=int)
+    number(info, "--ranks-per-node", 8, "G", "ranks per node", kind=int)
+    number(info, "--tokens-per-microbatch", 8192, "T", "token budget of the whole group", kind=int)
     info.add_argument("--experts", type=int, metavar="E", help="experts per layer, if an .npz does not say")
-    info.add_argument("--distinct", action="store_true", help="refuse tokens that go to one expert twice in a layer")
+    info.add_argument("--distinct", action="store_true", help="refuse tokens routed twice to one expert of a layer")
     info.add_argument("--no-verify", action="store_true", help="do not compare checksums")
     info.add_argument("--json", action="store_true", help="print one JSON object")
     info.set_defaults(run=_info)
@@ -66,14 +59,14 @@ def _add_synth(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     synth = commands.add_parser("synth", help="make the routing of a synthetic RL step")
     synth.add_argument("target", metavar="OUT", help="NAME.npz or NAME.eqtrace")
     synth.add_argument("--like", metavar="TRACE", help="take knobs, layers, experts and top-k from this recording")
-    synth.add_argument("--experts", type=int, metavar="E", help="experts of a layer (default 128)")
-    synth.add_argument("--layers", type=int, metavar="L", help="MoE layers (default 48)")
-    synth.add_argument("--top-k", type=int, metavar="K", help="experts per token (default 8)")
-    synth.add_argument("--prompts", type=int, default=32, metavar="P", help="prompts of the step (default 32)")
-    synth.add_argument("--answers", type=int, default=8, metavar="A", help="answers to each prompt (default 8)")
-    synth.add_argument("--seed", type=int, default=0, help="random seed (default 0)")
-    synth.add_argument("--step", type=int, default=0, help="steps of drift before it (default 0)")
-    synth.add_argument("--no-last-token", action="store_true", help="leave the last token of each answer unrecorded")
+    synth.add_argument("--experts", type=int, metavar="E", help="experts per layer (128)")
+    synth.add_argument("--layers", type=int, metavar="L", help="MoE layers (48)")
+    synth.add_argument("--top-k", type=int, metavar="K", help="experts per token (8)")
+    number(synth, "--prompts", 32, "P", "prompts of the step", kind=int)
+    number(synth, "--answers", 8, "A", "answers per prompt", kind=int)
+    number(synth, "--seed", 0, "N", "random seed", kind=int)
+    number(synth, "--step", 0, "N", "steps of drift before this one", kind=int)
+    synth.add_argument("--no-last-token", action="store_true", help="do not record the last token of each answer")
     for name, (kind, text) in KNOBS.items():
         synth.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="X", help=text)
     synth.add_argument("--overwrite", action="store_true", help="replace OUT if it exists")
@@ -97,8 +90,6 @@ def _info(arguments: argparse.Namespace) -> int:
 
 
 def _synth(arguments: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from equilibra.trace.open import save_trace
     from equilibra.trace.synth import synthetic_recording
 
@@ -124,9 +115,7 @@ def _synth(arguments: argparse.Namespace) -> int:
 
 
 def _wanted(arguments: argparse.Namespace) -> tuple[SynthShape, SynthKnobs]:
-    """Options, else what --like has, else the defaults."""
-    from dataclasses import replace
-
+    """Shape and knobs: options first, then those of --like, then the defaults."""
     from equilibra.trace.synth import SynthKnobs, SynthShape
 
     knobs = SynthKnobs()
@@ -159,8 +148,8 @@ def _table(file: str, summary: TraceSummary) -> str:
         ("micro-batch p99", summary.imbalance_microbatch_p99, "99th percentile"),
         ("nodes, mean", summary.node_imbalance_microbatch_mean, "slowest node over mean node, per micro-batch"),
     ]
-    lines = [file, *(f"  {name:18} {value}" for name, value in rows.items()), ""]
-    lines += ["  imbalance (slowest rank over mean rank)"]
+    lines = [file, *(f"  {name:18} {value}" for name, value in rows.items())]
+    lines += ["", "  imbalance (slowest rank over mean rank)"]
     lines += [f"  {name:18} {value:6.3f}  {_bar(value)}  {text}" for name, value, text in imbalances]
     lines += ["", f"  layers 0 to {summary.layers - 1:<7} {_sparkline(summary.imbalance_of_layer)}"]
     lines += [f"  ranks of layer {summary.worst_layer:<3} {_sparkline(summary.load_share_of_rank)}  the worst layer"]
@@ -181,9 +170,10 @@ def _sparkline(values: Sequence[float]) -> str:
 def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     convert = commands.add_parser(
         "convert",
-        help="from .npz to .eqtrace and back, or from responses of vLLM or SGLang, by the suffix of DST",
+        help="convert between .npz and .eqtrace, or from responses of vLLM or SGLang",
         description="SRC is a recording (NAME.npz, NAME.eqtrace), or a file with one response of vLLM's or SGLang's "
-        'HTTP server per line (NAME.jsonl), as received or as {"request": ..., "response": ...}.',
+        'HTTP server per line (NAME.jsonl), as received or as {"request": ..., "response": ...}. The suffix of DST '
+        "decides the format.",
     )
     convert.add_argument("source", metavar="SRC", help="NAME.npz, NAME.eqtrace or NAME.jsonl")
     convert.add_argument("target", metavar="DST", help="NAME.npz or NAME.eqtrace")
@@ -194,8 +184,8 @@ def _add_convert(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
     convert.add_argument("--layers", type=int, metavar="L", help="for responses: decoder layers, dense ones too")
     convert.add_argument("--top-k", type=int, metavar="K", help="for responses: experts per token")
     convert.add_argument("--dense", type=_numbers, metavar="0,1,...", help="for responses: layers without experts")
-    convert.add_argument("--start-len", type=int, metavar="N", help="for responses: leading tokens without routing "
-                         "(routed_experts_start_len; default 0)")  # fmt: skip
+    convert.add_argument("--start-len", type=int, metavar="N", help="for responses: leading tokens without routing, "
+                         "routed_experts_start_len (0)")  # fmt: skip
     convert.add_argument("--overwrite", action="store_true", help="replace DST if it exists")
     convert.add_argument("--json", action="store_true", help="print one JSON object")
     convert.set_defaults(run=_convert)
@@ -214,28 +204,25 @@ def _convert(arguments: argparse.Namespace) -> int:
     suffix = Path(arguments.source).suffix
     if suffix in PICKLES:
         raise TraceFormatError(
-            f"cannot open {arguments.source}: {suffix} files are pickles, which can run code when opened; convert "
-            "where it was made: equilibra.integrations has functions for the objects inside"
+            f"cannot open {arguments.source}: {suffix} files are pickles, which can run code when opened; convert the "
+            "objects where they were made, with the functions of equilibra.integrations"
         )
     with announced(f"converting {arguments.source}"):
         responses = arguments.format in RESPONSES or suffix in LINES
         tokens, sequences = _convert_responses(arguments) if responses else _convert_recording(arguments)
     made = {"target": arguments.target, "tokens": tokens, "sequences": sequences}
-    text = json.dumps(made) if arguments.json else f"wrote {arguments.target}: {tokens} tokens, {sequences} sequences"
-    print(text)
+    print(json.dumps(made) if arguments.json else f"wrote {arguments.target}: {tokens} tokens, {sequences} sequences")
     return 0
 
 
 def _convert_recording(arguments: argparse.Namespace) -> tuple[int, int]:
     from equilibra.trace.open import load_trace, save_trace
 
-    given = [
-        name for name in ("model", "layers", "top_k", "dense", "start_len") if getattr(arguments, name) is not None
-    ]
-    if given:
-        names = ", ".join(f"--{name.replace('_', '-')}" for name in given)
+    options = ("model", "layers", "top_k", "dense", "start_len")
+    if given := [f"--{name.replace('_', '-')}" for name in options if getattr(arguments, name) is not None]:
         raise InputError(
-            f"{names} are for responses, but {arguments.source} is a recording: files of responses end in .jsonl"
+            f"{', '.join(given)} are for responses, but {arguments.source} is a recording: files of responses end in "
+            ".jsonl"
         )
     recording = load_trace(arguments.source, num_experts=arguments.experts)
     save_trace(recording, arguments.target, overwrite=arguments.overwrite)
@@ -254,12 +241,12 @@ def _convert_responses(arguments: argparse.Namespace) -> tuple[int, int]:
 
 def _model(arguments: argparse.Namespace) -> RoutedModel:
     """The model of the responses: from config.json, overridden by options."""
-    from dataclasses import replace
-
     from equilibra.integrations.routing_formats import RoutedModel, model_from_folder
 
-    said = {"num_layers": arguments.layers, "top_k": arguments.top_k, "num_experts": arguments.experts}
-    said["dense_layers"] = arguments.dense
+    said = {
+        "num_layers": arguments.layers, "top_k": arguments.top_k, "num_experts": arguments.experts,
+        "dense_layers": arguments.dense,
+    }  # fmt: skip
     given = {name: value for name, value in said.items() if value is not None}
     if arguments.model is not None:
         return replace(model_from_folder(arguments.model), **given)

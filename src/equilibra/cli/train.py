@@ -1,14 +1,20 @@
-"""`equilibra train`: a complete RL training run, balanced, on this machine or under torchrun."""
+"""`equilibra train`: a complete RL training run, balanced, on this machine or under torchrun.
+
+`equilibra verify`: the passes of one step of a run, with and without balancing, and how far their results are apart.
+"""
 
 from __future__ import annotations
 
 import argparse
 import json
 import sys
-from dataclasses import dataclass
+from contextlib import closing, nullcontext
+from dataclasses import asdict, dataclass
+from datetime import datetime
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from equilibra.cli.arguments import positive
@@ -20,21 +26,19 @@ if TYPE_CHECKING:
     from equilibra.train.processes import Place
     from equilibra.train.run_folder import FolderLock, RunFolder
 
-__all__ = ["add_parser", "asked_of", "finish", "run_asked"]
-
-WORKER = "equilibra.train.worker:run_worker"
-"""module:function that a rank runs; tests replace it"""
+WORKER, VERIFIER = "equilibra.train.worker:run_worker", "equilibra.train.verify:run_verify"
+"""module:function that a rank runs; tests replace them"""
 NEEDED = ("torch", "transformers", "safetensors", "tensorboard", "rich")
 
 
-def add_parser(commands: Any) -> None:  # noqa: ANN401
-    """Add the subcommand."""
+def add_train(commands: Any) -> None:  # noqa: ANN401
     parser = commands.add_parser(
         "train",
         help="train a MoE model with RL and balanced experts; without options a small one, on any laptop",
         usage="equilibra train [section.key=value ...] [--config FILE] [--output DIR | --resume DIR] ...",
         description="Trains a MoE language model on verifiable problems and balances the experts of every step. Starts "
-        "cluster.nodes x ranks_per_node x groups processes, or uses torchrun's. Ctrl-C once stops with a checkpoint.",
+        "cluster.nodes x ranks_per_node x groups processes, or uses torchrun's. One Ctrl-C stops the run with a "
+        "checkpoint.",
     )
     parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options, such as run.steps=20")
     parser.add_argument("--config", metavar="FILE", help="read options from a TOML file")
@@ -46,7 +50,7 @@ def add_parser(commands: Any) -> None:  # noqa: ANN401
     parser.add_argument("--plain", action="store_true", help="plain lines instead of the live view")
     parser.add_argument("--json", action="store_true", help="print one JSON object at the end")
     parser.add_argument("--options", action="store_true", help="print every option with its default, and exit")
-    parser.set_defaults(run=run, worker=WORKER)
+    parser.set_defaults(run=train, worker=WORKER)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,23 +73,17 @@ class _Asked:
         return self.place is None or self.place.rank == 0
 
 
-def run(arguments: argparse.Namespace) -> int:
-    """Train, then print the summary."""
+def train(arguments: argparse.Namespace) -> int:
     from equilibra.train.config_files import options_text
 
     if arguments.options:
         print(options_text(), end="")
         return 0
-    asked = asked_of(arguments)
-    try:
-        stopped = run_asked(asked, arguments)
-    finally:
-        if asked.lock is not None:
-            asked.lock.close()
-    return _end(asked, arguments, stopped=stopped)
+    asked = _prepare(arguments)
+    return _end(asked, arguments, stopped=_launch(asked, arguments))
 
 
-def asked_of(arguments: argparse.Namespace, *, default: Path | None = None) -> _Asked:
+def _prepare(arguments: argparse.Namespace, *, default: Path | None = None) -> _Asked:
     """Read the configuration, and create or open the run folder. default: the folder if --output is not given."""
     from equilibra.plan.planner import planner_named
     from equilibra.train.config import TrainConfig
@@ -129,8 +127,6 @@ def _opened(
     arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None,
     default: Path | None,
 ) -> _Asked:  # fmt: skip
-    from datetime import datetime
-
     from equilibra.train.config_files import load_config
     from equilibra.train.run_folder import FolderLock, begin_run, default_output
 
@@ -147,30 +143,29 @@ def _opened(
     return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
 
 
-def run_asked(asked: _Asked, arguments: argparse.Namespace) -> bool:
+def _launch(asked: _Asked, arguments: argparse.Namespace) -> bool:
     """Run all steps; returns whether the run was told to stop earlier."""
     from equilibra.train.metrics import append_line
     from equilibra.train.processes import launch
     from equilibra.train.rank import Job
 
     job = Job(config=asked.config, folder=asked.folder, resume=asked.resume, worker=arguments.worker)
-    screen = _screen(asked, arguments)
-    try:
-        return launch(job, screen=screen, place=asked.place, lock=asked.lock)
-    except InputError:
-        if asked.fresh:
-            asked.folder.discard_if_worthless()
-        raise
-    except EquilibraError as error:
-        if asked.is_first:
-            append_line(asked.folder.log, f"{type(error).__name__}: {error}")
-        raise
-    except KeyboardInterrupt:
-        if asked.folder.has_checkpoint:
-            print(f"continue with: equilibra train --resume {asked.folder.path}", file=sys.stderr)
-        raise
-    finally:
-        screen.close()
+    locked = nullcontext() if asked.lock is None else closing(asked.lock)
+    with locked, closing(_screen(asked, arguments)) as screen:
+        try:
+            return launch(job, screen=screen, place=asked.place, lock=asked.lock)
+        except InputError:
+            if asked.fresh:
+                asked.folder.discard_if_worthless()
+            raise
+        except EquilibraError as error:
+            if asked.is_first:
+                append_line(asked.folder.log, f"{type(error).__name__}: {error}")
+            raise
+        except KeyboardInterrupt:
+            if asked.folder.has_checkpoint:
+                print(f"continue with: equilibra train --resume {asked.folder.path}", file=sys.stderr)
+            raise
 
 
 def _screen(asked: _Asked, arguments: argparse.Namespace) -> Observer:
@@ -206,7 +201,7 @@ def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
     done = max(history.steps, default=-1) + 1
     stopped = stopped and done < steps
     if asked.is_first:
-        report = _report(folder.path)
+        report = finish(folder.path)
         if arguments.json:
             print(json.dumps(summary(history, folder, steps=steps, stopped=stopped, report=report)))
         else:
@@ -217,23 +212,61 @@ def _end(asked: _Asked, arguments: argparse.Namespace, *, stopped: bool) -> int:
     return 130 if stopped else 0
 
 
-def _report(folder: Path) -> str | None:
-    """Write the report; a failure is only noted."""
-    try:
-        report = finish(folder)
-    except EquilibraError as error:
-        print(f"note: no report: {error}", file=sys.stderr)
-        return None
-    return None if report is None else str(report)
-
-
-def finish(folder: Path) -> Path | None:
-    """Write the report of the run's last step; None if the run has no record of it."""
+def finish(folder: Path) -> str | None:
+    """Write the report of the run's last step; None if the run has no record of it, or with a note if that fails."""
     from equilibra.events.run import load_run
     from equilibra.report.page import write_report
 
     step, report = folder / "step.run", folder / "report.html"
     if not step.is_dir():
         return None
-    write_report(load_run(step), report, overwrite=True)
-    return report
+    try:
+        write_report(load_run(step), report, overwrite=True)
+    except EquilibraError as error:
+        print(f"note: no report: {error}", file=sys.stderr)
+        return None
+    return str(report)
+
+
+def add_verify(commands: Any) -> None:  # noqa: ANN401
+    parser = commands.add_parser(
+        "verify",
+        help="compare log-probabilities and gradients of a training run with and without balancing",
+        usage="equilibra verify [section.key=value ...] [--config FILE] ...",
+        description="Takes the options of equilibra train, generates the answers of one step, and runs its passes "
+        "twice: as planned, and with static placement. Prints the differences beside what rounding in the run's dtype "
+        "explains. Trains nothing. Exit code 1: they differ by more.",
+    )
+    parser.add_argument("overrides", nargs="*", metavar="section.key=value", help="options of equilibra train")
+    parser.add_argument("--config", metavar="FILE", help="read options from a TOML file")
+    parser.add_argument("--output", metavar="DIR", help="keep the run folder here; needed under torchrun")
+    parser.add_argument("--planner", metavar="NAME", help="short for balance.planner=NAME")
+    parser.add_argument("--seed", metavar="N", help="short for run.seed=N")
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.set_defaults(run=verify, worker=VERIFIER, resume=None, steps=1, plain=True)
+
+
+def verify(arguments: argparse.Namespace) -> int:
+    with TemporaryDirectory(prefix="equilibra-verify-") as folder:
+        asked = _prepare(arguments, default=Path(folder) / "run")
+        _launch(asked, arguments)
+        if not asked.is_first:
+            return 0
+        from equilibra.integrations.differences import check, table
+        from equilibra.train.verify import read_differences
+
+        differences, about = read_differences(asked.folder.path)
+    if arguments.json:
+        same = all(one.is_rounding for one in differences)
+        rows = [asdict(one) for one in differences]
+        print(json.dumps({**about, "differences": rows, "same": same}))
+    else:
+        print(
+            f"\n{about['sequences']} sequences on {about['ranks']} ranks in {about['dtype']}: {about['planner']} "
+            f"(slowest rank {about['imbalance']:.3f} times the mean) against static ({about['imbalance_static']:.3f})\n"
+        )
+        print(table(differences))
+    check(differences)
+    if not arguments.json:
+        print("\nbalancing changes nothing but rounding")
+    return 0

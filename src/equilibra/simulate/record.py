@@ -14,11 +14,9 @@ from numpy.typing import NDArray
 from equilibra.core.plan import Stage, StagePlan, StandingCopies
 from equilibra.events.run import PlannerRecord, columns_of_plan
 from equilibra.events.schema import Direction, Events, Kind, Resource, event_table
-from equilibra.simulate.group import StageRecord
 from equilibra.simulate.step import GroupResult
+from equilibra.simulate.timeline import StageRecord
 from equilibra.simulate.times import Pricing, Times
-
-__all__ = ["balanced_record", "planner_record"]
 
 Table = NDArray[np.void]
 

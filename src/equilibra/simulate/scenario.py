@@ -24,8 +24,6 @@ from equilibra.plan.planner import StepProblem
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.routing import Recording
 
-__all__ = ["check_fits", "file_order_schedule", "joined", "ranks_for_longest", "step_problems"]
-
 
 def check_fits(recording: Recording, model: MoEModel, name: str) -> None:
     """Raise InputError unless the recording has the model's layers, experts and top-k."""
@@ -102,10 +100,8 @@ def step_problems(
     optimizer_steps: int = 1,
 ) -> list[StepProblem]:
     """One problem per data-parallel group; without history, the first half of the sequences is used."""
-    lengths = sequences.length_of_sequence
-    width = ranks_per_sequence or ranks_for_longest(lengths, cluster, tokens_per_microbatch)
-    if lengths.max() > tokens_per_microbatch:
-        ranks_for_longest(lengths, cluster, tokens_per_microbatch)  # raises
+    fitting = ranks_for_longest(sequences.length_of_sequence, cluster, tokens_per_microbatch)  # or an error
+    width = ranks_per_sequence or fitting
     if history_LE is None:
         half = sequences.tokens_SLE[: max(sequences.num_sequences // 2, 1)]
         history_LE = half.sum(axis=0, dtype=np.int64)

@@ -1,7 +1,7 @@
 """Simulate one step under one planner: plan, price, run.
 
-Under data parallelism every group plans for its own sequences and the step takes as long as its slowest group. Metrics
-cover all groups, records only the first.
+Under data parallelism every group plans for its own sequences, and the slowest group sets the pace. Metrics cover all
+groups, records only the first.
 """
 
 from __future__ import annotations
@@ -15,11 +15,9 @@ from numpy.typing import NDArray
 from equilibra.core.load import Schedule, StepLoad, imbalance
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.plan.planner import Planner, StepProblem, Timing, online_us_of, timing_of
-from equilibra.simulate.group import GroupTimeline, run_group
-from equilibra.simulate.times import CellWork, Pricing, Times, cell_work, ideal, price
-from equilibra.simulate.work import LayerMoves, MemoryNeed, StageWork, layer_moves, memory_need, stage_work
-
-__all__ = ["GroupResult", "StepResult", "simulate_group", "simulate_step"]
+from equilibra.simulate.timeline import GroupTimeline, run_group
+from equilibra.simulate.times import Pricing, Times, cell_work, ideal, price
+from equilibra.simulate.work import layer_moves, memory_need, stage_work
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -50,7 +48,6 @@ class GroupResult:
 class StepResult:
     """Simulated step of one planner."""
 
-    planner: str
     groups: list[GroupResult]
     """by data-parallel group"""
     num_tokens: int
@@ -88,7 +85,6 @@ def simulate_step(
 ) -> StepResult:
     """Simulate the step of all groups; `window` is the micro-batch to record, None for the least balanced one."""
     return StepResult(
-        planner=planner.name,
         groups=[simulate_group(problem, planner, pricing, window=window) for problem in problems],
         num_tokens=sum(int(one.sequences.length_of_sequence.sum()) for one in problems if one.sequences is not None),
     )
@@ -104,9 +100,10 @@ def simulate_group(
     schedule = plan.schedule or problem.schedule
     assert isinstance(schedule, Schedule)
     cells = cell_work(problem.sequences.length_of_sequence, schedule, problem.cluster)
-    same = plan.stages[Stage.LOGPROB] is plan.stages[Stage.UPDATE]
-    update = stage_work(plan, load, Stage.UPDATE)
-    work = {Stage.LOGPROB: update if same else stage_work(plan, load, Stage.LOGPROB), Stage.UPDATE: update}
+    logprob = update = stage_work(plan, load, Stage.UPDATE)
+    if plan.stages[Stage.LOGPROB] is not plan.stages[Stage.UPDATE]:
+        logprob = stage_work(plan, load, Stage.LOGPROB)
+    work = {Stage.LOGPROB: logprob, Stage.UPDATE: update}
     moves = layer_moves(plan)
     timing = timing_of(planner)
     times = price(
@@ -116,7 +113,8 @@ def simulate_group(
     if window is None:
         window = int(imbalance(update.rows_LMR).mean(axis=0).argmax())
     ideal_times = ideal(pricing, times, work)
-    even = run_group(ideal_times, pricing.setting, window=window)
+    slots, standing = _slots(pricing, plan, timing, problem.spare_slots), int(moves.standing_of_rank.max())
+    even_MR, even_LMR = cells.tokens_MR.mean(axis=1, keepdims=True), update.rows_LMR.mean(axis=2, keepdims=True)
     return GroupResult(
         plan=plan,
         load=load,
@@ -124,16 +122,16 @@ def simulate_group(
         timeline=run_group(times, pricing.setting, window=window),
         free_timeline=run_group(times.without_overhead(), pricing.setting),
         ideal_times=ideal_times,
-        ideal_timeline=even,
-        memory=_memory(pricing, plan, moves, timing, cells, update, problem.spare_slots),
-        ideal_memory=_memory(pricing, None, moves, timing, cells, update, 0),
+        ideal_timeline=run_group(ideal_times, pricing.setting, window=window),
+        memory=_memory(pricing, cells.tokens_MR, update.rows_LMR, slots=slots, standing=standing),
+        ideal_memory=_memory(pricing, even_MR, even_LMR, slots=0, standing=0),
         copy_bytes=_copy_bytes(pricing, plan),
         migration_bytes=float(plan.migration.num_moves * pricing.model.expert_home_bytes),
     )
 
 
 def _copy_bytes(pricing: Pricing, plan: StepPlan) -> float:
-    """Flash copies are fetched forward and again backward and return gradients; standing ones move once a step."""
+    """Flash copies are fetched forward and backward and return gradients; standing ones move once an optimizer step."""
     model, setting = pricing.model, pricing.setting
     logprob = plan.stages[Stage.LOGPROB].num_copies * setting.logprob_stage
     update = plan.stages[Stage.UPDATE].num_copies
@@ -142,33 +140,30 @@ def _copy_bytes(pricing: Pricing, plan: StepPlan) -> float:
     return float(flash + standing)
 
 
+def _slots(pricing: Pricing, plan: StepPlan, timing: Timing, spare_slots: int) -> int:
+    """Spare slots of all buffers: online planners fetch into one, others prefetch."""
+    update = plan.stages[Stage.UPDATE]
+    if not update.num_copies:
+        return 0
+    buffers = 1 if timing is Timing.ONLINE else 1 + pricing.setting.prefetch_depth
+    return max(int(update.on_links()[0].max()), spare_slots) * buffers
+
+
 def _memory(
-    pricing: Pricing,
-    plan: StepPlan | None,
-    moves: LayerMoves,
-    timing: Timing,
-    cells: CellWork,
-    work: StageWork,
-    spare_slots: int,
+    pricing: Pricing, tokens_MR: NDArray[np.float64], rows_LMR: NDArray[np.float64], *, slots: int, standing: int
 ) -> dict[str, float]:
-    """Memory of the fullest rank under a plan; None: under perfect balance."""
+    """Memory of the fullest rank, with `standing` standing copies in all pipeline stages."""
     model, setting, cluster = pricing.model, pricing.setting, pricing.cluster
-    slots = 0
-    if plan is not None and plan.stages[Stage.UPDATE].num_copies:
-        most = int(plan.stages[Stage.UPDATE].on_links()[0].max())
-        buffers = 1 if timing is Timing.ONLINE else 1 + setting.prefetch_depth
-        slots = max(most, spare_slots) * buffers
-    need = MemoryNeed(
+    return memory_need(
+        model,
+        tokens_MR,
+        rows_LMR,
         layers=-(-model.num_layers // setting.pipeline_stages),
         experts_at_home=model.num_experts // cluster.num_ranks,
         dense_replicas=cluster.num_ranks * setting.data_parallel,
         expert_replicas=setting.data_parallel,
         slots_in_flight=slots,
-        standing_copies=0 if plan is None else -(-int(moves.standing_of_rank.max()) // setting.pipeline_stages),
-        micro_batches_in_flight=min(setting.pipeline_stages, len(cells.tokens_MR)),
+        standing_copies=-(-standing // setting.pipeline_stages),
+        micro_batches_in_flight=min(setting.pipeline_stages, len(tokens_MR)),
         activation_recompute=setting.activation_recompute,
     )
-    tokens, rows = cells.tokens_MR, work.rows_LMR
-    if plan is None:
-        tokens, rows = tokens.mean(axis=1, keepdims=True), rows.mean(axis=2, keepdims=True)
-    return memory_need(model, need, tokens, rows)

@@ -1,7 +1,7 @@
-"""Times: the work of a plan, priced for a model and a machine, in microseconds.
+"""Times: the work of a plan, priced for a model, a machine and a way to run the step, in microseconds.
 
 Symbols: L layers, M micro-batches, R ranks, N nodes; a pass is log-prob forward, update forward or update backward
-(`events.run.PASSES`). `ideal` has experts and traffic at the mean on every rank and no overhead; prices are convex in a
+(`events.run.PASSES`). `ideal` gives every rank the mean of experts and traffic, and no overhead. Prices are convex in a
 rank's work, so no plan with this schedule is faster. `without_overhead` keeps the plan's balance and drops its cost.
 """
 
@@ -9,29 +9,66 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.checks import check_whole
+from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.cost.prices import ATTENTION_BACKWARD, Prices
 from equilibra.plan.planner import Timing
-from equilibra.simulate.setting import CopyPath, RunSetting
 from equilibra.simulate.work import LayerMoves, StageWork
-
-__all__ = ["CellWork", "Pricing", "Times", "cell_work", "ideal", "price"]
 
 PERMUTED = 4
 """reads and writes of a row to permute it, on its source and on the rank that computes it"""
 
 
+class CopyPath(StrEnum):
+    """Where flash copies come from."""
+
+    NVLINK = "nvlink"
+    """from the home device: fast, but shares links with dispatch and combine"""
+    HOST = "host"
+    """from host memory shared by the node: slower, but on a link of its own; gradients still use NVLink"""
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSetting:
+    """How a step is run: stages, parallelism around the expert-parallel group, and prefetching."""
+
+    prefetch_depth: int = 1
+    """layers by which flash copies are prefetched; 0: during the layer's own attention"""
+    activation_recompute: bool = True
+    """recompute activations in the backward pass, layer by layer"""
+    pipeline_stages: int = 1
+    """pipeline stages (1F1B), each on its own expert-parallel group"""
+    data_parallel: int = 1
+    """data-parallel replicas, each with its own sequences"""
+    optimizer_steps: int = 1
+    """optimizer steps (mini-batches) of the update; each fetches standing copies again"""
+    logprob_stage: bool = True
+    """recompute the old log-probs before the update"""
+    logprob_path: CopyPath = CopyPath.NVLINK
+    """path of flash copies in the log-prob stage"""
+    update_path: CopyPath = CopyPath.NVLINK
+    """the same in the update stage"""
+
+    def __post_init__(self) -> None:
+        limits = {"prefetch_depth": (0, 1000), "pipeline_stages": (1, 1000), "data_parallel": (1, 4096),
+                  "optimizer_steps": (1, 10_000)}  # fmt: skip
+        for name, (least, most) in limits.items():
+            check_whole(name, getattr(self, name), low=least, high=most)
+
+
 @dataclass(frozen=True, kw_only=True, eq=False)
 class CellWork:
-    """Tokens of every rank, and the attention work they bring."""
+    """Tokens and attention work of every rank."""
 
     tokens_MR: NDArray[np.float64]
     """[M, R] tokens"""
@@ -118,6 +155,11 @@ class Pricing:
     cluster: Cluster
     """ranks of the expert-parallel group"""
     setting: RunSetting
+
+    def __post_init__(self) -> None:
+        layers, stages = self.model.num_layers, self.setting.pipeline_stages
+        if stages > layers:
+            raise InputError(f"{layers} layers cannot fill {stages} pipeline stages: use fewer")
 
     @property
     def row_bytes(self) -> int:
@@ -206,7 +248,7 @@ def price(
     online_us: float,
     num_sequences: int,
 ) -> Times:
-    """The times of one plan."""
+    """Times of everything that one plan makes a step do."""
     model, machine, setting = pricing.model, pricing.hardware, pricing.setting
     group, row_us = pricing.cluster.ranks_per_node, pricing.row_bytes * 1e-3
     stages = [work[stage] for stage in Stage]
@@ -249,20 +291,16 @@ def price(
 
 
 def ideal(pricing: Pricing, times: Times, work: dict[Stage, StageWork]) -> Times:
-    """The same schedule with experts and traffic even over all ranks and no overhead."""
+    """Times of the same schedule with experts and traffic even over all ranks and no overhead."""
     homes = pricing.model.num_experts / pricing.cluster.num_ranks
-    even = [_even(work[stage], homes) for stage in Stage]
-    return replace(times.without_overhead(), **pricing.of_stages(even), exposed_copies=False)
 
+    def even(of: StageWork) -> StageWork:
+        rows_LM, shape = of.rows_LMR.mean(axis=2), of.rows_LMR.shape
+        rows, inside, across = (
+            np.broadcast_to(mean_LM[:, :, None], shape) for mean_LM in (rows_LM, of.mean_inside_LM, of.mean_across_LM)
+        )
+        instances = np.full(shape, homes)
+        return replace(of, rows_LMR=rows, instances_LMR=instances, inside_LMR=inside, across_LMR=across)
 
-def _even(work: StageWork, homes: float) -> StageWork:
-    def same(values: NDArray[np.float64]) -> NDArray[np.float64]:
-        return np.repeat(values, work.rows_LMR.shape[2], axis=2)
-
-    return replace(
-        work,
-        rows_LMR=same(work.rows_LMR.mean(axis=2, keepdims=True)),
-        instances_LMR=np.full_like(work.rows_LMR, homes),
-        inside_LMR=same(work.mean_inside_LM[:, :, None]),
-        across_LMR=same(work.mean_across_LM[:, :, None]),
-    )
+    of_stages = pricing.of_stages([even(work[stage]) for stage in Stage])
+    return replace(times.without_overhead(), **of_stages, exposed_copies=False)

@@ -1,4 +1,4 @@
-"""Work: exact rows, traffic, copies and memory of every rank under a plan, before anything is priced.
+"""Work: exact rows, traffic, copies and memory of every rank under a plan, not yet priced.
 
 Symbols: L layers, M micro-batches, R ranks. Rows are (token, expert) pairs. A pair computed away from its source rank
 crosses NVLink (inside a node) or the network (across nodes), once to be dispatched and once back.
@@ -21,11 +21,6 @@ from equilibra.core.kernel import inlined, kernel
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.plan import Stage, StepPlan
-
-__all__ = [
-    "LayerMoves", "MemoryNeed", "StageWork", "dense_activation_bytes", "expert_activation_bytes", "layer_moves",
-    "memory_need", "stage_work",
-]  # fmt: skip
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -140,7 +135,7 @@ def _layer_work(  # type: ignore[no-untyped-def]
 
 @inlined
 def _serve(out, m, source, rank, group, pairs):  # type: ignore[no-untyped-def]
-    """`rank` computes this many more pairs of `source`."""
+    """Add pairs of `source` that `rank` computes, and their traffic."""
     out[0, m, rank] += pairs
     if source != rank:
         link = 2 if source // group == rank // group else 4
@@ -154,27 +149,6 @@ DENSE_ACTIVATIONS = 16
 """values of width `hidden` that attention, norms and the router of a layer keep per token for the backward pass"""
 
 
-@dataclass(frozen=True, kw_only=True)
-class MemoryNeed:
-    """What a rank has to hold."""
-
-    layers: int
-    """MoE layers on the rank"""
-    experts_at_home: int
-    """experts of one layer whose home is the rank"""
-    dense_replicas: int
-    """ranks that hold the same dense weights and share their optimizer state"""
-    expert_replicas: int
-    """ranks that hold the same experts and share their optimizer state"""
-    slots_in_flight: int
-    """spare slots of all buffers"""
-    standing_copies: int
-    """standing copies on the fullest rank, all layers"""
-    micro_batches_in_flight: int
-    """micro-batches between their forward and backward pass"""
-    activation_recompute: bool
-
-
 def dense_activation_bytes(model: MoEModel) -> int:
     """Bytes of activations one token keeps in one layer outside its experts."""
     return (DENSE_ACTIVATIONS * model.hidden + 2 * model.attention_width) * model.weight_bytes
@@ -186,28 +160,44 @@ def expert_activation_bytes(model: MoEModel) -> int:
 
 
 def memory_need(
-    model: MoEModel, need: MemoryNeed, tokens_MR: NDArray[np.float64], rows_LMR: NDArray[np.float64]
+    model: MoEModel,
+    tokens_MR: NDArray[np.float64],
+    rows_LMR: NDArray[np.float64],
+    *,
+    layers: int,
+    experts_at_home: int,
+    dense_replicas: int,
+    expert_replicas: int,
+    slots_in_flight: int,
+    standing_copies: int,
+    micro_batches_in_flight: int,
+    activation_recompute: bool,
 ) -> dict[str, float]:
-    """Bytes by kind, on the rank and in the micro-batch that need most."""
-    dense = need.layers * model.dense_parameters + model.outer_parameters + model.embedding_parameters
-    experts = need.layers * need.experts_at_home * model.expert_parameters
+    """Bytes by kind, on the rank and in the micro-batch that need most.
+
+    A rank holds `layers` MoE layers with `experts_at_home` experts each. Replicas hold the same dense weights, or the
+    same experts, and share their optimizer state. Slots and standing copies are those of all layers. Micro-batches are
+    in flight between their forward and backward pass.
+    """
+    dense = layers * model.dense_parameters + model.outer_parameters + model.embedding_parameters
+    experts = layers * experts_at_home * model.expert_parameters
     copy_bytes = model.expert_bytes + model.expert_gradient_bytes
     dense_MR = tokens_MR * float(dense_activation_bytes(model))
-    rows_MR = rows_LMR.max(axis=0) if need.activation_recompute else rows_LMR.sum(axis=0)
+    rows_MR = rows_LMR.max(axis=0) if activation_recompute else rows_LMR.sum(axis=0)
     expert_MR = rows_MR * float(expert_activation_bytes(model))
-    if need.activation_recompute:
-        kept_MR = tokens_MR * float(need.layers * model.hidden * model.weight_bytes)
-        busiest_MR = kept_MR * need.micro_batches_in_flight + dense_MR + expert_MR
+    if activation_recompute:
+        kept_MR = tokens_MR * float(layers * model.hidden * model.weight_bytes)
+        busiest_MR = kept_MR * micro_batches_in_flight + dense_MR + expert_MR
     else:
-        busiest_MR = (dense_MR * need.layers + expert_MR) * need.micro_batches_in_flight
+        busiest_MR = (dense_MR * layers + expert_MR) * micro_batches_in_flight
     worst = np.unravel_index(int(busiest_MR.argmax()), busiest_MR.shape)
-    of_experts = float(expert_MR[worst]) * (1 if need.activation_recompute else need.micro_batches_in_flight)
+    of_experts = float(expert_MR[worst]) * (1 if activation_recompute else micro_batches_in_flight)
     return {
         "weights": float((dense + experts) * model.weight_bytes),
         "gradients": float((dense + experts) * model.gradient_bytes),
-        "optimizer": float((dense / need.dense_replicas + experts / need.expert_replicas) * model.state_bytes),
-        "spare_slots": float(need.slots_in_flight * copy_bytes),
-        "standing_copies": float(need.standing_copies * copy_bytes),
+        "optimizer": float((dense / dense_replicas + experts / expert_replicas) * model.state_bytes),
+        "spare_slots": float(slots_in_flight * copy_bytes),
+        "standing_copies": float(standing_copies * copy_bytes),
         "activations_experts": of_experts,
         "activations_other": float(busiest_MR[worst]) - of_experts,
     }

@@ -38,9 +38,8 @@ from equilibra.execute.group import device_name
 from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.rl.learner import Batch
-from equilibra.simulate.predict import PREDICTED, predict
-from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.times import Pricing
+from equilibra.simulate.entry import PREDICTED, predict
+from equilibra.simulate.times import Pricing, RunSetting
 from equilibra.train.build import Parts
 from equilibra.train.metrics import curves, read_history
 

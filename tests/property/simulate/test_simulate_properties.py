@@ -17,11 +17,10 @@ from equilibra.cost.prices import ExpertLaw
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import Timing, planner_named
 from equilibra.simulate.entry import compare
-from equilibra.simulate.group import run_group
 from equilibra.simulate.scenario import step_problems
-from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.step import simulate_step
-from equilibra.simulate.times import Times
+from equilibra.simulate.timeline import run_group
+from equilibra.simulate.times import RunSetting, Times
 
 SEEDS = st.integers(0, 2**32 - 1)
 RATES = ("dense_tflops", "attention_tflops", "attention_backward_tflops", "hbm_gb_per_s", "nvlink_gb_per_s",

@@ -10,7 +10,7 @@ import pytest
 
 import equilibra
 from benchmarks.problems import zipf_loads
-from equilibra.cli import bench
+from equilibra.cli import trace
 from equilibra.cli.main import main
 
 
@@ -231,7 +231,7 @@ def test_an_interrupt_while_arguments_are_read_is_a_line(monkeypatch, capsys):
     def interrupted(_commands):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(bench, "add_parser", interrupted)
+    monkeypatch.setattr(trace, "add_parser", interrupted)
     assert main(["trace", "show", "nothing"]) == 130
     assert capsys.readouterr().err == "equilibra: interrupted\n"
 

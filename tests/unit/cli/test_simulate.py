@@ -448,7 +448,7 @@ def test_a_large_step_takes_a_minute_and_two_gigabytes(tmp_path):
         tmp_path / "r.html",
         "--json",
     ]
-    command = [sys.executable, "-m", "equilibra.cli.main", *map(str, words)]
+    command = [sys.executable, "-m", "equilibra", *map(str, words)]
     with (tmp_path / "said").open("w") as said:
         child = subprocess.Popen(command, stdout=said)
         _, status, used = os.wait4(child.pid, 0)  # of this child alone: other tests have had larger ones

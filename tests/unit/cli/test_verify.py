@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from equilibra.cli import train, verify
+from equilibra.cli import train
 from equilibra.cli.main import main
 
 SMALL = ["cluster.nodes=1", "cluster.ranks_per_node=2", "rollout.prompts=4", "rollout.answers=2", "run.dtype=float32"]
@@ -25,7 +25,7 @@ def test_a_run_differs_by_rounding(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_lost_gradients_are_found(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(verify, "WORKER", "tests.unit.train.stand_in:loses_gradients_of_copies")
+    monkeypatch.setattr(train, "VERIFIER", "tests.unit.train.stand_in:loses_gradients_of_copies")
     assert main(["verify", *SMALL]) == 1
     said = capsys.readouterr()
     (row,) = [line for line in said.out.splitlines() if "MORE THAN ROUNDING" in line]

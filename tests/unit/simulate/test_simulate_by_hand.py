@@ -10,11 +10,10 @@ from equilibra.core.load import SequenceLoad
 from equilibra.core.placement import Cluster
 from equilibra.cost.rates import rates_for
 from equilibra.plan.planner import planner_named
-from equilibra.simulate.group import run_group
 from equilibra.simulate.scenario import step_problems
-from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.step import simulate_step
-from equilibra.simulate.times import Pricing, Times
+from equilibra.simulate.timeline import run_group
+from equilibra.simulate.times import Pricing, RunSetting, Times
 
 UPDATE_ONLY = RunSetting(logprob_stage=False, activation_recompute=False)
 

@@ -2,15 +2,15 @@
 
 import numpy as np
 import pytest
-from tests.references.machines import random_times
+from tests.references.machines import round_hardware, small_model
 from tests.references.timeline import one_forward_one_backward
 
 from equilibra.core.errors import InputError
+from equilibra.core.placement import Cluster
 from equilibra.core.visit import Stage
 from equilibra.events.schema import Direction
-from equilibra.simulate.group import run_group
-from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.timeline import chunks, passes_of_stage, visits_of
+from equilibra.simulate.times import Pricing, RunSetting
 
 CASES = [(stages, micro, steps) for stages in (1, 2, 3, 5) for micro in (1, 2, 4, 7) for steps in (1, 2, 3)]
 
@@ -75,9 +75,9 @@ def test_visits_go_through_the_layers_and_back(again):
 
 
 def test_more_pipeline_stages_than_layers_are_refused():
-    times = random_times(np.random.default_rng(0), layers=2, micro_batches=1, nodes=1, group=2)
+    model, cluster = small_model(num_layers=2), Cluster(num_nodes=1, ranks_per_node=2)
     with pytest.raises(InputError, match="2 layers cannot fill 3 pipeline stages"):
-        run_group(times, RunSetting(pipeline_stages=3))
+        Pricing(model=model, hardware=round_hardware(), cluster=cluster, setting=RunSetting(pipeline_stages=3))
 
 
 @pytest.mark.parametrize("change", [

@@ -12,8 +12,8 @@ from equilibra.events.schema import Direction, Events, Kind, Resource
 from equilibra.plan.planner import planner_named
 from equilibra.simulate.entry import compare
 from equilibra.simulate.record import planner_record
-from equilibra.simulate.setting import RunSetting
 from equilibra.simulate.step import simulate_step
+from equilibra.simulate.times import RunSetting
 
 SEEDS = range(6)
 OF_A_VISIT = (Kind.ATTENTION, Kind.EXPERTS, Kind.WAIT, Kind.COUNTS, Kind.DISPATCH, Kind.COMBINE)
@@ -38,7 +38,7 @@ def pipeline_stage_of_layer(step: Step) -> np.ndarray:
 def test_no_rank_computes_two_things_at_once(compared):
     for step, found in compared:
         stage_of_layer = pipeline_stage_of_layer(step)
-        for name, record in found.records.items():
+        for name, record in found.run.planners.items():
             rows = record.events.rows
             rows = rows[(rows["resource"] == Resource.COMPUTE) & (rows["layer"] >= 0)]
             for stage in range(step.setting.pipeline_stages):
@@ -50,7 +50,7 @@ def test_no_rank_computes_two_things_at_once(compared):
 
 def test_work_and_waiting_explain_every_visit(compared):
     for step, found in compared:
-        for name, record in found.records.items():
+        for name, record in found.run.planners.items():
             rows = record.events.rows
             rows = rows[np.isin(rows["kind"], OF_A_VISIT) & (rows["layer"] >= 0)]
             visits = np.unique(rows[["stage", "direction", "layer", "rank"]])
@@ -64,7 +64,7 @@ def test_work_and_waiting_explain_every_visit(compared):
 
 def test_events_carry_the_tokens_and_lie_in_the_step(compared):
     for _, found in compared:
-        for name, record in found.records.items():
+        for name, record in found.run.planners.items():
             rows, step_us = record.events.rows, 1e6 * found.metrics[name]["step_time_s"]
             assert rows["end_us"].max() <= step_us * (1 + 1e-9) + 1e-6, name
             assert (rows["start_us"] >= 0).all()
@@ -83,7 +83,7 @@ def test_every_copy_has_its_events(compared):
     some = 0
     for step, found in compared:
         for name in EVERY:
-            record = found.records[name]
+            record = found.run.planners[name]
             rows, [window] = record.events.rows, np.unique(record.events.where(kind=Kind.EXPERTS)["micro_batch"])
             layers, micro_batches, _ = record.rank_tokens_LMR.shape
             count = np.diff(record.flash_first_of_problem).reshape(layers, micro_batches)[:, window].sum()
@@ -111,13 +111,13 @@ def test_records_are_exact_and_survive_a_round_trip(compared, tmp_path):
     for number, (step, found) in enumerate(compared):
         load = step.problems[0].load
         for name in ("static", "ultraep"):
-            record = found.records[name]
+            record = found.run.planners[name]
             plan = planner_named(name).plan(step.problems[0])
             assert np.array_equal(record.rank_tokens_LMR, plan.rank_load(load))
             assert np.array_equal(record.expert_tokens_LME, load.expert_load().transpose(1, 0, 2))
             assert np.array_equal(record.rank_tokens_LMR.sum(axis=2), record.expert_tokens_LME.sum(axis=2))
             assert record.flash_tokens.sum() == plan.stages[Stage.UPDATE].tokens_FR.sum()
-        run = Run(about={"kind": "simulated"}, planners=found.records)
+        run = Run(about={"kind": "simulated"}, planners=found.run.planners)
         save_run(run, tmp_path / str(number))
         read = load_run(tmp_path / str(number))
         assert read.about == run.about

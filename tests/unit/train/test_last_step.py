@@ -19,9 +19,8 @@ from equilibra.events.schema import EVENT, Direction, Events, Kind
 from equilibra.execute.steps.planning import own_schedule
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.report.page import render
-from equilibra.simulate.predict import predict
-from equilibra.simulate.setting import RunSetting
-from equilibra.simulate.times import Pricing
+from equilibra.simulate.entry import predict
+from equilibra.simulate.times import Pricing, RunSetting
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize_loads
 from equilibra.train.config import TrainConfig
 from equilibra.train.last_step import FREE_GB_PER_S, LastStep, paced
