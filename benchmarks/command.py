@@ -23,7 +23,7 @@ TRAIN_NUMBERS = {
     "answer_tokens": "longest answer (128)",
     "hidden": "width of a token, a multiple of 64 (256)",
     "ffn": "inner width of an expert (1024)",
-    "experts": "of a layer (16)",
+    "experts": "experts of a layer (16)",
     "layers": "MoE layers (4)",
     "mini_batches": "optimizer steps of a step (2)",
     "tokens_per_rank": "token budget of a rank's part of a micro-batch (1024)",
@@ -47,19 +47,19 @@ def _parser() -> argparse.ArgumentParser:
     for name, text, details in (
         (
             "planner",
-            "balance, copies and time of the planner, beside what it must reach",
+            "balance, copies and time of the planner, beside its requirements",
             "Sections that need routing recordings are left out without --traces (or $EQUILIBRA_TRACES).",
         ),
         (
             "paper",
             "the papers' tables, simulated, with the papers' figures beside ours",
-            "Routing is synthetic, its skew fitted to a recording: gpt-oss-20b.npz in --traces, or the fit kept here.",
+            "Routing is synthetic, with skew fitted to a recording: gpt-oss-20b.npz in --traces, or the stored fit.",
         ),
     ):
         bench = benches.add_parser(name, help=text, description=details)
         bench.add_argument("--traces", metavar="DIR", help="folder with gpt-oss-20b.npz and the dsv2-lite recordings")
         bench.add_argument("--only", metavar="SECTION", action="append", help="run this section only (may be repeated)")
-        bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
+        bench.add_argument("--quick", action="store_true", help="a small run, to see that it works; not for reporting")
         bench.add_argument("--output", metavar="DIR", help=f"write {name}.json, {name}.md and pictures there")
         bench.add_argument("--json", action="store_true", help="print one JSON object")
         bench.set_defaults(run=run, suite=name)
@@ -73,20 +73,22 @@ def _add_runtime(benches: Any) -> None:  # noqa: ANN401
     """Add the runtime bench, whose options choose the case to run."""
     bench = benches.add_parser(
         "runtime",
-        help="plans executed on two ranks of one core each, beside what they must reach",
+        help="plans executed on two ranks of one core each, beside their requirements",
         description="Static, EPLB, Equilibra and forced-balanced routing in turn, and a plain layer without a plan. "
         "Routing: --trace, or dsv2-lite-law and gpt-oss-20b in --traces (or $EQUILIBRA_TRACES), or synthetic.",
     )
     bench.add_argument("--trace", metavar="FILE", help="a recording: NAME.npz or NAME.eqtrace")
     bench.add_argument(
         "--select", choices=("even", "skewed"), default="even",
-        help="of --trace: layers and micro-batches evenly spread (even), or the layers and sequences with most "
+        help="part of --trace: layers and micro-batches evenly spread (even), or the layers and sequences with most "
         "imbalance (skewed)",
     )  # fmt: skip
     bench.add_argument("--traces", metavar="DIR", help="folder with gpt-oss-20b.npz and dsv2-lite-law.npz")
     bench.add_argument("--layers", type=positive, metavar="N", help="MoE layers (2; 1 of skewed routing)")
-    bench.add_argument("--micro-batches", type=positive, default=2, metavar="N", help="of a step (2)")
-    bench.add_argument("--tokens", type=positive, metavar="N", help="of a micro-batch, on both ranks together (4096)")
+    bench.add_argument("--micro-batches", type=positive, default=2, metavar="N", help="micro-batches of a step (2)")
+    bench.add_argument(
+        "--tokens", type=positive, metavar="N", help="tokens of a micro-batch, on both ranks together (4096)"
+    )
     bench.add_argument("--hidden", type=positive, metavar="N", help="width of a token (512)")
     bench.add_argument("--ffn", type=positive, metavar="N", help="inner width of an expert (512)")
     bench.add_argument("--repeats", type=positive, metavar="N", help="timed rounds of all contenders (7)")
@@ -98,7 +100,7 @@ def _add_runtime(benches: Any) -> None:  # noqa: ANN401
         "--patience", type=positive, metavar="S",
         help="seconds per case to wait until other programs are quiet and to run disturbed steps again (60)",
     )  # fmt: skip
-    bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
+    bench.add_argument("--quick", action="store_true", help="a small run, to see that it works; not for reporting")
     bench.add_argument("--output", metavar="DIR", help="write runtime.json and runtime.md there")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=run_runtime)
@@ -116,14 +118,14 @@ def _add_train(benches: Any) -> None:  # noqa: ANN401
         bench.add_argument(f"--{name.replace('_', '-')}", type=positive, metavar="N", help=text)
     bench.add_argument(
         "--skew", type=not_negative, metavar="X",
-        help="how much routers favour the experts of one rank (0.35: about 1.45 times the mean rank); 0: not at all",
+        help="how much routers favour the experts of one rank (0.35: about 1.45 times the mean rank; 0: not at all)",
     )  # fmt: skip
     bench.add_argument("--path", choices=("collective", "host"), help="how flash copies travel (collective)")
     bench.add_argument(
         "--patience", type=positive, metavar="S",
         help="seconds to wait until other programs are quiet and to run disturbed steps again (60)",
     )  # fmt: skip
-    bench.add_argument("--quick", action="store_true", help="small and few: to see that it runs, not to report")
+    bench.add_argument("--quick", action="store_true", help="a small run, to see that it works; not for reporting")
     bench.add_argument("--output", metavar="DIR", help="write train.json and train.md there")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=run_train)

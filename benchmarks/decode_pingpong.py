@@ -358,7 +358,7 @@ def main() -> None:
     parser.add_argument("--contexts", default="1024,8192")
     parser.add_argument("--layers", default=16, type=int)
     parser.add_argument("--repeats", default=8, type=int)
-    parser.add_argument("--budget", default=240.0, type=float, help="seconds after which no case is begun")
+    parser.add_argument("--budget", default=240.0, type=float, help="seconds after which no case starts")
     parser.add_argument("--tiny", action="store_true")
     asked = parser.parse_args()
     asked.folder.mkdir(parents=True, exist_ok=True)
@@ -376,7 +376,8 @@ def main() -> None:
     suite = Suite(
         name="decode_pingpong", title="Ping-pong of decode layers", sections={"one GPU": section},
         intro="Attention on one share of a GPU, experts on the other, m micro-batches of `batch` sequences in flight, "
-        "against the formula (T_a + T_e + 2 T_c) + T_f (m L - 1) and against both on the whole GPU, without transfers.",
+        "against the formula (T_a + T_e + 2 T_c) + T_f (m L - 1), and against both on the whole GPU without "
+        "transfers.",
         titles={"one GPU": "Shares of one GPU"},
     )  # fmt: skip
     for case in cases:

@@ -175,8 +175,8 @@ DEPLOYMENT = Suite(
     title="Disaggregated rollout: deployments, simulated",
     intro="Times and throughput are simulated by the decode laws of `equilibra rollout plan`; only `search_s` and "
     "`brute_force_s` are measured. `over_best_colocated`: tokens per GPU or per cost (`per`) over those of the best "
-    "colocated deployment under the same laws, any expert and tensor parallelism, two micro-batches overlapped as well "
-    "as they ever can. Costs are relative, an L20 costs 1 (the paper's list).",
+    "colocated deployment under the same laws, with any expert and tensor parallelism and two ideally overlapped "
+    "micro-batches. Costs are relative to an L20 (the paper's list).",
     sections={"paper": paper, "zones": zones, "exact": exact, "growth": growth},
     titles={
         "paper": "MegaScale-Infer's models and devices: prompts of 571, answers of 159 tokens, 150 ms (simulated)",
@@ -186,16 +186,18 @@ DEPLOYMENT = Suite(
     },
     notes={
         "paper": "`over_one_group`: over colocated GPUs of one group (at most 8, or 16 for the 317B model) without "
-        "overlap, nearer to what the paper compares with. `paper_over_trt_llm` is the paper's measured best over its "
-        "models, of its system over TensorRT-LLM (per cost: on H20), on its own clusters (8 nodes of 8 Ampere GPUs of "
-        "80 GB; H20 and L40S): other kernels, schedulers and lengths, beside a simulation. They differ for three "
-        "reasons. The paper's baselines are one group without overlap; ours is the best of all groups up to 64 GPUs. "
-        "Ours has equally good kernels and transfers on both sides; part of the paper's gain is its fused kernels and "
-        "its transfer library, which no law sees. And its baselines keep the batch within the memory of one group, "
-        "where weights of experts crowd out caches: that part shows in `over_one_group`, most for the largest model.",
-        "zones": "`links_to_win`: how many times the network's bandwidth disaggregation would need, `free`: only "
-        "transfers that take no time; empty in a dead zone: no network would change it. The tail: prompts of 500, "
-        "answers lognormal with median 4,000 and sigma 0.8, at most 32,768, in a batch that is kept full.",
+        "overlap, which is closer to the paper's baseline. `paper_over_trt_llm`: the best ratio over its models that "
+        "the paper measured, of its system over TensorRT-LLM (per cost: on H20), on its own clusters (8 nodes of 8 "
+        "Ampere GPUs of 80 GB; H20 and L40S), with other kernels, schedulers and lengths than this simulation. The "
+        "ratios differ for three reasons. The paper's baselines are one group without overlap; ours is the best of "
+        "all groups up to 64 GPUs. Ours has equally good kernels and transfers on both sides; part of the paper's "
+        "gain is its fused kernels and its transfer library, which no law includes. And its baselines are limited to "
+        "batches that fit one group's memory, where expert weights crowd out caches: that part shows in "
+        "`over_one_group`, most for the largest model.",
+        "zones": "`links_to_win`: the multiple of the network's bandwidth that disaggregation would need to win; "
+        "`free`: only with transfers that take no time; empty in a dead zone, where no network would change it. The "
+        "tail: prompts of 500, answers lognormal with median 4,000 and sigma 0.8, at most 32,768, in a batch that is "
+        "kept full.",
     },
 )
 

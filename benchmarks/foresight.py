@@ -153,10 +153,10 @@ def main() -> None:
     (asked.output / "foresight.json").write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
     lines = [
         "# What foresight is worth", "",
-        f"Computed {about['date']} at commit {about['commit']}: `{about['command']}`, whose head says what the modes",
-        f"are. {TOKENS} tokens of a rank in a micro-batch, {SPARE_SLOTS} spare slots a rank, {STANDING_SLOTS} standing",
-        "copies a layer, per node under replay and per rank under history. Imbalance: mean / 99th percentile over",
-        "layers and micro-batches.", "",
+        f"Computed {about['date']} at commit {about['commit']}: `{about['command']}`, which also describes",
+        f"the modes. {TOKENS} tokens per rank and micro-batch, {SPARE_SLOTS} spare slots per rank, {STANDING_SLOTS}",
+        "standing copies per layer, on every node under replay and every rank under history. Imbalance: mean / 99th",
+        "percentile over layers and micro-batches.", "",
         "| recording | nodes x ranks | order | steps x micro-batches | static | history | live | replay |",
         "|---|---|---|---|---|---|---|---|",
         *(

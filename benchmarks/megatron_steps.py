@@ -90,7 +90,7 @@ def main() -> None:
         lines.append(f"| {name} | {statistics.median(mine):.2f} ({min(mine):.2f} to {max(mine):.2f}) | "
                      f"{found[imbalance]:.2f} |")  # fmt: skip
     lines += ["", (f"Megatron takes {_ratio(kept['Megatron'], kept[AHEAD])}; without prefetch Equilibra takes "
-               f"{_ratio(kept[LATE], kept[AHEAD])}. {found['ahead']:.0%} of the layers had their copies on their way "
+               f"{_ratio(kept[LATE], kept[AHEAD])}. {found['ahead']:.0%} of the layers had their copies in transit "
                f"before they began. Losses differ by {apart:.1e} at most.")]  # fmt: skip
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "megatron.md").write_text("\n".join(lines) + "\n")

@@ -181,11 +181,11 @@ PAPER = Suite(
     name="paper",
     title="The papers' tables, simulated",
     intro="All times are simulated with the cost model of `h100` (H200 measurements scaled by data sheets); token "
-    "counts are exact. `_x`: step time of static placement over its own. `share_of_balanced`: step time of perfect "
-    "balance over Equilibra's. `over_eplb_oracle`: step time of EPLB with oracle loads over Equilibra's. `exposed`: "
-    "share of the step that waits for planning, copies and moves. `paper_` columns are what the papers report for "
-    "their setups, ranges where they give no cell. 4 spare slots per rank and 2 standing copies per node and layer "
-    "unless a column says otherwise; EPLB and LPLB get the same 4 slots for redundant experts.",
+    "counts are exact. `_x`: step time of static placement over the planner's. `share_of_balanced`: step time of "
+    "perfect balance over Equilibra's. `over_eplb_oracle`: step time of EPLB with oracle loads over Equilibra's. "
+    "`exposed`: share of the step spent waiting for planning, copies and moves. `paper_` columns are the papers' "
+    "figures for their setups, ranges where they give no single cell. 4 spare slots per rank and 2 standing copies "
+    "per node and layer unless a column says otherwise; EPLB and LPLB get the same 4 slots for redundant experts.",
     sections=_SECTIONS,
     titles={
         "relibra": "ReLibra's grid: 1,024 sequences, 32 micro-batches (simulated, mean of three seeds)",
@@ -196,15 +196,15 @@ PAPER = Suite(
         "scale": "8 to 2,048 ranks, Qwen3-30B-A3B, mixed prompts (simulated; planning time measured)",
     },
     notes={
-        "foremoe": "ForeMoE reports up to 1.45x on 64 GPUs; which model and parallelism is not public.",
-        "sweep": "64 ranks miss 0.97: with 32 sequences in a micro-batch, four to a node, what a node receives is "
-        "3 to 4 % above the mean of the nodes, and no copy inside a node can change that. With 128 sequences in one "
-        "(the scale table) it is reached.",
-        "no_help": "Two nodes gain also from equally popular experts, because standing copies save traffic. Balance "
+        "foremoe": "ForeMoE reports up to 1.45x on 64 GPUs; its model and parallelism are not public.",
+        "sweep": "64 ranks miss 0.97: with 32 sequences in a micro-batch, four per node, a node receives 3 to 4 % "
+        "more than the mean node, and no copy inside a node can change that. With 128 sequences per micro-batch (the "
+        "scale table) it is reached.",
+        "no_help": "On two nodes equally popular experts gain too, because standing copies save traffic. Balance "
         "alone gains nothing there.",
-        "scale": "More than 64 ranks are several expert-parallel groups on different sequences; each plans for itself. "
-        "`plan_wall_s`: measured time to plan one group on two cores of the machine above; the simulated step takes 32 "
-        "cores of a node for it and counts what is not hidden in `exposed`.",
+        "scale": "More than 64 ranks form several expert-parallel groups on different sequences; each plans for "
+        "itself. `plan_wall_s`: measured time to plan one group on two cores of the machine above. The simulated step "
+        "assumes 32 cores of a node for planning and counts what is not hidden in `exposed`.",
     },
     plot=plot_paper,
 )

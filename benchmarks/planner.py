@@ -177,27 +177,27 @@ TITLES = {
     "exact_small": "Small instances against an exact MILP, HiGHS (measured)",
     "ablation": "Ablation on real routing; bytes follow from the model's expert size (measured balance)",
     "planners": "Every planner on the same real routing in file order, 2 spare slots (measured). eplb-history knows "
-    "the first half of the same step. EPLB and LPLB hold their copies for all layers at once, flash copies are for one "
-    "layer at a time",
+    "the first half of the same step. EPLB and LPLB hold their copies for all layers at once, flash copies exist for "
+    "one layer at a time",
     "counting": "Loads from a recording, one core (measured)",
     "growth": "Growth of planning time (measured)",
 }
 NOTES = {
-    "several_nodes": "`over_long_search`: the slowest ranks against the best of three searches of forty times the "
+    "several_nodes": "`over_long_search`: slowest ranks over those of the best of three searches with forty times the "
     "work. `imbalance_bound`: the mean imbalance that whole tokens alone force. Only dsv2-lite-intent at 8,192 tokens "
-    "misses its mark, and this bound is why: its second micro-batch has some thirty tokens for 32 ranks. Weighed by "
-    "tokens (`slowest_over_bound`) it is 0.2 % above the bound, within the tolerance.",
-    "ablation": "Copies and moves are free here, so that each mechanism does all it can; with the costs of real "
+    "misses its requirement, because of this bound: its second micro-batch has some thirty tokens for 32 ranks. "
+    "Weighted by tokens (`slowest_over_bound`) it is 0.2 % above the bound, within the tolerance.",
+    "ablation": "Copies and moves are free here, so that each mechanism does all it can; at the prices of real "
     "experts fewer homes move. `flash_gb`: weights in both stages and gradients back. `bytes_of`: the model whose "
-    "expert size is taken (moonlight stands in for the dsv2-lite recordings). Pack lowers what attention waits and the "
-    "number of micro-batches; it may cost a tenth of a percent of expert balance.",
-    "growth": "2,048 ranks are four expert-parallel groups of 512: experts cannot have homes on more ranks than there "
-    "are experts. The groups' micro-batches are planned one after another.",
+    "expert size is used (moonlight stands in for the dsv2-lite recordings). Pack lowers the waiting in attention and "
+    "the number of micro-batches; it may cost a tenth of a percent of expert balance.",
+    "growth": "2,048 ranks are four expert-parallel groups of 512: there are no more homes than experts. The groups' "
+    "micro-batches are planned one after another.",
 }
 PLANNER = Suite(
     name="planner",
     title="Planner bench",
-    intro="`reach` columns are what was asked for; empty ones have no requirement.",
+    intro="`reach` columns are requirements; empty ones have none.",
     sections={
         "flash_zipf": flash_zipf,
         "flash_real": flash_real,

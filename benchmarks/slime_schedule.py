@@ -112,9 +112,9 @@ def main() -> None:
     who = use_slime()
     lines = [
         "# slime's schedule, packed again", "",
-        f"Computed {datetime.now(UTC):%Y-%m-%d} with {who}; `python -m benchmarks.slime_schedule RECORDING...`, whose",
-        "head says what the columns are. Recordings of some thousand tokens fill one to three micro-batches, of which",
-        "the last is half empty: their waiting says little about rollouts of many.", "",
+        f"Computed {datetime.now(UTC):%Y-%m-%d} with {who}; `python -m benchmarks.slime_schedule RECORDING...`, which",
+        "also describes the columns. Recordings of a few thousand tokens fill one to three micro-batches, the last of",
+        "them half empty, so their waiting says little about rollouts of many.", "",
         "| recording | ranks | tokens per rank | schedule | micro-batches | waiting | imbalance on homes | planned |",
         "|---|---|---|---|---|---|---|---|",
         *(line for path in asked.recordings for line in rows(path)),

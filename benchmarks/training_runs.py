@@ -92,14 +92,14 @@ def write(target: Path, about: dict[str, Any], runs: list[dict[str, Any]]) -> No
          "imbalance | log-probability mismatch, largest | where a step's time goes |"),
         "|---|---|---|---|---|---|---|---|---|---|",
         *(row(run) for run in runs), "",
-        (f"Held-out reward over {len(last)} seeds: {min(last):.3f} to {max(last):.3f} in the end, {min(grown):.1f} to "
+        (f"Held-out reward over {len(last)} seeds: {min(last):.3f} to {max(last):.3f} at the end, {min(grown):.1f} to "
          f"{max(grown):.1f} times that of the warmed-up model. Held-out problems never occur in training; answers are "
-         "drawn at temperature 1, as in training. `greedy` takes the likeliest token instead: most of what RL adds "
-         "here is that the model decides; warm-up leaves it unsure on purpose (smoothed targets)."), "",
+         "drawn at temperature 1, as in training. `greedy` takes the likeliest token instead. Most of what RL adds "
+         "here is confidence: warm-up leaves the model unsure on purpose (smoothed targets)."), "",
         (f"`static` and `equilibra` with seed {SEEDS[0]}: rewards, losses, KL and entropy of all steps differ by at "
          f"most {difference:.1e} (float64)."), "",
-        ("On one machine the four ranks share its cores, so balancing cannot make the run faster here: a rank that "
-         "waits leaves its core to the others. `imbalance` is rows of the slowest rank over the mean: what separate "
+        ("On one machine the four ranks share its cores, so balancing cannot make the run faster here: a waiting rank "
+         "leaves its core to the others. `imbalance` is rows of the slowest rank over the mean, which is what separate "
          "machines would wait for."), "",
     ]  # fmt: skip
     target.mkdir(parents=True, exist_ok=True)

@@ -12,7 +12,7 @@ from typing import Any
 from benchmarks.chaos.cases import draw
 from benchmarks.chaos.table import write_results
 
-KEPT = "scratch; records stay there, and a series that was cut off goes on"
+KEPT = "scratch folder; it keeps the records, and an interrupted series continues from them"
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
@@ -21,10 +21,10 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.chaos", description=__doc__)
     parser.add_argument("--runs", type=int, default=500)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lanes", type=int, default=2, help="series beside each other")
+    parser.add_argument("--lanes", type=int, default=2, help="parallel series")
     parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-chaos"), help=KEPT)
     parser.add_argument("--output", type=Path, default=RESULTS)
-    parser.add_argument("--only", type=int, nargs="*", help="these runs of the series alone, without a table")
+    parser.add_argument("--only", type=int, nargs="*", help="only these runs of the series, without a table")
     parser.add_argument("--lane", type=int, help=argparse.SUPPRESS)
     asked = parser.parse_args()
     asked.work.mkdir(parents=True, exist_ok=True)

@@ -17,11 +17,11 @@ from benchmarks.chaos.cases import INJECTIONS, TIMEOUT_S
 
 ABOUT = """\
 {runs} training runs of three steps with a checkpoint after each, a tiny Qwen3-MoE on 2 to 4 ranks, `run.timeout_s`,
-`run.checkpoint_timeout_s` and `rollout.timeout_s` {timeout_s:g} s. Something happens to each of them: at a random
-moment of the clock, or at a stage. A run must finish with the numbers of an undisturbed run, or end in time with an
-error that names the cause; then `equilibra train --resume` must reach those numbers. Numbers are all metrics but times,
-the weights of the model folder and the kept checkpoints, compared to the bit. A process or a shared-memory segment that
-stays, a traceback, or a checkpoint that is lost is a defect. Libraries are loaded once for all runs."""
+`run.checkpoint_timeout_s` and `rollout.timeout_s` {timeout_s:g} s. Each has one injection, at a random moment of the
+clock or at a stage. A run must finish with the numbers of an undisturbed run, or end in time with an error that names
+the cause; then `equilibra train --resume` must reach those numbers. Numbers are all metrics except times, the weights
+of the model folder and the kept checkpoints, compared to the bit. A process or shared-memory segment left behind, a
+traceback, or a lost checkpoint is a defect. Libraries are loaded once for all runs."""
 
 
 def write_results(

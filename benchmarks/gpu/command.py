@@ -18,10 +18,10 @@ if TYPE_CHECKING:
 NUMBERS = {
     "tokens_per_rank": "tokens of a micro-batch, per rank (4096)",
     "layers": "MoE layers, evenly spread over the model (2)",
-    "micro_batches": "of the step that is planned, evenly spread over the recording (2)",
+    "micro_batches": "micro-batches of the planned step, evenly spread over the recording (2)",
     "repeats": "timed rounds of all contenders (5)",
     "ranks_per_node": "ranks that share fast links (8)",
-    "seconds": "for all cases together: each stops early when its part is used up",
+    "seconds": "time for all cases together; each stops early when its share is used up",
 }
 """options that are whole numbers above 0"""
 
@@ -30,7 +30,7 @@ def add_gpu(benches: Any) -> None:  # noqa: ANN401
     """Add the bench."""
     bench = benches.add_parser(
         "gpu",
-        help="real routing under every plan, as kernels on one GPU, rank after rank, while copies move",
+        help="real routing under every plan, as kernels on one GPU, rank by rank, while copies move",
         description="Static, EPLB, online exact balancing, Equilibra and balanced rows in turn; a layer takes as long "
         "as its slowest rank. Routing: --trace, or gpt-oss-20b and dsv2-lite in --traces (or $EQUILIBRA_TRACES), or "
         "synthetic.",
@@ -56,15 +56,19 @@ def add_gpu(benches: Any) -> None:  # noqa: ANN401
     bench.add_argument("--spare-slots", type=int, metavar="S", help="flash copies a rank can hold (2)")
     bench.add_argument("--standing-slots", type=int, metavar="S", help="standing copies per node and layer (2)")
     bench.add_argument(
-        "--network", action="store_true", help="plans count traffic across nodes, as on a cluster; nothing here runs it"
+        "--network",
+        action="store_true",
+        help="plans count traffic across nodes, as on a cluster; the bench does not run it",
     )
     bench.add_argument(
         "--path", choices=("device", "host"),
         help="where copies come from: another place of the device's memory, or pinned memory of the host (both)",
     )  # fmt: skip
     bench.add_argument("--device", choices=("cuda", "cpu"), help="what computes (cuda)")
-    bench.add_argument("--keep", action="store_true", help="add to the cases that are in --output already")
-    bench.add_argument("--redraw", action="store_true", help="measure nothing: tables and picture of --output anew")
+    bench.add_argument("--keep", action="store_true", help="add to the cases already in --output")
+    bench.add_argument(
+        "--redraw", action="store_true", help="measure nothing: write tables and picture of --output anew"
+    )
     bench.add_argument("--output", metavar="DIR", help="write gpu.json, gpu.md, gpu.png and raw records there")
     bench.add_argument("--json", action="store_true", help="print one JSON object")
     bench.set_defaults(run=run)

@@ -59,8 +59,8 @@ def device_named(name: str | None) -> torch.device:
 
     if name in (None, "cuda") and not torch.cuda.is_available():
         raise InputError(
-            "there is no GPU that PyTorch can use here: run this where there is one, or see that everything runs with "
-            "--device cpu and small sizes (--hidden 64 --ffn 64 --tokens-per-rank 64)"
+            "PyTorch finds no GPU here: run this on a machine with one, or check that it works with --device cpu and "
+            "small sizes (--hidden 64 --ffn 64 --tokens-per-rank 64)"
         )
     return torch.device("cpu") if name == "cpu" else torch.device("cuda", torch.cuda.current_device())
 

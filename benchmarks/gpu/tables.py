@@ -120,40 +120,39 @@ def _time_rows(case: dict[str, Any]) -> list[Row]:
 
 
 NOTES = {
-    "cases": "Columns of contenders are shares of the balanced time. Contenders take turns rank by rank; a rank's time "
-    "is taken over the median of up to nine balanced ranks around it, since the clock drifts, and is its median over "
-    "repeats; in brackets the least and the largest of single repeats, in which the slowest of many ranks is slow by "
-    "chance too: they may all be lower. `balanced-again` is balanced a second time: what it falls short of 1 is that "
-    "chance. `share_of_slowest_balanced` is equilibra's share of it: the slowest rank on both sides. "
-    "A layer is expert compute alone, forward and backward, of its slowest rank; attention, "
-    "all-to-all and the optimizer are not run. "
-    "`static_imbalance`: rows of slowest ranks over mean ranks. `online-exact` has its planning (on the host, as "
-    "plan_us below; UltraEP's authors report 67 to 78 us on a GPU) and its weights' copies added to every layer; its "
-    "exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: how much longer a "
-    "layer takes while copies of its neighbour layers move, by where they come from: another place of the device's "
-    "memory, or pinned memory of the host. One device stands for all ranks, so a copy inside it is faster than a link"
-    " between two, and takes from its memory what two devices would share; it is made by a kernel that leaves room "
-    "for others (`benchmarks.gpu.copying`), where copy engines would work between devices. Gradients of copies "
-    "are added from where they lie, as they are where ranks share a device, and read once more by the rank that holds"
-    " them; between devices they are pulled first. A pass ends when products and copies have; that streams then wait "
-    "for each other, some microseconds, is not counted. Before a rank the device rests for at least three quarters of"
-    " the time of the rank before, so that it does not get hot. Plans count what rows, copies and moves beside a "
-    "layer cost on this device (regressions over earlier runs of this bench), rows in whole tiles, a 32nd of what is "
-    "paid once a step for every micro-batch, and no network unless `--network` is asked for: with it they also even "
-    "out traffic, which takes more copies and is not seen here.",
+    "cases": "Contender columns are shares of the balanced speed. Contenders take turns rank by rank. Because the "
+    "clock drifts, a rank's time is divided by the median of up to nine balanced ranks around it, and its median over "
+    "repeats counts. Brackets show the least and largest of single repeats; in each of them the slowest of many ranks "
+    "is also slow by chance, so all may be lower than the median. `balanced-again` is balanced a second time: its "
+    "distance from 1 is that chance. `share_of_slowest_balanced` is equilibra's share of it: the slowest rank on both "
+    "sides. A layer is the expert compute alone, forward and backward, of its slowest rank; attention, all-to-all and "
+    "the optimizer are not run. `static_imbalance`: rows of slowest over mean ranks. `online-exact`: its planning (on "
+    "the host, plan_us below; UltraEP's authors report 67 to 78 us on a GPU) and the copies of its weights are added "
+    "to every layer; its exchange of counts, copies in the backward pass and gradients are not charged. `exposed`: "
+    "how much longer a layer takes while copies of its neighbour layers move, by source: another place of the "
+    "device's memory, or pinned host memory. One device stands for all ranks. So a copy inside it is faster than a "
+    "link between two, takes memory bandwidth that two devices would share, and is made by a kernel that leaves room "
+    "for others (`benchmarks.gpu.copying`), where copy engines would work between devices. Gradients of copies are "
+    "added in place, as where ranks share a device, and read once more by the rank that holds them; between devices "
+    "they are pulled first. A pass ends when products and copies are done; the few microseconds in which streams then "
+    "wait for each other are not counted. Before each rank the device rests for at least three quarters of the "
+    "previous rank's time, so that it stays cool. Plans count what rows, copies and moves cost on this device "
+    "(regressions over earlier runs of this bench), rows in whole tiles, a 32nd of what is paid once a step for every "
+    "micro-batch, and no network unless `--network` is set; then plans also even out traffic, which takes more copies "
+    "and has no effect here.",
     "times": "`layer_us`: mean over layers and micro-batches. `copies`: flash copies per layer and micro-batch, all "
-    "ranks together. `late`: part of the ranks that waited for copies at the end of a pass. `plan_us`, `copy_us`: "
-    "medians of what online planning adds. equilibra-still: the same rows, nothing moves.",
-    "calibration": "`equilibra calibrate` takes gpu-measurements.json. Errors are of a layer's time, over contenders "
-    "of which nothing moves, layers and micro-batches; those by contender have a sign.",
-    "roofline": "Per balanced rank. `of_product`, `of_memory`: parts of the ceilings. `reached`: the larger of FLOP "
+    "ranks together. `late`: share of ranks that waited for copies at the end of a pass. `plan_us`, `copy_us`: median "
+    "time that online planning adds. equilibra-still: the same rows without moves.",
+    "calibration": "`equilibra calibrate` reads gpu-measurements.json. Errors are of a layer's time, over contenders "
+    "without moves, layers and micro-batches; errors by contender are signed.",
+    "roofline": "Per balanced rank. `of_product`, `of_memory`: shares of the ceilings. `reached`: the larger of FLOP "
     "and bytes at the ceilings' rates, over the measured time. Bytes count every intermediate result; see "
-    "`benchmarks.gpu.roofline`. `copies`: weights that come to a rank of online-exact, nothing beside them.",
+    "`benchmarks.gpu.roofline`. `copies`: weights that arrive at a rank of online-exact, with nothing beside them.",
 }
 GPU = Suite(
     name="gpu",
     title="GPU bench",
-    intro="`reach` columns are what was asked for.",
+    intro="`reach` columns are requirements.",
     sections=dict.fromkeys(TITLES, lambda _setting: []),  # all tables are of one run: see `result_of`
     titles=TITLES,
     notes=NOTES,

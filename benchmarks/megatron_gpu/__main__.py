@@ -60,14 +60,14 @@ def _arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument("--table", metavar="FILE", help="make FILE.md of FILE.json and measure nothing")
     parser.add_argument("--case", action="append", default=[], metavar="NAME", help=f"only this (repeatable): {names}")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--tiny", action="store_true", help="models so small that CPUs run them")
+    parser.add_argument("--tiny", action="store_true", help="models small enough for CPUs")
     parser.add_argument("--ranks", type=int, default=4, metavar="N", help="processes (4)")
-    parser.add_argument("--links", choices=("ipc", "nccl"), help="how tokens travel, for all cases")
+    parser.add_argument("--links", choices=("ipc", "nccl"), help="how tokens travel in all cases")
     parser.add_argument("--path", metavar="PATH", help="how copies travel, as MegatronSetting names it")
     parser.add_argument(
         "--set", action="append", default=[], metavar="NAME=VALUE", help="another field of MegatronSetting"
     )
-    parser.add_argument("--budget", type=float, default=330.0, metavar="S", help="begin no case after this time (330)")
+    parser.add_argument("--budget", type=float, default=330.0, metavar="S", help="start no case after this time (330)")
     parser.add_argument("--profile", metavar="DIR", help="write a trace of one step of each contender there")
     parser.add_argument("--output", metavar="DIR", help="write megatron-gpu.json and megatron-gpu.md there")
     return parser.parse_args(words)

@@ -73,24 +73,24 @@ def tables(results: dict[str, Case]) -> str:
     return "\n\n".join(parts) + "\n"
 
 
-INTRO = """Real megatron-core trains the same model three ways, taking turns in random order: as it is, balanced by
-Equilibra, and as it is with routing forced to balance. Four processes share one GPU under CUDA MPS, a quarter of its
-multiprocessors each, and are the ranks of one expert-parallel group. Routing is replayed; it is synthetic, with the
-skew, the noise between sequences and the correlation that a recording of gpt-oss-20b has where the model is of its
-shape. Weights, data and optimizer are the same for all. Measured."""
-STEPS_NOTE = f"""A step is that of the slowest rank, from `begin` to the end of the optimizer, with the plan, DDP and
+INTRO = """Real megatron-core trains the same model three ways, in turn and in random order: unmodified, balanced by
+Equilibra, and unmodified with routing forced to balance. Four processes share one GPU under CUDA MPS, a quarter of its
+multiprocessors each, and form one expert-parallel group. Routing is replayed; it is synthetic, with skew, noise between
+sequences and correlation taken from a recording of gpt-oss-20b for models of its shape. Weights, data and optimizer are
+the same for all. Measured."""
+STEPS_NOTE = f"""A step's time is that of the slowest rank, from `begin` to the end of the optimizer, with plan, DDP and
 DistributedOptimizer: median (least to most) of the repeats. Ratios are medians of those within a repeat. The goal is
-{GOAL:.0%} of the speed with balanced routing. `links`: tokens travel through the GPU's memory (`ipc`, as fast links
-would), or through NCCL, which takes processes of one GPU for different hosts and goes through sockets. `path`: how
-copies travel."""
+{GOAL:.0%} of the speed with balanced routing. `links`: tokens travel through the GPU's memory (`ipc`, like
+fast links), or through NCCL, which treats processes on one GPU as different hosts and uses sockets. `path`: how copies
+travel."""
 SHARES_NOTE = """Milliseconds of a step. Experts: the sum over layers, micro-batches and passes of the slowest rank's
-time in them (and over mean rank), with what copies are waited for. Products: our grouped kernels alone, the rank with
-the most of a whole step (and over mean rank). Exchange: the sum of the shortest time of any rank in each all-to-all of
-tokens, so without waiting for others; it is a share of the step. Plan: the host's time before the first forward."""
-MEMORY_NOTE = """The most of any rank. Resident: weights, optimizer state and buffers after the first step. Transient:
-what a step takes beyond what is there before it. Slots: spare slots times the bytes of an expert."""
-LOSSES_NOTE = """The largest relative difference of a step's loss, mean over ranks, from plain Megatron's, over so many
-steps of Adam from the same weights. Control: gradients of copies are dropped, so it must exceed the tolerance."""
+time in them (and over mean rank), including waiting for copies. Products: our grouped kernels alone, on the rank with
+most over a whole step (and over mean rank). Exchange: the sum of the shortest time of any rank in each all-to-all of
+tokens, which excludes waiting for others; it is a share of the step. Plan: the host's time before the first forward."""
+MEMORY_NOTE = """Maximum over ranks. Resident: weights, optimizer state and buffers after the first step. Transient:
+peak of a step beyond the memory allocated before it. Slots: spare slots times the bytes of an expert."""
+LOSSES_NOTE = """The largest relative difference of a step's loss, averaged over ranks, from plain Megatron's, over this
+many steps of Adam from the same weights. Control: gradients of copies are dropped, so it must exceed the tolerance."""
 
 
 def _steps(cases: dict[str, Case]) -> str:

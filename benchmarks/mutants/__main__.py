@@ -39,11 +39,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.mutants", description=__doc__)
     parser.add_argument("--mutants", type=int, default=320)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--lanes", type=int, default=1, help="processes beside each other")
+    parser.add_argument("--lanes", type=int, default=1, help="parallel processes")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="run survivors once more, after tests were added")
     parser.add_argument("--golden", action="store_true", help="run survivors of plan/ against all golden plans")
-    parser.add_argument("--only", default="", help="only mutants of files that begin so; the table has all")
+    parser.add_argument(
+        "--only", default="", help="only mutants of files whose name starts with this; the table has all"
+    )
     parser.add_argument("--work", type=Path, default=Path("/tmp/equilibra-mutants"))
     parser.add_argument("--output", type=Path, default=RESULTS)
     asked = parser.parse_args()

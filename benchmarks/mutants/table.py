@@ -11,15 +11,14 @@ from pathlib import Path
 from typing import Any
 
 ABOUT = """\
-Cosmic Ray's operators, drawn evenly from the places that can change in `src/equilibra/plan` and
+Mutants by Cosmic Ray's operators, drawn evenly from all changeable places in `src/equilibra/plan` and
 `src/equilibra/execute`; a place counts once for each kind of change. Left out: files that need a GPU (Triton kernels,
-copies between GPUs), annotations, options of dataclasses, `is` for `==`. A mutant runs against the tests that run its
-line, then those that call its function, cheap ones first, until one fails: at most {budget:g} CPU seconds of tests as
-they take under a tracer. Files with numba kernels run as plain Python, with tests of at most 5 CPU seconds; the others
-with compiled kernels. A test that takes {limit:g} CPU seconds more than five times what it takes without the mutant
-fails: that is how endless loops end. Failures that time may have caused are tried without the mutant. Property tests
-have 20 examples, slow tests do not run. What survives of the planner meets all golden plans (`--golden`). The rest may
-still be killed by `make test-all`."""
+copies between GPUs), annotations, options of dataclasses, `is` for `==`. A mutant meets the tests that run its line,
+then those that call its function, cheapest first, until one fails, for at most {budget:g} CPU seconds of tests as timed
+under a tracer. Files with numba kernels run as plain Python, with tests of at most 5 CPU seconds; the others with
+compiled kernels. A test fails if it takes {limit:g} CPU seconds more than five times its usual time, which ends endless
+loops. Failures that timing may explain are repeated without the mutant. Property tests run 20 examples; slow tests do
+not run. Surviving planner mutants also meet all golden plans (`--golden`). `make test-all` may kill more."""
 
 
 def write_results(
@@ -37,8 +36,8 @@ def write_results(
         f"`{command}`, commit {commit.stdout.strip()}, {datetime.now(UTC):%Y-%m-%d}. Measured.", "",
         ABOUT.format(budget=budget, limit=limit), "",
         f"**{killed} of {len(ordered)} killed ({killed / len(ordered):.1%}).** {drawn} were drawn.", "",
-        f"{len(same)} of the others change nothing that can be seen: of the rest, {killed / counted:.1%}.", "",
-        "| part | mutants | killed |", "|---|---|---|",
+        f"{len(same)} of the others change no observable behaviour; without them {killed / counted:.1%} were killed.",
+        "", "| part | mutants | killed |", "|---|---|---|",
     ]  # fmt: skip
     parts = Counter(_part(record) for record in ordered)
     dead = Counter(_part(record) for record in ordered if record["killed_by"])

@@ -353,13 +353,13 @@ def table(result: dict[str, Any]) -> str:
     lines += [
         "",
         (
-            "Bare: the two products of the forward and the four of the backward pass by torch's grouped_mm on the same "
-            "rows, results in bf16. float32 sums: adding those gradients to float32 ones, which every training does. "
-            "Our experts: products, activation, gradients summed in float32. Layer: BalancedMoE of one rank from "
-            "tokens to tokens (permutation, experts, weighing), router left out; where it takes longer than from "
-            "a CUDA graph, the host queues too slowly. First micro-batch: of a step, from a graph; gradients are "
-            "written as those of the bare products are, in others they are added. Ratios are of graphs; 1.15 was "
-            "asked for."
+            "Bare: the two products of the forward and the four of the backward pass by torch's grouped_mm on the "
+            "same rows, results in bf16. float32 sums: adding those gradients to float32 ones, which every training "
+            "does. Our experts: products, activation, gradients summed in float32. Layer: BalancedMoE of one rank "
+            "from tokens to tokens (permutation, experts, weighted sums), without the router; if it takes longer than "
+            "from a CUDA graph, the host queues too slowly. First micro-batch: of a step, from a graph; its gradients "
+            "are written, as those of the bare products, while others are added. Ratios are of graphs; the "
+            "requirement is 1.15."
         ),
         "",
     ]

@@ -151,20 +151,20 @@ TITLES = {
 }
 NOTES = {
     "figures": "A step: every micro-batch forward (log-prob), then forward and backward (update); float32; copies "
-    "fetched anew in every step. Medians over repeats of ratios inside one repeat, contenders in turn; spreads are the "
-    "least and the largest. `share_of_balanced`: against the same number of rows spread evenly over all experts. "
-    "`runtime_overhead`: the runtime with the static plan against a plain all-to-all layer without a plan; below 0 the "
-    "runtime is faster. `static_imbalance`: rows of the slowest ranks over mean ranks. `token_counts`: the rows that "
-    "each rank's experts executed, per stage, pass, layer and micro-batch of every timed step, compared with the "
-    "simulated ones: the bench ends with an error unless they are equal. `others_share`: the most that other programs "
-    "had of a core in a step that counts.",
-    "times": "`flash_copies`: in the log-prob + update stage of a step. `experts_share`: part of the step that "
-    "experts compute, on the rank where it is most. eplb-oracle runs from its own homes: moving there is not charged.",
+    "fetched anew in every step. Figures are medians over repeats of ratios within a repeat, contenders in turn; "
+    "spreads are the least and the largest. `share_of_balanced`: against the same number of rows spread evenly over "
+    "all experts. `runtime_overhead`: the runtime under the static plan against a plain all-to-all layer without a "
+    "plan; below 0 the runtime is faster. `static_imbalance`: rows of slowest over mean ranks. `token_counts`: rows "
+    "executed by each rank's experts, per stage, pass, layer and micro-batch of every timed step, compared with the "
+    "simulated ones; the bench ends with an error unless they are equal. `others_share`: the largest share of a core "
+    "that other programs had in a counted step.",
+    "times": "`flash_copies`: in the log-prob + update stage of a step. `experts_share`: share of the step in expert "
+    "compute, on the rank with most. eplb-oracle runs from its own homes; moving there is not charged.",
 }
 RUNTIME = Suite(
     name="runtime",
     title="Runtime bench",
-    intro="`reach` columns are what was asked for; empty ones have no requirement.",
+    intro="`reach` columns are requirements; empty ones have none.",
     sections=dict.fromkeys(TITLES, lambda _setting: []),  # both tables are of one run: see `measured`
     titles=TITLES,
     notes=NOTES,

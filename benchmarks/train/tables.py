@@ -107,28 +107,28 @@ TITLES = {
 NOTES = {
     "figures": "A step: rollout (embedded engine, routing captured), reward, plan, move, log-prob, advantages (GRPO), "
     "update (several optimizer steps of several micro-batches), weights to the engine; float32. Every repeat has one "
-    "rollout, on which the contenders train in turn, each time in another order. Medians over repeats of ratios inside "
-    "one repeat; spreads are the least and the largest. `equilibra`: by flash copies; inside a node homes stay. "
-    "`equilibra-moves`: without slots for copies, so that homes move. `balanced`: the same tokens with routing that "
-    "gives each token as many experts on each rank; its samples stay on their ranks, so balancing, which also packs "
-    "samples, can be faster. The model is a Qwen3-MoE from a seed. Its routing is skewed by hand: all embeddings share "
-    "a direction, and along it router rows are shifted up for the experts of one rank and down for those of the other, "
-    "by --skew times a half-normal number times the scores' own spread; which rank is favoured alternates over layers. "
-    "Rewards are computed and then replaced by random numbers, so that gradients are not zero. The optimizer's "
-    "learning rate is 0, so that all repeats have the same work; so homes, which stay from step to step, move less "
-    "than if routing drifted. `from contiguous homes` is the other extreme: all homes move that ever do. The planner's "
-    "prices are measured here, not those of a GPU.",
+    "rollout, on which the contenders train in turn, each time in another order. Figures are medians over repeats of "
+    "ratios within a repeat; spreads are the least and the largest. `equilibra`: flash copies; inside a node homes "
+    "stay. `equilibra-moves`: no slots for copies, so homes move. `balanced`: the same tokens with routing that gives "
+    "each token as many experts on each rank; its samples stay on their ranks, so balancing, which also packs "
+    "samples, can be faster. The model is a Qwen3-MoE from a seed. Its routing is skewed by hand: all embeddings "
+    "share a direction, and along it router rows are shifted up for the experts of one rank and down for those of the "
+    "other, by --skew times a half-normal number times the scores' own spread; the favoured rank alternates over "
+    "layers. Rewards are computed and then replaced by random numbers, so that gradients are not zero. The learning "
+    "rate is 0, so that all repeats do the same work; homes, which stay from step to step, therefore move less than "
+    "if routing drifted. `from contiguous homes` is the other extreme: every possible home moves. The planner's "
+    "prices are measured here; they are not a GPU's.",
     "stages": "Shares of the step. `plan`: gathering counts, planning, sending routing and tokens, arming. "
-    "`experts_s`: seconds that experts compute, on the rank where it is most. `flash_copies`: of both stages of a "
-    "step. `moves`: homes moved before a step; `moves_at_first`: before the first.",
-    "begin": "Milliseconds on the rank where it took longest. Static gathers, arms and sends as well. `prepared`: "
-    "counts are gathered after the rollout, and the planner runs in the background while rewards are computed; with "
-    "one core per rank it takes that core from the rewards, which is counted.",
+    "`experts_s`: seconds of expert compute, on the rank with most. `flash_copies`: of both stages of a step. "
+    "`moves`: homes moved before a step; `moves_at_first`: before the first.",
+    "begin": "Milliseconds on the slowest rank. Static also gathers, arms and sends. `prepared`: counts are gathered "
+    "after the rollout, and the planner runs in the background while rewards are computed; with one core per rank it "
+    "takes that core from the rewards, which is counted.",
 }
 TRAIN = Suite(
     name="train",
     title="Training bench",
-    intro="`reach` is what was asked for; empty ones have no requirement.",
+    intro="`reach` is the requirement; empty ones have none.",
     sections=dict.fromkeys(TITLES, lambda _setting: []),  # all tables are of one run: see `figures.measured`
     titles=TITLES,
     notes=NOTES,

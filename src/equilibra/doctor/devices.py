@@ -250,20 +250,15 @@ def _shared() -> str:
     tensor = torch.arange(NUM_VALUES, dtype=torch.int64, device="cuda")
     torch.cuda.synchronize()
     handle = bytes(ForkingPickler.dumps(cast("Any", reductions).reduce_tensor(tensor)))
-    done = subprocess.run(
-        [sys.executable, "-m", "equilibra.doctor.devices"],
-        input=handle,
-        capture_output=True,
-        timeout=IPC_TIMEOUT_S,
-        check=False,
-    )
+    command = [sys.executable, "-m", "equilibra.doctor.devices"]
+    done = subprocess.run(command, input=handle, capture_output=True, timeout=IPC_TIMEOUT_S, check=False)  # noqa: S603
     if done.returncode != 0:
         said = done.stderr.decode(errors="replace").strip().splitlines()
         raise RuntimeError(f"the other process exited with {done.returncode}: {said[-1] if said else 'no message'}")
-    read, device = pickle.loads(done.stdout)  # noqa: S301 - from our own child
+    (read, device), right = pickle.loads(done.stdout), NUM_VALUES * (NUM_VALUES - 1) // 2  # noqa: S301 - our own child
     torch.cuda.synchronize()
-    if read != NUM_VALUES * (NUM_VALUES - 1) // 2:
-        raise RuntimeError(f"the other process read a sum of {read}, not {NUM_VALUES * (NUM_VALUES - 1) // 2}")
+    if read != right:
+        raise RuntimeError(f"the other process read a sum of {read}, not {right}")
     if not bool((tensor == torch.arange(NUM_VALUES, device="cuda") + 1).all()):
         raise RuntimeError("what the other process wrote did not arrive")
     where = "one GPU" if device == tensor.get_device() else f"GPUs {tensor.get_device()} and {device}"

@@ -153,29 +153,23 @@ def num_gpus(findings: Sequence[Finding]) -> int:
     return sum("capability" in finding.values for finding in findings)
 
 
-class _Findings:
-    def __init__(self, findings: Sequence[Finding]) -> None:
-        self._of_name = {finding.name: finding for finding in findings}
-
-    def state(self, name: str) -> State:
-        return self._of_name[name].state if name in self._of_name else State.NOT_TESTED
-
-    def reason(self, name: str) -> str:
-        return f"{name}: {self._of_name[name].text if name in self._of_name else 'not looked at'}"
+class _Findings(dict[str, Finding]):
+    def __missing__(self, name: str) -> Finding:
+        return not_tested("not looked at", name=name)
 
     def unusable(self, *names: str) -> tuple[PathState, str] | None:
         """The state and reason of the first missing finding, or else of the first untested one."""
         for state, ruled_out in ((State.MISSING, PathState.FAILS), (State.NOT_TESTED, PathState.NOT_TESTED)):
             for name in names:
-                if self.state(name) is state:
-                    return ruled_out, self.reason(name)
+                if self[name].state is state:
+                    return ruled_out, f"{name}: {self[name].text}"
         return None
 
 
 def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
     """One verdict per transfer path; a path that this runtime version lacks does not work."""
-    found, gpus = _Findings(findings), num_gpus(findings)
-    listed = next((finding.values.get("paths") for finding in findings if finding.name == RUNTIME_PATHS), None)
+    found, gpus = _Findings({one.name: one for one in findings}), num_gpus(findings)
+    listed = found[RUNTIME_PATHS].values.get("paths")
     host = ["shared memory", *(["registering"] if gpus else [])]
     ipc = ["cuda ipc", "stream values", *(["peer access"] if gpus > 1 else [])]
     made = []
@@ -191,30 +185,30 @@ def verdicts(findings: Sequence[Finding]) -> list[Verdict]:
 
 def _how(path: str, found: _Findings, gpus: int) -> str:
     """How a path works on this machine."""
-    little = "; it may be too small" if found.state("shared memory") is State.WARNING else ""
-    collective = f"over gloo only, which is slow ({found.reason('nccl')})"
-    if found.state("nccl") in (State.OK, State.WARNING):
-        collective = f"over NCCL, one process for each of {gpus} GPUs"
-    if gpus < 2:
-        collective = "over gloo, between processes without GPUs"
-    if gpus == 1:
-        collective = "over gloo, for processes that share the GPU; NCCL refuses two processes on one GPU"
-    alone = "between processes that share the GPU; between GPUs not tested"
-    return {
-        "collective": collective,
-        "host": f"through /dev/shm{', registered with CUDA' if gpus else ''}{little}",
-        "ipc": f"between all {gpus} GPUs" if gpus > 1 else alone,
-        "both": "ipc and the host link at once",
-    }[path]
+    if path == "collective":
+        if gpus < 2:
+            alone = "for processes that share the GPU; NCCL refuses two processes on one GPU"
+            return f"over gloo, {alone if gpus else 'between processes without GPUs'}"
+        if found["nccl"].state in (State.OK, State.WARNING):
+            return f"over NCCL, one process for each of {gpus} GPUs"
+        return f"over gloo only, which is slow (nccl: {found['nccl'].text})"
+    if path == "host":
+        little = "; it may be too small" if found["shared memory"].state is State.WARNING else ""
+        return f"through /dev/shm{', registered with CUDA' if gpus else ''}{little}"
+    if path == "ipc":
+        alone = "between processes that share the GPU; between GPUs not tested"
+        return f"between all {gpus} GPUs" if gpus > 1 else alone
+    return "ipc and the host link at once"
 
 
 def summary_line(made: Sequence[Verdict]) -> str:
     """All verdicts on one line."""
     words = {PathState.WORKS: "will work", PathState.FAILS: "will not work", PathState.NOT_TESTED: "not tested"}
-    parts = []
-    for state, word in words.items():
-        if paths := [one.path for one in made if one.state is state]:
-            parts.append(f"{', '.join(paths)} {word}")
+    parts = [
+        f"{', '.join(paths)} {word}"
+        for state, word in words.items()
+        if (paths := [one.path for one in made if one.state is state])
+    ]
     return f"transfer paths: {'; '.join(parts)}"
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -32,7 +33,7 @@ def check_torch() -> Finding:
         return missing(first_line(error), "pip install 'equilibra[torch]'")
     version, cuda = str(torch.__version__), torch.version.cuda
     text = f"{version}, {f'built for CUDA {cuda}' if cuda else 'built without CUDA'}"
-    if version_pair(version) < LEAST_TORCH:
+    if _version_pair(version) < LEAST_TORCH:
         return missing(text, "install torch 2.11 or newer", version=version, cuda=cuda)
     if cuda is None and _has_driver():
         advice = "this machine has an NVIDIA driver: install a torch built for CUDA to use it"
@@ -50,7 +51,7 @@ def check_cuda() -> Finding:
     except OSError:
         return not_tested("no NVIDIA driver here")
     text = f"driver for CUDA {major}.{minor}, torch is built for {runtime or 'no CUDA'}"
-    if runtime is not None and major < version_pair(runtime)[0]:
+    if runtime is not None and major < _version_pair(runtime)[0]:
         advice = f"update the driver, or install a torch built for CUDA {major}"
         return missing(text, advice, driver=f"{major}.{minor}", runtime=runtime)
     return ok(text, driver=f"{major}.{minor}", runtime=runtime)
@@ -62,9 +63,8 @@ def check_triton() -> Finding:
     if util.find_spec("triton") is None:
         return warning("not installed", "pip install triton, for fused kernels") if gpu else not_tested("no GPU here")
     version = metadata.version("triton")
-    return (
-        ok(f"{version} (not run)", version=version) if gpu else not_tested(f"{version}; no GPU here", version=version)
-    )
+    found, note = (ok, " (not run)") if gpu else (not_tested, "; no GPU here")
+    return found(f"{version}{note}", version=version)
 
 
 def check_nccl() -> Finding:
@@ -72,13 +72,12 @@ def check_nccl() -> Finding:
     import torch
     from torch import distributed
 
+    gpu = has_gpu()
     if not (distributed.is_available() and distributed.is_nccl_available()):
-        return (
-            missing("this torch has no NCCL", "install a torch with NCCL") if has_gpu() else not_tested("no GPU here")
-        )
+        return missing("this torch has no NCCL", "install a torch with NCCL") if gpu else not_tested("no GPU here")
     nccl = cast("Any", torch.cuda.nccl)
     version = ".".join(str(part) for part in nccl.version())
-    if not has_gpu():
+    if not gpu:
         return not_tested(f"{version}; no GPU here")
     count = torch.cuda.device_count()
     ones = [torch.ones(1024, device=f"cuda:{index}") for index in range(count)]
@@ -87,9 +86,8 @@ def check_nccl() -> Finding:
     if sums != {1024.0 * count}:
         text = f"{version}: a sum over {count} GPU(s) came out as {sorted(sums)}, not {1024 * count}"
         return missing(text, version=version, gpus=count)
-    return ok(
-        f"{version}; summed over {count} GPU{'s' if count > 1 else ''} in one process", version=version, gpus=count
-    )
+    text = f"{version}; summed over {count} GPU{'s' if count > 1 else ''} in one process"
+    return ok(text, version=version, gpus=count)
 
 
 def check_gloo() -> Finding:
@@ -101,15 +99,13 @@ def check_gloo() -> Finding:
     store = cast("Any", distributed).HashStore()
     with ThreadPoolExecutor(2) as threads:
         sums = list(threads.map(lambda rank: _gloo_sum(store, rank), range(2)))
-    return (
-        ok("two ranks connected and summed") if sums == [3.0, 3.0] else missing(f"two ranks summed 1 and 2 to {sums}")
-    )
+    right = sums == [3.0, 3.0]
+    return ok("two ranks connected and summed") if right else missing(f"two ranks summed 1 and 2 to {sums}")
 
 
-def version_pair(text: str) -> tuple[int, int]:
-    """Major and minor version; (0, 0) if the text has none."""
-    parts = [part for part in text.partition("+")[0].split(".")[:2] if part.isdigit()]
-    return (int(parts[0]), int(parts[1])) if len(parts) == 2 else (0, 0)
+def _version_pair(text: str) -> tuple[int, int]:
+    found = re.match(r"(\d+)\.(\d+)", text)
+    return (int(found[1]), int(found[2])) if found else (0, 0)
 
 
 def _gloo_sum(store: Any, rank: int) -> float:  # noqa: ANN401

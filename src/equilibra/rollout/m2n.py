@@ -85,12 +85,8 @@ class SharedMesh:
         self.memory, self.shape = memory, shape
         of = shape.senders, shape.receivers, shape.slots
         words, headers, boxes, trays, end = self._offsets(shape)
-        self.sent = memory.numpy(words, of, np.int64)
-        """[M, N, S] signals of messages"""
-        self.answered = memory.numpy(words + self.sent.nbytes, of, np.int64)
-        """[M, N, S] signals of results"""
-        self.announced = memory.numpy(words + 2 * self.sent.nbytes, of, np.int64)
-        """[M, N, S] messages sent, complete or not"""
+        # [M, N, S] signals of messages, signals of results, and messages sent, complete or not
+        self.sent, self.answered, self.announced = memory.numpy(words, (3, *of), np.int64)
         after = words + 3 * self.sent.nbytes
         self.progress = memory.numpy(after, (shape.processes,), np.int64)
         """passes of each process: senders, then receivers"""
