@@ -135,9 +135,8 @@ def build_model(
 def _draw_experts(moe: BalancedMoE, seed: int, layer: int, *, std: float) -> None:
     for expert, parts in zip(moe.experts.experts.tolist(), moe.experts.homes(), strict=True):
         random = np.random.default_rng([seed, 1, layer, expert])
-        for part in (parts.gate_up, parts.down):
+        for part, bias in ((parts.gate_up, parts.gate_up_bias), (parts.down, parts.down_bias)):
             part.copy_(torch.from_numpy(random.normal(scale=std, size=part.shape)))
-        for bias in (parts.gate_up_bias, parts.down_bias):
             if bias is not None:
                 bias.zero_()
     if moe.shared is not None:

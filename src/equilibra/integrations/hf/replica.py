@@ -164,12 +164,13 @@ class _Growing:
     """An unfinished answer; once `through`, it ignores further tokens of its row."""
 
     def __init__(self, request: Request, experts: NDArray[np.int32]) -> None:
-        self.request = request
+        self.request, self.experts, self.ended = request, [experts], False
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
-        self.experts = [experts]
-        self.through = request.max_new == 0
-        self.ended = False
+
+    @property
+    def through(self) -> bool:
+        return self.ended or len(self.tokens) == self.request.max_new
 
     def next_noise(self) -> float:
         return 0.0 if self.through else float(self.request.noise[len(self.tokens)])
@@ -179,7 +180,6 @@ class _Growing:
             self.tokens.append(token)
             self.logprobs.append(logprob)
             self.ended = token == end
-            self.through = self.ended or len(self.tokens) == self.request.max_new
 
     def processed(self, experts: NDArray[np.int32]) -> None:
         if not self.through:

@@ -71,9 +71,7 @@ def balance(
     expert_parallel, data_parallel = _groups_of(layers)
     cluster = setting.cluster_of(expert_parallel.size())
     group = stage_group(expert_parallel, data_parallel, cluster, setting.timeout_s)
-    group.agree(  # before anything changes
-        f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned"
-    )
+    group.agree(f"{len(layers)} MoE layers, {setting.description(cluster)}", what="how steps are planned")
     counts = setting.slot_counts(cluster)
     visits = [megatron_layer.balance_layer(layer, number, group, counts) for number, layer in enumerate(layers)]
     megatron_layer.wait_for_gathers(chunks, visits, optimizer)

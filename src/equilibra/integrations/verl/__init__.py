@@ -16,7 +16,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.integrations.routing_formats import RoutedModel, RoutedSequence, align, as_rows, located
@@ -35,7 +34,10 @@ def sequences_of_batch(batch: Any, model: RoutedModel) -> Iterator[RoutedSequenc
     if bool(getattr(routed, "is_nested", False)):
         yield from _jagged(tensors, routed, model, groups)
         return
-    mask = _mask(_tensor(tensors, "attention_mask"))
+    mask = _tensor(tensors, "attention_mask")
+    mask = np.asarray(mask.detach().cpu().numpy() if hasattr(mask, "detach") else mask)
+    if mask.dtype.kind not in "iub" or mask.ndim != 2:
+        raise InputError(f"attention_mask must be integers in 2 dimensions, not {mask.dtype} {mask.shape}")
     if tuple(routed.shape[:2]) != mask.shape:
         raise InputError(f"routed_experts have shape {tuple(routed.shape)}, but the attention mask {mask.shape}")
     prompts = _optional(tensors, "prompts")
@@ -73,13 +75,6 @@ def _tensor(tensors: Any, name: str) -> Any:  # noqa: ANN401
     if found is None:
         raise InputError(f"the batch has no {name}: R3's rollout must fill routed_experts and attention_mask")
     return found
-
-
-def _mask(values: Any) -> NDArray[np.bool_]:  # noqa: ANN401 - a tensor or an array
-    array = np.asarray(values.detach().cpu().numpy() if hasattr(values, "detach") else values)
-    if array.dtype.kind not in "iub" or array.ndim != 2:
-        raise InputError(f"attention_mask must be integers in 2 dimensions, not {array.dtype} {array.shape}")
-    return np.asarray(array != 0)
 
 
 def _groups(others: Mapping[str, Any], num_sequences: int) -> Sequence[int | None]:
