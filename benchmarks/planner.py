@@ -27,8 +27,8 @@ from equilibra.core.load import StepLoad, imbalance
 from equilibra.core.placement import Cluster
 from equilibra.core.plan import StepPlan
 from equilibra.cost.rates import Rates
+from equilibra.plan.entry import over_sources, solve_problems
 from equilibra.plan.planner import StepProblem, planner_named
-from equilibra.plan.solve import over_sources, solve_problems
 from equilibra.plan.step import Equilibra
 from equilibra.trace.count import sequence_loads
 from equilibra.trace.synth import SynthKnobs, SynthShape, synthesize

@@ -67,7 +67,7 @@ def _plan_loads(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from equilibra.core.placement import Cluster
-    from equilibra.plan.solve import over_sources, solve_problems
+    from equilibra.plan.entry import over_sources, solve_problems
 
     cluster = Cluster(**named_like(Cluster, arguments))
     loads = _read_loads(arguments.loads, cluster.num_ranks)

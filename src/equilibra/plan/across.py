@@ -121,8 +121,7 @@ def _share(tokens_ER, load, home, at_home, group, head, after, rank, quota, remo
             own += tokens_ER[e, r]
         remote_home[e] = load[e] - own
         got[home[e]] += remote_home[e]
-    work = np.empty((5, rank.size + 1), np.int64)
-    level, cap, filled, here, nodes = work[0], work[1], work[2], work[3], work[4]
+    level, cap, filled, here, nodes = np.empty((5, rank.size + 1), np.int64)
     seen = np.full(num_ranks // group, -1, np.int64)
     for i in range(1, n_with):  # by falling load
         e, k = with_copies[i], i
@@ -363,28 +362,20 @@ def serve_across(  # type: ignore[no-untyped-def]
     the fullest rank; below 0: no exchange.
     """
     num_experts, num_ranks = tokens_ER.shape
-    of_expert = np.zeros((3, num_experts), np.int64)
-    head, at_home, remote_home = of_expert[0], of_expert[1], of_expert[2]
-    of_copy = np.zeros((2, expert.size), np.int64)
-    after, remote = of_copy[0], of_copy[1]
-    of_rank = np.zeros((4, num_ranks), np.int64)
-    sent, got, used, rows_of_rank = of_rank[0], of_rank[1], of_rank[2], of_rank[3]
+    head, at_home, remote_home = np.zeros((3, num_experts), np.int64)
+    after, remote = np.zeros((2, expert.size), np.int64)
+    sent, got, used, rows_of_rank = np.zeros((4, num_ranks), np.int64)
     for e in range(num_experts):
         at_home[e] = load[e]
+        rows_of_rank[home[e]] += load[e]
     for c in range(count):
         at_home[expert[c]] -= quota[c]
+        rows_of_rank[home[expert[c]]] -= quota[c]
+        rows_of_rank[rank[c]] += quota[c] + (hold if quota[c] > 0 else 0)
         if c >= num_standing:
             used[rank[c]] += 1
-    for e in range(num_experts):
-        rows_of_rank[home[e]] += at_home[e]
-    for c in range(count):
-        rows_of_rank[rank[c]] += quota[c]
-        if quota[c] > 0:
-            rows_of_rank[rank[c]] += hold
-        if c >= num_standing:
             rows_of_rank[origin[c]] += serve
-    fullest = np.int64(0)
-    all_rows = np.int64(0)
+    fullest, all_rows = np.int64(0), np.int64(0)
     for r in range(num_ranks):
         fullest = max(fullest, rows_of_rank[r])
         all_rows += rows_of_rank[r]
@@ -434,7 +425,7 @@ def _serve(  # type: ignore[no-untyped-def]
 ):  # fmt: skip
     """Whom the instances of one expert serve: their own nodes first, then the others."""
     num_ranks = tokens_ER.shape[1]
-    left, level, cap, filled, here, room, nodes = work[0], work[1], work[2], work[3], work[4], work[5], work[6]
+    left, level, cap, filled, here, room, nodes = work
     for r in range(num_ranks):
         left[r] = tokens_ER[e, r]
     for i_node in range(_nodes(e, home, head, after, rank, group, seen, nodes)):

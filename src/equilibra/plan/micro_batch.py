@@ -221,8 +221,7 @@ def _split_across(  # type: ignore[no-untyped-def]
     """Split every expert that has a copy on several nodes; returns the end of the flash copies, which may grow."""
     num_experts, num_ranks = tokens_ER.shape
     num_standing = standing_CR.shape[0]
-    listed = np.zeros((4, num_standing + num_ranks * slots + 1), np.int64)
-    expert, rank, quota, origin = listed[0], listed[1], listed[2], listed[3]
+    expert, rank, quota, origin = np.zeros((4, num_standing + num_ranks * slots + 1), np.int64)
     for c in range(num_standing):
         expert[c] = b[_ST_EXPERT, c]
         rank[c] = b[_ST_RANK, c]
@@ -250,7 +249,7 @@ def _split_across(  # type: ignore[no-untyped-def]
 def balance_on_node(  # type: ignore[no-untyped-def]
     tokens_MLER, layer, m, n, b, group, slots, tolerance, hold, serve, min_tokens, tries, first_of, copies, out
 ):
-    """Micro-batches from m on, on one node; returns the first whose slots do not suffice, and the end of all copies."""
+    """Plan micro-batches from m on, on one node; returns the first whose slots are too few, and the end of copies."""
     num_experts = tokens_MLER.shape[2]
     while m < tokens_MLER.shape[0]:
         tokens_ER = tokens_MLER[m, layer]

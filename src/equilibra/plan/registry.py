@@ -4,8 +4,6 @@ from equilibra.plan.baselines import Balanced, Eplb, LeastLoaded, LongestFirst, 
 from equilibra.plan.planner import register
 from equilibra.plan.step import Equilibra
 
-__all__: list[str] = []
-
 register("static", Static)
 register("eplb-history", Eplb.from_history)
 register("eplb-oracle", Eplb)

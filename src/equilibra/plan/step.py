@@ -10,13 +10,14 @@ import os
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 from equilibra.core.checks import PlanLimits, check_number, check_whole
-from equilibra.core.load import Schedule, SequenceLoad, StepLoad
+from equilibra.core.load import Schedule, StepLoad
 from equilibra.core.placement import Cluster, Placement
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.rates import Rates
@@ -112,19 +113,15 @@ class Equilibra(Search):
     def _schedule(self, problem: StepProblem) -> Schedule | None:
         if not self.pack or problem.sequences is None or problem.tokens_per_rank is None:
             return problem.schedule
-        tokens_per_rank = problem.tokens_per_rank
         ranks_per_sequence = problem.schedule.ranks_per_sequence if problem.schedule else 1
-
-        def packed(sequences: SequenceLoad) -> Schedule:
-            return pack(
-                sequences, problem.cluster, tokens_per_rank=tokens_per_rank, home=problem.home_now,
-                ranks_per_sequence=ranks_per_sequence, least_micro_batches=problem.least_micro_batches,
-                token_cost=problem.rates.token_cost,
-            )  # fmt: skip
-
+        packed = partial(
+            pack, cluster=problem.cluster, tokens_per_rank=problem.tokens_per_rank, home=problem.home_now,
+            ranks_per_sequence=ranks_per_sequence, least_micro_batches=problem.least_micro_batches,
+            token_cost=problem.rates.token_cost,
+        )  # fmt: skip
         if problem.mini_batch_of_sequence is None:
             return packed(problem.sequences)
-        check_budget(problem.sequences.length_of_sequence, tokens_per_rank * ranks_per_sequence)
+        check_budget(problem.sequences.length_of_sequence, problem.tokens_per_rank * ranks_per_sequence)
         return joined(problem.sequences, problem.mini_batch_of_sequence, packed)
 
     def _layers(self, problem: StepProblem, load: StepLoad) -> list[LayerProblem]:

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 
 from equilibra.core.placement import Cluster
-from equilibra.plan.solve import over_sources, solve_problems
+from equilibra.plan.entry import over_sources, solve_problems
 
 
 def test_tokens_are_spread_evenly_over_sources():

@@ -97,15 +97,13 @@ class Answer:
 
     def to_json(self) -> dict[str, Any]:
         question = self.question
+        sides = {"attention": question.attention, "experts": question.experts}
         return {
             "model": question.model.name,
             "layers": question.model.num_layers,
-            "hardware": {"attention": question.attention.prices.name, "experts": question.experts.prices.name},
-            "cost_per_hour": {
-                "attention": question.attention.cost_per_hour,
-                "experts": question.experts.cost_per_hour,
-            },
-            "room_bytes": {"attention": question.attention.room_bytes, "experts": question.experts.room_bytes},
+            "hardware": {name: side.prices.name for name, side in sides.items()},
+            "cost_per_hour": {name: side.cost_per_hour for name, side in sides.items()},
+            "room_bytes": {name: side.room_bytes for name, side in sides.items()},
             "context": asdict(question.context),
             "latency_limit_ms": question.latency_us * 1e-3,
             "max_ranks": question.max_ranks,
