@@ -1,8 +1,6 @@
-"""Plan in one call, for scripts, the command line and other runtimes.
+"""Plan in one call, for scripts and other runtimes: a step, or many problems of one layer and micro-batch.
 
-`plan_step` plans a step. `solve_problems` solves many problems of one layer and micro-batch and times each. Symbols: P
-problems, E experts, R source ranks. What is timed is the compiled call that a runtime makes. Each pass goes over all
-problems, so none finds its own data in the nearest cache.
+Symbols: P problems, E experts, R source ranks.
 """
 
 from __future__ import annotations
@@ -101,19 +99,16 @@ def plan_step(
     return chosen.plan(problem)
 
 
-# --- many problems of one layer and micro-batch, each timed ---
-
-
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Solved:
-    """What P problems' solutions reach and take."""
+    """Balance and time of the solutions of P problems."""
 
     imbalance_before: NDArray[np.float64]
     """[P] with contiguous homes and no copies"""
     imbalance_after: NDArray[np.float64]
     """[P]"""
     lower_bound: NDArray[np.float64]
-    """[P] imbalance below which no flash copies can bring it"""
+    """[P] least imbalance that any flash copies can reach"""
     copies: NDArray[np.int64]
     """[P] flash copies"""
     largest_fan_out: NDArray[np.int64]
@@ -138,7 +133,11 @@ def solve_problems(
     tolerance: float,
     passes: int = 3,
 ) -> Solved:
-    """Solve and time problems with contiguous homes."""
+    """Solve and time problems of one layer and micro-batch, with contiguous homes.
+
+    What is timed is the compiled call that a runtime makes. Each pass goes over all problems, so none finds its own
+    data in the nearest cache.
+    """
     num_ranks, group, num_problems = cluster.num_ranks, cluster.ranks_per_node, len(tokens_PER)
     home = contiguous(cluster, num_layers=1, num_experts=tokens_PER[0].shape[0]).home_of_expert[0]
     before, after = np.zeros((2, num_problems, num_ranks), np.int64)
