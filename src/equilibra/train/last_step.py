@@ -1,16 +1,17 @@
 """The last step of a run for `equilibra report`: measured, predicted by the cost model, and the run's curves.
 
-    RUN/step.run     equilibra   measured: what ran on this machine (or whatever planner the run has)
+    RUN/step.run     equilibra   measured, under the run's planner (whose name it bears)
                      predicted   the same plan by the cost model, at the rates of the measured step
-                     static      the same sequences without balancing: contiguous homes, no copies; predicted
+                     static      predicted: the same sequences without balancing (contiguous homes, no copies)
 
 Predicted times cover log-prob and update only, on ranks that share no processor. Compare predictions with each other,
 not with the measured time. `about["predicted"]` names them; `about["training"]` holds the curves.
 
-`paced` fits the rates of the machine. In a balanced step every rank has the same rows, which cannot separate fixed
-costs from costs per row. So launches and latencies stay those of a base machine, and each kind of work (experts
+`paced` fits the machine's rates. In a balanced step every rank has the same number of rows, so fixed costs cannot be
+told from costs per row. Therefore launches and latencies stay those of a base machine. Each kind of work (experts
 forward, experts backward, attention with the other dense parts, all-to-alls over all links) gets one factor that makes
-its predicted time the measured one. Reordering rows is part of these: device memory and the optimizer step are free.
+its predicted time the measured one. These times include the reordering of rows. So device memory is free in the fitted
+prices, and with it the optimizer step.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ STATIC = "static"
 
 
 class LastStep:
-    """Keeps the newest record, which only world rank 0 has, and writes it at the end."""
+    """Keeps the record of the newest step, on world rank 0 alone, and writes it at the end."""
 
     def __init__(self, parts: Parts, folder: Path) -> None:
         self.parts, self.folder = parts, folder
@@ -111,7 +112,7 @@ class LastStep:
 
 
 def _left_alone(batch: Batch, *, tokens_per_rank: int) -> StepPlan:
-    """The plan without balancing: every rank runs what it generated, homes never moved."""
+    """The plan without balancing: every rank runs what it generated, and no home has moved."""
     step, sequences = batch.step, batch.step.sequence_loads
     assert step.plan.schedule is not None
     own = own_schedule(
@@ -149,7 +150,7 @@ def window_of(measured: PlannerRecord) -> int:
 def paced(
     measured: PlannerRecord, plan: StepPlan, sequences: SequenceLoad, pricing: Pricing, *, spare_slots: int
 ) -> Pricing:
-    """The pricing with the measured machine's rates; kinds of work without events keep theirs."""
+    """The pricing at the measured machine's rates; a kind of work without events keeps its own."""
     base = pricing.hardware
     base = replace(base, hbm_gb_per_s=FREE_GB_PER_S, nvlink_gb_per_s=base.nic_gb_per_s)
     pricing = replace(pricing, hardware=base)
@@ -165,7 +166,7 @@ def paced(
 
 
 def _took(events: Events) -> dict[str, _Took]:
-    """Time and number of events by kind; an all-to-all counts as long as on the rank that arrived last."""
+    """Time and number of events by kind. Of an all-to-all only the rank that arrived last counts: others wait in it."""
     rows = events.rows[events.rows["micro_batch"] >= 0]
     kind, backward = rows["kind"], rows["direction"] == Direction.BACKWARD
     us = rows["end_us"] - rows["start_us"]
@@ -180,7 +181,7 @@ def _took(events: Events) -> dict[str, _Took]:
 
 
 def _shortest(rows: NDArray[np.void], us: NDArray[np.float64]) -> _Took:
-    """The shortest event of every all-to-all."""
+    """The shortest event of each all-to-all: their sum and number."""
     keys = rows[["kind", "stage", "direction", "layer", "micro_batch"]]
     _, number = np.unique(keys, return_inverse=True)
     least = np.full(int(number.max(initial=-1)) + 1, np.inf)

@@ -19,6 +19,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os import SEEK_END
 from pathlib import Path
@@ -32,28 +33,26 @@ STEP, EVALUATION = "step", "evaluation"
 MAX_POINTS = 2000
 """most steps, and most evaluations, of the curves"""
 MAX_STAGES = 16
+"""most stages whose seconds get a curve"""
 METRICS = (
     "reward", "kl", "entropy", "loss", "imbalance_static", "imbalance", "exposed", "mismatch_max", "tokens_per_s",
     "seconds",
 )  # fmt: skip
+"""metrics with a curve, besides the seconds of stages"""
 STAGE = "seconds_"
-
+"""before the name of a stage: its metric"""
 SLOW = ("start", "warm-up", "report")
 """stages that get their own lines, because no step ends meanwhile"""
 STARTING = "loads libraries; the first time it also compiles, about a minute"
 EXPLAINED = {"start": f"start ({STARTING})"}
 PARTS = 4
-"""lines of a slow stage whose progress is known"""
-COLUMNS: tuple[tuple[tuple[str, ...], str], ...] = (
-    (("reward",), "reward {:.3f}"),
-    (("kl",), "kl {:.4f}"),
-    (("entropy",), "entropy {:5.2f}"),
-    (("imbalance_static", "imbalance"), "imbalance {:.2f} > {:.2f}"),
-    (("exposed",), "exposed {:5.1%}"),
-    (("tokens_per_s",), "{:8,.0f} tokens/s"),
-    (("seconds",), "{:5.1f} s"),
-)
-"""metrics of a column and its format; a column without all its metrics is left out"""
+"""lines that a slow stage of known length gets"""
+COLUMNS = (
+    "reward {reward:.3f}", "kl {kl:.4f}", "entropy {entropy:5.2f}",
+    "imbalance {imbalance_static:.2f} > {imbalance:.2f}", "exposed {exposed:5.1%}", "{tokens_per_s:8,.0f} tokens/s",
+    "{seconds:5.1f} s",
+)  # fmt: skip
+"""columns of a step's line; those without all their metrics are left out"""
 TRENDS = (
     ("reward", "reward", "{:.3f}"),
     ("imbalance, static", "imbalance_static", "{:.2f}"),
@@ -63,6 +62,7 @@ TRENDS = (
 )
 """rows of the summary: label, metric, format"""
 ORDER = ("rollout", "reward", "plan", "logprob", "advantages", "update", "weights", "checkpoint")
+"""stages in the summary's order; others follow by name"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -205,9 +205,9 @@ def _column(rows: Mapping[int, Mapping[str, float]], steps: Sequence[int], name:
 def step_line(step: int, steps: int, metrics: Mapping[str, float]) -> str:
     """The line of a step, as in the module's example."""
     parts = [_numbered(step, steps)]
-    for names, form in COLUMNS:
-        if all(name in metrics for name in names):
-            parts.append(form.format(*(float(metrics[name]) for name in names)))
+    for column in COLUMNS:
+        with suppress(KeyError):
+            parts.append(column.format_map(metrics))
     if metrics.get("skipped_steps", 0.0) > 0:
         parts.append(f"{metrics['skipped_steps']:.0f} optimizer steps skipped: gradient not finite")
     return "  ".join(parts)

@@ -29,6 +29,7 @@ REFRESHES_PER_S = 3.0
 PACE_OVER = 10
 """newest steps that predict the remaining time"""
 NOTES = 3
+"""messages that stay in view"""
 STAGES = ("rollout", "reward", "plan", "logprob", "update", "weights", "checkpoint")
 COLOURS = ("cyan", "magenta", "green", "blue", "yellow", "red", "white")
 BAR, SPARKS = 36, "▁▂▃▄▅▆▇█"
