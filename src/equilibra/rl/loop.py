@@ -269,7 +269,8 @@ def step_metrics(
     return {
         **answers,
         **_of_losses(sums, total),
-        **apart.metrics(),
+        "mismatch_mean": apart.mean,
+        "mismatch_max": apart.largest,
         **_of_plan(batch, record, seconds),
         "tokens_per_s": answers["tokens"] / seconds,
     }

@@ -62,9 +62,6 @@ class Mismatch:
     newest: int
     """newest such version"""
 
-    def metrics(self) -> dict[str, float]:
-        return {"mismatch_mean": self.mean, "mismatch_max": self.largest}
-
 
 def measure_mismatch(samples: Sequence[Sample], old: Sequence[NDArray[np.float64]], group: ExpertGroup) -> Mismatch:
     """Collective: compare the newest tokens of all ranks' samples with `old`, the trainer's log-probabilities."""

@@ -43,13 +43,9 @@ BARE_KEY = re.compile(r"[A-Za-z0-9_-]+")
 
 def load_config(path: Path | str) -> TrainConfig:
     """Read a configuration; missing options have their defaults."""
-    path = Path(path)
+    content = _bytes(Path(path))
     try:
-        table = tomllib.loads(_bytes(path).decode("utf-8"))
-    except UnicodeDecodeError as error:
-        raise InputError(f"cannot read {path}: not valid TOML, byte {error.start} is not UTF-8") from error
-    except InputError:
-        raise
+        table = tomllib.loads(content.decode())
     except (ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: not valid TOML ({str(error).splitlines()[0]})") from error
     try:

@@ -40,8 +40,7 @@ class State:
         assert isinstance(learner.model, nn.Module)
         return Checkpoints(
             self.folder / name, learner.model.runtime, learner.model, learner.optimizer,
-            masters=learner.balancer.masters, keep=self.keep + (name == "value"),
-            timeout_s=self.timeout_s,
+            masters=learner.balancer.masters, keep=self.keep + (name == "value"), timeout_s=self.timeout_s,
         )  # fmt: skip
 
     def save(self, step: int, carried: Sequence[Sample] | None) -> None:
@@ -76,7 +75,7 @@ class State:
         self.group.all_succeed(lambda: write_samples(self._carried(step) / f"rank-{rank:05d}.npz", carried), what=what)
 
     def _forget_carried(self) -> None:
-        """Remove unfinished answers whose checkpoint is gone, neither kept nor set aside."""
+        """Remove unfinished answers of removed checkpoints; those of kept and set-aside ones stay."""
         if self.group.world_rank == 0 and (self.folder / "carried").is_dir():
             kept = {path.name.partition(".")[0] for path in (self.folder / "policy").iterdir()}
             for path in (self.folder / "carried").iterdir():
@@ -92,6 +91,7 @@ class State:
         for step in reversed(steps):
             try:
                 carried = self._load(step, windowed=windowed)
+                break
             except UnreadableError as error:  # it may be intact: loading an older one would lose steps
                 raise UnreadableError(
                     f"{error}; the checkpoint of step {step} may be intact: resume when it can be read, or move it "
@@ -104,13 +104,11 @@ class State:
                     f"the checkpoint of step {step} cannot be used ({error}); using an older one; the next checkpoint "
                     "sets it aside as step-*.aside"
                 )
-            else:
-                self.forget_halves(after=steps[-1])
-                return step, carried
-        raise AssertionError
+        self.forget_halves(after=steps[-1])
+        return step, carried
 
     def forget_halves(self, after: int = -1) -> None:
-        """Remove value models whose policy was never written because the run was killed in between."""
+        """Remove value models after this step: a run that was killed before their policy was written left them."""
         folder = self.folder / "value"
         for step in checkpoint_steps(folder) if self.group.world_rank == 0 else ():
             if step > after:
@@ -128,17 +126,13 @@ class State:
         if windowed:
             self.group.all_succeed(carried, what="reading unfinished answers")
         for name, checkpoints in self.checkpoints.items():
-            loaded = checkpoints.load(step)
-            self._restore(name, loaded.extra.get("homes"))
+            self._restore(self.learners[name], checkpoints.load(step).extra["homes"])
         return found
 
-    def _restore(self, name: str, homes: Any) -> None:  # noqa: ANN401 - as it was saved
-        """Restore the homes if the cluster is the same: sums keep their order, and results their bits."""
-        learner = self.learners[name]
+    def _restore(self, learner: Learner, homes: dict[str, Any]) -> None:
+        """Restore the homes if the cluster is the same: then sums keep their order, and results their bits."""
         cluster = learner.model.runtime.group.cluster
-        if not isinstance(homes, dict) or learner.optimizer is None:
-            return
-        if (homes.get("nodes"), homes.get("ranks_per_node")) == (cluster.num_nodes, cluster.ranks_per_node):
+        if (homes["nodes"], homes["ranks_per_node"]) == (cluster.num_nodes, cluster.ranks_per_node):
             placed = np.array(homes["home_of_expert"], np.int32)
             learner.balancer.move_homes(Placement(home_of_expert=placed, cluster=cluster))
 
