@@ -1,4 +1,4 @@
-"""Does the rollout engine have the trainer's weights? Compares the log-probabilities of both.
+"""Does the rollout engine have the trainer's weights? Compare the log-probabilities of engine and trainer.
 
 The log-prob stage replays the engine's routing under the trainer's weights, before the first update of the step. With
 the same weights, the two log-probabilities of an answer token differ by rounding alone. Only this step's window is
@@ -32,7 +32,7 @@ from equilibra.rl.engine import Sample
 PER_LAYER = 4.0
 """mean difference that one layer explains, in unit roundoffs"""
 LAST = 16.0
-"""error of a log-probability in float32 roundoffs: it may be -16, and the sum over the vocabulary rounds too"""
+"""error of the log-softmax in float32 roundoffs: log-probabilities reach -16, and the sum over the vocabulary rounds"""
 TF32 = 2.0**-11
 WHAT = "comparing log-probabilities with the engine's"
 

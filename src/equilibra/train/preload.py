@@ -1,10 +1,10 @@
-"""What every rank would load for itself, loaded once in the process that they are forked from."""
+"""Libraries that every rank needs, loaded once in the process that ranks are forked from."""
 
 import gc
 import os
 from contextlib import suppress
 
-import torch._dynamo  # optimizers load it when they are made
+import torch._dynamo  # else an optimizer loads it when it is made
 import torch.distributed.checkpoint
 import transformers.models.qwen3_moe.modeling_qwen3_moe  # of the embedded model
 
@@ -15,7 +15,7 @@ from equilibra.train.processes import NODES
 
 __all__ = ["torch", "transformers"]
 
-with suppress(InputError):  # reasoning-gym is missing: a task from a file does without
+with suppress(InputError):  # tasks from files work without reasoning-gym
     dataset_names()
 warm(int(os.environ.get(NODES, "2")))
-gc.freeze()  # ranks need not look for garbage in what is loaded, nor copy its pages
+gc.freeze()  # else the garbage collector of each rank visits all this, which copies its pages

@@ -56,7 +56,7 @@ class _Rank:
     ended_at: float = 0.0
     """when that arrived"""
     speaks: bool = True
-    """whether the pipe is open"""
+    """whether its pipe is open"""
     ended: bool = False
 
     def listen(self, screen: Observer) -> None:
@@ -251,8 +251,6 @@ class Place:
     """Rank of this process under torchrun."""
 
     rank: int
-    world: int
-    """number of processes"""
     restarts: int = 0
     """times that torchrun restarted all processes"""
 
@@ -276,7 +274,7 @@ def place_under_torchrun(cluster: ClusterConfig, environment: Mapping[str, str] 
             f"{cluster.ranks_per_node} x cluster.groups={cluster.groups} is {cluster.num_processes}: "
             f"{groups}, or start {cluster.num_processes} processes"
         )
-    return Place(rank=rank, world=world, restarts=restarts)
+    return Place(rank=rank, restarts=restarts)
 
 
 def launch(job: Job, *, screen: Observer, place: Place | None, lock: FolderLock | None) -> bool:

@@ -38,7 +38,7 @@ REPEAT_S = 2.0
 STOP, DONE = "stop", "done"
 """messages: to a rank, to stop after its step; from a rank, that its worker returned"""
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM, errno.EFBIG)
-"""errors of folders that cannot be written: not our defect"""
+"""errors of a folder that cannot be written, which only the user can mend"""
 
 
 class Interrupts:

@@ -320,7 +320,7 @@ def test_without_torchrun_there_is_no_place():
 
 def test_the_place_under_torchrun():
     environment = {"RANK": "3", "WORLD_SIZE": "4", "TORCHELASTIC_RESTART_COUNT": "1"}
-    assert place_under_torchrun(ClusterConfig(), environment) == Place(rank=3, world=4, restarts=1)
+    assert place_under_torchrun(ClusterConfig(), environment) == Place(rank=3, restarts=1)
 
 
 @pytest.mark.parametrize(
@@ -344,7 +344,7 @@ def under_torchrun(tmp_path, monkeypatch, worker, rank, config=CONFIG):
     screen = Recorder()
     job = Job(config=config, folder=folder, resume=False, worker=f"tests.unit.train.stand_in:{worker}")
     try:
-        return screen, launch(job, screen=screen, place=Place(rank=rank, world=4), lock=lock), folder
+        return screen, launch(job, screen=screen, place=Place(rank=rank), lock=lock), folder
     finally:
         lock.close()
 
