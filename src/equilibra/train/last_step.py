@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -137,11 +137,6 @@ def _model(parts: Parts, *, num_layers: int) -> MoEModel:
     )  # fmt: skip
 
 
-class _Took(NamedTuple):
-    us: float
-    events: int
-
-
 def window_of(measured: PlannerRecord) -> int:
     """The micro-batch whose events were recorded."""
     return int(measured.events.rows["micro_batch"].max(initial=0))
@@ -165,8 +160,11 @@ def paced(
     return replace(pricing, hardware=_slowed(base, slower))
 
 
-def _took(events: Events) -> dict[str, _Took]:
-    """Time and number of events by kind. Of an all-to-all only the rank that arrived last counts: others wait in it."""
+def _took(events: Events) -> dict[str, float]:
+    """Mean time of an event by kind, in us; 0 without events.
+
+    Of an all-to-all only the rank that arrived last counts: the others wait in it.
+    """
     rows = events.rows[events.rows["micro_batch"] >= 0]
     kind, backward = rows["kind"], rows["direction"] == Direction.BACKWARD
     us = rows["end_us"] - rows["start_us"]
@@ -174,26 +172,24 @@ def _took(events: Events) -> dict[str, _Took]:
         EXPERTS_FORWARD: (kind == Kind.EXPERTS) & ~backward, EXPERTS_BACKWARD: (kind == Kind.EXPERTS) & backward,
         DENSE: kind == Kind.ATTENTION,
     }  # fmt: skip
-    found = {name: _Took(float(us[of].sum()), int(of.sum())) for name, of in chosen.items()}
+    times = {name: us[of] for name, of in chosen.items()}
     exchanges = np.isin(kind, (Kind.DISPATCH, Kind.COMBINE))
-    found[EXCHANGE] = _shortest(rows[exchanges], us[exchanges])
-    return found
+    times[EXCHANGE] = _shortest(rows[exchanges], us[exchanges])
+    return {name: float(part.sum()) / max(part.size, 1) for name, part in times.items()}
 
 
-def _shortest(rows: NDArray[np.void], us: NDArray[np.float64]) -> _Took:
-    """The shortest event of each all-to-all: their sum and number."""
+def _shortest(rows: NDArray[np.void], us: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Time of the shortest event of each all-to-all."""
     keys = rows[["kind", "stage", "direction", "layer", "micro_batch"]]
     _, number = np.unique(keys, return_inverse=True)
     least = np.full(int(number.max(initial=-1)) + 1, np.inf)
     np.minimum.at(least, number.ravel(), us)
-    return _Took(float(least.sum()), least.size)
+    return least
 
 
-def _factor(took: _Took, expected: _Took, fixed_us: float) -> float:
+def _factor(took_us: float, expected_us: float, fixed_us: float) -> float:
     """Measured over expected time of an event, without its fixed part; 1 if unknown."""
-    if not took.events or not expected.events:
-        return 1.0
-    own, base = took.us / took.events - fixed_us, expected.us / expected.events - fixed_us
+    own, base = took_us - fixed_us, expected_us - fixed_us
     return own / base if own > 0 and base > 1e-9 else 1.0
 
 

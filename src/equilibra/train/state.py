@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from torch import nn
 
 from equilibra.core.errors import InputError, UnreadableError
 from equilibra.core.placement import Placement
@@ -31,17 +30,15 @@ class State:
 
     def __init__(self, folder: Path, policy: Learner, critic: Learner | None, *, keep: int, timeout_s: float) -> None:
         """timeout_s: how long ranks wait for each other's disks."""
-        self.folder, self.keep, self.timeout_s = folder / "checkpoints", keep, timeout_s
-        self.learners = {"policy": policy, **({} if critic is None else {"value": critic})}
-        self.checkpoints = {name: self._of(name, learner) for name, learner in self.learners.items()}
-        self.group = policy.model.runtime.group
-
-    def _of(self, name: str, learner: Learner) -> Checkpoints:
-        assert isinstance(learner.model, nn.Module)
-        return Checkpoints(
-            self.folder / name, learner.model.runtime, learner.model, learner.optimizer,
-            masters=learner.balancer.masters, keep=self.keep + (name == "value"), timeout_s=self.timeout_s,
-        )  # fmt: skip
+        self.folder, self.group = folder / "checkpoints", policy.model.runtime.group
+        self.learners = {"policy": policy} if critic is None else {"policy": policy, "value": critic}
+        self.checkpoints = {
+            name: Checkpoints(
+                self.folder / name, one.model.runtime, one.model, one.optimizer,  # type: ignore[arg-type]
+                masters=one.balancer.masters, keep=keep + (name == "value"), timeout_s=timeout_s,
+            )
+            for name, one in self.learners.items()
+        }  # fmt: skip
 
     def save(self, step: int, carried: Sequence[Sample] | None) -> None:
         """Collective: save the state after `step` steps. carried: this rank's unfinished answers; None: no windows."""
