@@ -15,7 +15,7 @@ from equilibra.train import build
 from equilibra.train.config import ClusterConfig
 
 TWO = ClusterConfig(nodes=1, ranks_per_node=2)
-STEP_S, SLOW_S = 10.0, 14.0
+STEP_S, SLOW_S = 7.0, 9.0
 """timeout inside a step; what the slow rank takes"""
 
 

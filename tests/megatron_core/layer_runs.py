@@ -89,19 +89,19 @@ FLEX = {
 
 def balanced_against_plain(
     world: int, sabotage: str | None = None, tensor: int = 1, dispatcher: str = "alltoall", padding: int = 0,
-    context: int = 1, expert_parallel: int = 0,
+    context: int = 1, expert_parallel: int = 0, *, compiled: bool = False,
 ) -> dict[str, float]:  # fmt: skip
     """Differences between a plain layer and the same layer under plans, over two micro-batches.
 
-    padding: rows whose recorded routing is zeros. Only with them, and undisturbed, are parts of a flex dispatcher
-    compiled, as Megatron does: it takes seconds on every rank.
+    padding: rows whose recorded routing is zeros. compiled: parts of a flex dispatcher are compiled, as Megatron does;
+    it takes seconds on every rank.
     """
     from equilibra.cost.rates import Rates
     from equilibra.integrations.megatron import MegatronSetting, balance
 
     models.join(expert_parallel or world, tensor=tensor, context=context)
     fused_kernels.install()
-    if dispatcher in FLEX and (sabotage or not padding):
+    if not compiled:
         torch.compiler.set_stance("force_eager")
     settings = models.config(1, **FLEX.get(dispatcher, {}))
     ids = models.routing(3, dist.get_rank(), 2, 1, TOKENS, skew=2.5)

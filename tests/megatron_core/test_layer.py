@@ -1,5 +1,6 @@
 """An MoE layer of Megatron under a plan computes what it computes without one."""
 
+from functools import partial
 from importlib.metadata import version
 
 import pytest
@@ -36,7 +37,17 @@ def test_every_dispatcher_with_rows_of_padding(dispatcher: str, padding: int) ->
     """Rows whose recorded routing is zeros have one expert; they must not fall into slots without a copy."""
     if dispatcher == "alltoall" and padding and version("megatron-core") >= "0.18":
         pytest.skip("since 0.18 Megatron's own alltoall dispatcher fails where a token has fewer than k experts")
-    for found in run_ranks(4, layer_runs.balanced_against_plain, 4, None, 1, dispatcher, padding):
+    same(run_ranks(4, layer_runs.balanced_against_plain, 4, None, 1, dispatcher, padding))
+
+
+@pytest.mark.parametrize("dispatcher", [pytest.param("deepep", marks=pytest.mark.slow), "hybridep"])
+def test_dispatchers_that_megatron_compiles(dispatcher: str) -> None:
+    run = partial(layer_runs.balanced_against_plain, compiled=True)
+    same(run_ranks(4, run, 4, None, 1, dispatcher, 3))
+
+
+def same(every: list[dict[str, float]]) -> None:
+    for found in every:
         assert found["out"] < 1e-5
         assert found["gradient"] < 1e-5
         assert found["copies"] > 0
