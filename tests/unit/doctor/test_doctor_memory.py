@@ -11,7 +11,7 @@ from equilibra.core.model import model_named
 from equilibra.doctor import memory
 from equilibra.doctor.finding import Ask, Finding, State
 from equilibra.doctor.node import answer
-from equilibra.execute.copies.host import _Shape
+from equilibra.execute.copies.transfer import _Shape
 
 GIB = 2**30
 

@@ -23,9 +23,8 @@ from equilibra.core.visit import CopyList, Stage, VisitKey
 from equilibra.events.schema import Direction, Kind, Resource
 from equilibra.execute.copies.device import DeviceEngine, streams_are_serial
 from equilibra.execute.copies.device_paths import BothPath, IpcPath, PinnedPath, ipc_works
-from equilibra.execute.copies.host import HostEngine
 from equilibra.execute.copies.standing import StandingStore
-from equilibra.execute.copies.transfer import CollectiveEngine, Path, SpareSlots, TransferEngine, copied_of
+from equilibra.execute.copies.transfer import CollectiveEngine, HostEngine, Path, SpareSlots, TransferEngine, copied_of
 from equilibra.execute.experts.weights import HomeExperts
 from equilibra.execute.group import ExpertGroup, Pending
 from equilibra.execute.record import Moment, Recorder
