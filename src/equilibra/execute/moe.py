@@ -223,8 +223,8 @@ ALIGNED = 16
 class Laden(NamedTuple):
     """Rows with one number each, which travels at the end of its row so that one exchange carries both.
 
-    In the backward pass the number is a row's weight on the way out and its gradient on the way back. Beside 16-bit
-    rows its bits are no number of their dtype, so NaN checks on the wire buffer give false positives.
+    In the backward pass the number is a row's weight on the way out and its gradient on the way back. Read as values of
+    16-bit rows its bits mean nothing, so NaN checks on the wire buffer give false positives.
     """
 
     rows_ND: Tensor
@@ -248,7 +248,7 @@ class Laden(NamedTuple):
         return cls(every[:, :width], room.view(_kind(every))[:, 0], every)
 
     def sent(self, exchange: Callable[[Tensor], Tensor]) -> Laden:
-        """What an exchange of the wire buffer returns."""
+        """The rows and numbers that arrive when `exchange` sends the wire buffer."""
         return self if self.every is None else self._of(exchange(self.every), self.rows_ND.shape[1])
 
     def fill(
@@ -287,7 +287,7 @@ class LayerPass:
         """per row, in the backward pass: weights from combine to experts, then their gradients on to dispatch"""
 
     def take_numbers(self) -> Tensor:
-        """The numbers that the previous backward step left."""
+        """The rows' numbers that the previous step of the backward pass left."""
         numbers_N, self.numbers_N = self.numbers_N, None
         if numbers_N is None:
             raise ExecuteError("dispatch, experts and combine of a visit must all run, forward and backward")

@@ -151,7 +151,7 @@ class Copies:
         self.standing.forget()
 
     def offer(self, version: int) -> None:
-        """Publish this version of the weights for copying."""
+        """Make this version of the weights available for copying, and start fetching standing copies."""
         self.version = version
         one_sided = bool(set(self._path.values()) - {Path.COLLECTIVE})
         ahead = len(self.weights) if one_sided else self.setting.prefetch_depth + 1

@@ -35,7 +35,7 @@ class FlatLayout:
     """Offsets of an expert's parts in its flat form."""
 
     def __init__(self, shapes: Mapping[str, tuple[int, ...]], of_parts: Callable[..., Any] = ExpertParts) -> None:
-        """shapes: of one expert's parts by name. of_parts: makes an expert of its parts, by name."""
+        """shapes: of one expert's parts by name. of_parts: makes an expert from its parts, given by name."""
         self.shapes, self._of_parts = dict(shapes), of_parts
         self.first: dict[str, int] = {}
         size = 0
@@ -79,7 +79,7 @@ class HomeExperts(Protocol):
         """The tensors that hold the weights, equally many on every rank."""
 
     def place(self, slot: int, part: int) -> tuple[int, int]:
-        """Where a part of the expert in a slot is: which tensor of `memory`, and which row of it."""
+        """Tensor of `memory`, and row in it, that hold a part of the expert in a slot."""
 
     def slot_of(self, expert: int) -> int: ...
 

@@ -35,7 +35,7 @@ TYPES = (torch.bfloat16, torch.float16)
 BM = 128
 """rows of a tile"""
 BAND = 8
-"""approximate rows of tiles that are computed column by column"""
+"""approximate height, in tiles, of a band of rows that is computed column by column"""
 MOST_UNIT = 1 << 20
 """bytes; largest unit of distances between tensors"""
 
@@ -61,10 +61,10 @@ WEIGHT = Tile(bn=256, bk=32, warps=8, stages=6)
 DX = replace(WEIGHT, bk=64, stages=4)
 """shares a launch with WEIGHT, so its tiles are equally large"""
 SUM_COST, STORE_COST = 200, 60
-"""what adding a tile to float32 sums takes, and what storing one does, in rows of a sum (the device's clock says 370 to
-450, and less for dx: see `measure_ends.py`; with that programs end no sooner)"""
+"""cost of adding a tile to float32 sums and of storing one, in rows of a sum (the device's clock says 370 to 450, and
+less for dx: see `measure_ends.py`; with those values programs end no sooner)"""
 HALF_COST = 0.55
-"""cost of half a tile of dx over that of a whole one, also where it lies beyond the width"""
+"""cost of half a tile of dx relative to a whole one, also where the half lies beyond the width"""
 SMALL = Tile(bn=32, bk=32, warps=4, stages=2)
 """for 4-byte dtypes, whose tiles take twice the memory"""
 
@@ -198,7 +198,7 @@ def backward(
     gradients: Sequence[ExpertParts | ExpertGradients | None], dx_ND: Tensor, *, weighted: RowWeights | None = None,
     num_first: int = 0, num_last: int = 0, after_last: Callable[[], None] | None = None,
 ) -> None:  # fmt: skip
-    """As `expert_math.backward`."""
+    """The same as `expert_math.backward`, all instances at once."""
     rows_ND, h, dy = saved
     a, dh = h.new_empty(groups.num_rows, h.shape[1] // 2), torch.empty_like(h)
     learned = [wanted for wanted in gradients if wanted is not None]

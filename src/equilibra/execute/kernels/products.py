@@ -45,8 +45,8 @@ def _once_per_shape(kernel):
 def _tile(tiles, num_tiles, t, columns):
     """The rows of tile t, as instance, first row and end of the instance's rows; and its column.
 
-    Tiles are numbered band by band, in each column by column (see `Groups`): programs that run side by side share
-    weights then, and their rows stay in the cache.
+    Tiles are numbered band by band, and column by column within a band (see `Groups`), so that programs that run side
+    by side share weights and find their rows in the cache.
     """
     at = t // columns
     top, height = tl.load(tiles + 3 * num_tiles + at), tl.load(tiles + 4 * num_tiles + at)
@@ -60,9 +60,9 @@ def _tile(tiles, num_tiles, t, columns):
 def _rows(values, C: tl.constexpr, STRIDE: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr):
     """Rows [N, C] that end where an instance ends: row r of one that ends at e is [FAR, e, r + FAR - e].
 
-    The last two step by a row; the third is beyond its end, FAR, exactly from row e on: what is read there is zero,
-    what is written there is left out. The first takes FAR rows back again, since addresses wrap around at 2**64. (A
-    base FAR rows before the first would do without it, but the hardware wants one that is mapped.)
+    The second and third coordinate each step by a row. The third passes its bound, FAR, exactly from row e on: reads
+    there give zero, writes are dropped. The first takes FAR rows back, because addresses wrap around at 2**64. (With a
+    base FAR rows before the first it would not be needed, but the hardware requires a mapped base.)
     """
     return tl.make_tensor_descriptor(
         values, shape=[ANYWHERE, ANYWHERE, FAR, C], strides=[2**34 - STRIDE, STRIDE, STRIDE, 1],
