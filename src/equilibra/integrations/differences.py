@@ -26,7 +26,7 @@ PER_LAYER = 16.0
 
 @dataclass(frozen=True, kw_only=True)
 class Difference:
-    """How far two passes are apart in one respect."""
+    """How far two passes differ in one respect."""
 
     what: str
     found: float

@@ -119,7 +119,7 @@ class MegatronSetting(PlanSetting):
         return SlotCounts(standing=self.standing_slots if stands else 0, flash=self.spare_slots if flashes else 0)
 
     def cluster_of(self, num_ranks: int) -> Cluster:
-        """The cluster that plans are made for. With mode history every rank is a node: only nodes are levelled then."""
+        """The cluster to plan for. With mode history every rank is a node, since standing copies balance nodes."""
         return cluster_of(num_ranks, 1 if self.mode == "history" else self.ranks_per_node)
 
     def description(self, cluster: Cluster) -> str:

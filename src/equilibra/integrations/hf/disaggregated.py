@@ -89,7 +89,7 @@ class HFAttention:
         return logits_BV
 
     def _mask(self, view: PagedView, window: int | None, dtype: torch.dtype) -> Tensor:
-        """[B, 1, T, C] which cached tokens each new one attends to: true, or 0 instead of the lowest number."""
+        """[B, 1, T, C] cached tokens each new one attends to: true; in eager attention 0, not the lowest number."""
         keys_C = torch.arange(view.longest, device=view.positions_BT.device)
         seen = keys_C <= view.positions_BT[:, :, None]
         if window is not None:

@@ -348,7 +348,7 @@ class ParallelBalancer(VisitBalancer[TransformersVisits, PlanSetting]):
             visits.recorded = [layers[visits.layer] for layers in self._begun[1]]
 
     def end(self) -> None:
-        """Disarm: later passes run as transformers runs them."""
+        """Disarm: later passes run without a plan."""
         self._begun = None
         for visits in self.layers:
             visits.arm(None)

@@ -119,7 +119,7 @@ def _route(forward: Callable[..., Any], layer: _Layer, hidden: Tensor, *more: An
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]  # collectives cannot be compiled
 def _run_experts(module: Any, hidden_TD: Tensor, experts_TK: Tensor, weights_TK: Tensor) -> Tensor:  # noqa: ANN401
-    """What transformers calls for every MoE layer: each token's experts, weighted, wherever they are."""
+    """Run each token's experts, weighted, on the ranks that have them; transformers calls it for every MoE layer."""
     layer: _Layer | None = getattr(module, "equilibra_layer", None)
     if layer is None:
         raise InputError(

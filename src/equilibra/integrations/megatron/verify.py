@@ -127,7 +127,7 @@ Gradients = Mapping[nn.Parameter, Tensor]
 
 
 def _gradients(chunks: Sequence[nn.Module]) -> Gradients:
-    """In host memory; parameters without one are left out."""
+    """Gradients in host memory, of the parameters that have one."""
     of_parameter = {p: _gradient(p) for chunk in chunks for p in chunk.parameters()}
     return {p: value.detach().to("cpu", copy=True) for p, value in of_parameter.items() if value is not None}
 
@@ -162,7 +162,7 @@ def _gradients_apart(
 def _experts_apart(
     visits: MegatronVisits, plain: Gradients, moves: list[HomeMove], state: StateOfParameters | None
 ) -> Iterator[tuple[int, str, float]]:
-    """Expert, part and difference of those at home on this rank now."""
+    """Expert, part and difference, of the experts that are at home on this rank now."""
     homes = visits.homes
     for part, like in homes.parts[0].items():
         pairs = {slot[part]: _pair(plain, slot[part]) for slot in homes.parts}

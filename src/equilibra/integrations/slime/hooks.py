@@ -105,7 +105,7 @@ class Rollouts:
         return None
 
     def _position(self, step_id: int) -> int:
-        """Micro-batches that slime has replayed; an error if the plan is at another."""
+        """Micro-batches that slime has replayed; an error if the plan has reached another one."""
         taken = self._taken()
         if step_id == 0:
             if taken:

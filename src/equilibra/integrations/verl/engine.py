@@ -180,7 +180,7 @@ class BalancedEngine:
         self.waiting |= {f"equilibra/{part}{name}": value for name, value in found.items()}
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns
-        """Add the metrics to an update's output, with those of the log-prob stage, where verl logs none."""
+        """Add the metrics to an update's output, and those of the log-prob stage, whose output verl does not log."""
         observed = self.balancer.live or (self.balancer.history if self._stage is Stage.UPDATE else None)
         if observed is not None:
             before, after = observed.take_imbalance()

@@ -35,6 +35,7 @@ from equilibra.integrations.megatron.layer import preceded_by
 from equilibra.integrations.verl import ENGINE
 from equilibra.integrations.verl.engine import BLOCK, RUNNING, BalancedEngine, balance_engine, warm_engine
 
+HOOKED = "equilibra_hooked"
 WRITTEN_FOR = ("0.9.0", "0.9.1")
 COPIES = "verl.utils.megatron_utils"
 """the module with verl's copies of models in host memory"""
@@ -114,9 +115,6 @@ def check_contract(version: str) -> None:
             f"Equilibra cannot hook into verl {version}: {'; '.join(found)}. Use verl {' or '.join(WRITTEN_FOR)}, or "
             "remove equilibra.integrations.verl.plugin from VERL_USE_EXTERNAL_MODULES"
         )
-
-
-HOOKED = "equilibra_hooked"
 
 
 def hook(verl: ModuleType) -> None:

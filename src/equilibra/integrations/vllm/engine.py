@@ -49,7 +49,19 @@ logger = logging.getLogger(__name__)
 
 EXTENSION = "equilibra.integrations.vllm.worker.WeightUpdate"
 """vLLM's `worker_extension_cls`, which puts new weights into live models"""
+START = (
+    "start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only "
+    f"--enable-return-routed-experts --logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}, in an "
+    "environment that has equilibra"
+)
 OLDEST, OLDEST_ON_CPUS, NEWEST = (0, 28), (0, 30), (0, 30)
+OURS = frozenset(
+    {"model", "dtype", "skip_tokenizer_init", "enable_return_routed_experts", "logprobs_mode", "worker_extension_cls"}
+)
+"""settings of vllm.LLM that the run decides"""
+ON_CPUS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
+"""defaults of the CPU build: compiling takes minutes, and its cache would take most of the machine's memory"""
+PROBES, PROBE_TOKENS = 4, 64
 
 
 def import_vllm() -> Any:  # noqa: ANN401 - vLLM has its own types
@@ -87,15 +99,6 @@ def sampling_of(request: Request, *, temperature: float, end: int) -> dict[str, 
         "n": 1, "temperature": temperature, "max_tokens": request.max_new, "seed": seed_of(request), "logprobs": 0,
         "stop_token_ids": [end], "ignore_eos": True, "detokenize": False,
     }  # fmt: skip
-
-
-OURS = frozenset(
-    {"model", "dtype", "skip_tokenizer_init", "enable_return_routed_experts", "logprobs_mode", "worker_extension_cls"}
-)
-"""settings of vllm.LLM that the run decides"""
-ON_CPUS = {"enforce_eager": True, "kv_cache_memory_bytes": 1 << 30}
-"""defaults of the CPU build: compiling takes minutes, and its cache would take most of the machine's memory"""
-PROBES, PROBE_TOKENS = 4, 64
 
 
 class VLLMEngine:
@@ -216,13 +219,6 @@ class VLLMEngine:
         pairs = zip(answer.logprobs, tokens.tolist(), strict=True)
         logprobs = np.array([chosen[token].logprob for chosen, token in pairs], np.float64)
         return Generation(tokens=tokens, logprobs=logprobs, experts=experts, ended=ended, version=self._version)
-
-
-START = (
-    "start it with VLLM_SERVER_DEV_MODE=1 python -m vllm.entrypoints.openai.api_server --model MODEL --tokens-only "
-    f"--enable-return-routed-experts --logprobs-mode processed_logprobs --worker-extension-cls {EXTENSION}, in an "
-    "environment that has equilibra"
-)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
