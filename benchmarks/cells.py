@@ -39,23 +39,18 @@ class Case:
     model: str
     """preset"""
     nodes: int
-    """of the expert-parallel group"""
     knobs: SynthKnobs
     """kind of prompts"""
     seed: int = 1
-    """of the routing"""
     ranks_per_node: int = 8
-    """of the expert-parallel group"""
     sequences: int = 1024
-    """of the step"""
     micro_batches: int = 32
-    """of the step"""
     data_parallel: int = 1
     """expert-parallel groups"""
     slots: PlanLimits = SLOTS
-    """for copies"""
+    """slots for copies"""
     planners: tuple[str | Planner, ...] = BASELINES
-    """what is compared"""
+    """planners that are compared"""
 
 
 @cache

@@ -61,9 +61,9 @@ class Iteration(NamedTuple):
 
     seconds: float
     spent: list[tuple[float, float]]
-    """on the work and on sending it, of every micro-batch and layer"""
+    """seconds of work and of sending, for every micro-batch and layer"""
     trips: list[float]
-    """from the end of a work until its results are back"""
+    """seconds from the end of work until its results are back"""
 
 
 def work_of(kind: str, micros: float) -> Callable[[], None]:

@@ -40,7 +40,7 @@ class Suite:
     """A bench: its sections, and the text of its files."""
 
     name: str
-    """of the command and of the files"""
+    """name of the command and of the files"""
     title: str
     """heading of the results"""
     intro: str

@@ -38,17 +38,16 @@ class Shape:
     """A kind of run; all runs of a kind end with the same numbers."""
 
     nodes: int
-    """of a group"""
+    """nodes per group"""
     ranks_per_node: int
-    """of a node"""
+    """ranks per node"""
     groups: int
     """expert-parallel groups"""
     standing: int = 2
     """standing copies that a node may hold; without any, homes move between nodes"""
     path: str
-    """of flash copies"""
+    """path of flash copies"""
     algorithm: str
-    """of the updates"""
 
     @property
     def world(self) -> int:
@@ -76,9 +75,8 @@ class Case:
     """One run and its injection."""
 
     number: int
-    """in the series"""
+    """number in the series"""
     shape: Shape
-    """of the run"""
     injection: str
     """one of INJECTIONS"""
     rank: int
@@ -86,7 +84,7 @@ class Case:
     stage: str = ""
     """the stage it happens at; empty: at a moment of the clock"""
     step: int = 0
-    """of the stage"""
+    """step of the stage"""
     share: float = 0.0
     """the moment, as a share of the undisturbed run's seconds or, at a stage, of its first 50 ms"""
     pause_s: float = 0.0

@@ -67,9 +67,8 @@ class Ended:
     code: int | None
     """exit code, negative for a signal; None: it did not end in time and was killed"""
     seconds: float
-    """from start to end"""
     after_s: float | None
-    """from the injection to the end; None: nothing was injected"""
+    """seconds from the injection to the end; None: nothing was injected"""
     text: str
     """its output"""
     notes: dict[int, list[dict[str, Any]]] = field(repr=False)

@@ -36,10 +36,10 @@ MOST = 1 << 20
 FULL = 0.9
 """share of its budget that a chosen micro-batch must fill"""
 SECONDS_PER_RANK, SECONDS_PER_FLOP = 3.6e-3, 2.1e-15
-"""to queue a rank's kernels, and to run them and rest; within a quarter of what most cases took on an H200
+"""estimated time to queue a rank's kernels, and to run them and rest; within a quarter of most cases on an H200
 (benchmarks/results/gpu.json)"""
 MOST_SEQUENCES = 1 << 20
-"""of a step, repeats counted"""
+"""most sequences of a step, with repeats"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class GpuSetting:
     seconds: int | None = None
     """time for all cases together; each stops after a layer and micro-batch when its share is used up"""
     seed: int = 0
-    """of weights and rows"""
+    """seed of weights and rows"""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -84,7 +84,6 @@ class Routing:
     """One or several recordings of one model, counted."""
 
     name: str
-    """of the recording"""
     sequences: SequenceLoad
     """loads [S, L, E]"""
     top_k: int
@@ -106,7 +105,7 @@ class Case:
     load: StepLoad
     """[M, L, E, R] of the chosen micro-batches and layers"""
     layers: list[int]
-    """which MoE layers of the recording"""
+    """chosen MoE layers of the recording"""
     notes: list[str]
     """what was repeated or left out"""
 

@@ -54,7 +54,7 @@ class Contender:
     planning: StepProblem | None = None
     """problem of an online planner: the whole step, planned one layer and micro-batch at a time"""
     standing_copies: int = 0
-    """of all layers"""
+    """summed over layers"""
 
     def moves(self, layer: int, micro_batch: int) -> list[Moves]:
         """[R] what moves while a layer computes."""

@@ -30,11 +30,11 @@ from equilibra.execute.kernels import ExpertParts, RowWeights, add_in_order, has
 Stamp = Any
 """a CUDA event or seconds"""
 CYCLES_PER_US = 1_900
-"""of a GPU, about: what it waits for is not timed"""
+"""approximate clock of a GPU, for untimed waits"""
 HEAD_START_US = 1500.0
-"""for the host to queue a rank: kernels, copies and stamps"""
+"""time for the host to queue a rank: kernels, copies and stamps"""
 REST, MOST_REST_US = 0.75, 20_000.0
-"""of the time of the rank before: a device that computes all the time gets hot, and its clock drifts by some percent"""
+"""rest as a share of the previous rank's time: a device without rests gets hot and its clock drifts by a few percent"""
 NEIGHBOUR_HOMES = 4
 """experts of another layer: enough that caches do not keep them"""
 
@@ -96,7 +96,7 @@ class RankTimes(NamedTuple):
     backward_us: float
     """the same, backward"""
     late_us: float
-    """what the compute stream waited for copies, of both passes"""
+    """time that compute waited for copies, in both passes"""
 
 
 class Replay:
@@ -111,9 +111,9 @@ class Replay:
         if self.cuda:
             self.side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
         self.host_us = 0.0
-        """what the host took to queue the last call"""
+        """host time to queue the last call"""
         self._last_us = 0.0
-        """what the device took"""
+        """device time of the last call"""
         self._check_memory()
         torch.manual_seed(seed)
         spec = MoESpec(hidden=model.hidden, expert_ffn=model.expert_ffn, num_experts=1, top_k=1)

@@ -22,12 +22,12 @@ class Shape:
     sequence: int = 1024
     """tokens of a sequence"""
     sequences: int = 4
-    """of a rank's micro-batch"""
+    """sequences of a rank's micro-batch"""
     micro_batches: int = 4
-    """of an optimizer step"""
+    """micro-batches per optimizer step"""
     heads: int = 8
     head_width: int = 64
-    """of attention: narrower than the model's, since links and not attention's products are slow here"""
+    """width of attention heads; narrower than the model's, because here links are slow, not attention"""
     vocabulary: int = 1024
     skew: float = 0.847
     """popularity skew of the routing; 0.847 is what `fit_knobs` finds in a recording of gpt-oss-20b"""
@@ -58,7 +58,7 @@ SHAPES = {
         vocabulary=32, skew=1.0,
     ),
 }  # fmt: skip
-"""by name; the first two are those of published models, with fewer layers"""
+"""by name; the first two are published models with fewer layers"""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +88,7 @@ class Case:
     control: bool = False
     """train a third time with gradients of copies dropped; its losses must differ"""
     options: dict[str, Any] = field(default_factory=dict)
-    """of MegatronSetting, beside those of the command"""
+    """fields of MegatronSetting, in addition to the command's"""
 
 
 CHECK: dict[str, Any] = {"shape": "small", "dtype": "float32", "timed": False, "links": "nccl"}
@@ -105,7 +105,7 @@ CASES = (
     Case(name="gpt-sequential", shape="gpt-oss-20b", experts="sequential", check_steps=2, repeats=4),
     Case(name="gpt-fused-qwen3", shape="qwen3-30b", fused=True, check_steps=2, repeats=4),
 )
-"""in the order they run: the most telling first"""
+"""in running order, the most informative first"""
 
 
 def cases_named(names: list[str]) -> list[Case]:

@@ -12,9 +12,9 @@ from equilibra.core.atomic import atomic_file
 
 STATIC, OURS, BALANCED = "Megatron", "Equilibra", "Megatron, balanced routing"
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2.0**-8, "float64": 1e-10}
-"""of a step's loss, relative: rounding of sums in another order, after several steps of Adam"""
+"""relative tolerance of a step's loss: sums in another order, after several steps of Adam"""
 GOAL = 0.95
-"""of the speed with routing forced to balance"""
+"""required share of the speed with routing forced to balance"""
 
 Case = dict[str, Any]
 

@@ -91,10 +91,10 @@ class Took:
     """One optimizer step."""
 
     loss: float
-    """of this rank, sum over micro-batches"""
+    """loss of this rank, summed over micro-batches"""
     seconds: float
     plan_s: float
-    """of them, until the step's plan was there"""
+    """part of `seconds` until the plan was ready"""
 
 
 class Training:

@@ -41,7 +41,7 @@ from equilibra.integrations.megatron import MegatronSetting
 from equilibra.integrations.planned import cluster_of
 
 STEPS = 2
-"""of routing that take turns"""
+"""steps of routing, used in turn"""
 PATIENCE_S = 75.0
 """until a case that stands still is given up: what waits for links is released, and a while later the process ends"""
 EXTRA_S = 30.0
@@ -64,9 +64,9 @@ class Request:
     made: dict[str, Any]
     """command, commit and machine"""
     setting: dict[str, Any]
-    """of MegatronSetting, for all cases"""
+    """fields of MegatronSetting for all cases"""
     deadline: float
-    """of the monotonic clock; cases that would begin later are left out"""
+    """in time.monotonic(); later cases are left out"""
     profile: str = ""
     """folder for a trace of one step of rank 0 of every contender of every timed case; empty: none"""
 
@@ -350,7 +350,7 @@ class _Measured(Training):
     """A training and the bytes it holds."""
 
     resident_bytes = 0
-    """after its first step"""
+    """resident memory after the first step"""
 
 
 def _routing(request: Request, case: Case, shape: Shape, place: Place) -> dict[str, list[Routing]]:

@@ -34,7 +34,7 @@ class Test:
     cost: float
     """CPU seconds with its fixtures, watched"""
     lines: dict[str, list[int]]
-    """that it runs, of each file below src/equilibra"""
+    """lines it runs, by file below src/equilibra"""
 
 
 def compiled(file: str) -> bool:

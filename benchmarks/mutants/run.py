@@ -59,13 +59,13 @@ class Outcome:
     """The result of a test run."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    """of those that passed"""
+    """CPU seconds of passed tests"""
     failed: list[str] = field(default_factory=list)
-    """those that failed; a process that died or never ended is one"""
+    """failed tests; a process that died or never ended counts as one"""
     late: list[str] = field(default_factory=list)
-    """those of them that took too long"""
+    """failed tests that took too long"""
     lines: dict[str, dict[str, list[int]]] = field(default_factory=dict)
-    """that tests ran, of each file, if they were watched"""
+    """lines that tests ran, by file, if watched"""
 
 
 class _Replaced(importlib.abc.MetaPathFinder, importlib.abc.Loader):

@@ -33,13 +33,13 @@ class Mutant:
     file: str
     """below src/equilibra"""
     operator: str
-    """of Cosmic Ray"""
+    """operator of Cosmic Ray"""
     occurrence: int
-    """of the operator in the file"""
+    """number of the operator's match in the file"""
     line: int
-    """that changes"""
+    """changed line"""
     column: int
-    """of the change"""
+    """column of the change"""
 
     def as_dict(self) -> dict[str, object]:
         return asdict(self)

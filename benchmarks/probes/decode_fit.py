@@ -36,7 +36,7 @@ EXPERTS = ("fixed_us", "weight_gb_per_s", "instance_gb_per_s", "row_gb_per_s", "
            "factor_of_experts")  # fmt: skip
 FIRST_BENDS = (1.2, 2.0, 4.0, 8.0, SHARP)
 FIRST_STEP, LAST_STEP = 0.3, 0.002
-"""of the logarithm of a constant"""
+"""step sizes in the logarithm of a constant"""
 
 
 @dataclass(frozen=True, kw_only=True)

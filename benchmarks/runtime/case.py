@@ -49,7 +49,7 @@ class Case:
     """Routing of one step for two ranks."""
 
     name: str
-    """of the recording and what was taken of it"""
+    """recording, and what was taken of it"""
     experts_MR: Routing
     """experts of every token of every micro-batch and rank"""
     load: StepLoad
@@ -57,7 +57,7 @@ class Case:
     top_k: int
     """K"""
     layers: list[int]
-    """which MoE layers of the recording"""
+    """chosen MoE layers of the recording"""
     notes: list[str]
     """what was cut or left out"""
 
@@ -77,15 +77,15 @@ class Shape:
     spare_slots: int
     """flash copies a rank can hold"""
     path: str
-    """of flash copies"""
+    """path of flash copies"""
     repeats: int
     """timed rounds of all contenders"""
     patience_s: float = 0.0
-    """for waiting until other programs are quiet and running disturbed steps again"""
+    """seconds for waiting until other programs are quiet, and for repeating disturbed steps"""
     seed: int = 0
-    """of weights and hidden states"""
+    """seed of weights and hidden states"""
     timeout_s: float = 300.0
-    """after which a silent rank is lost"""
+    """seconds after which a silent rank is lost"""
 
 
 def case_of(

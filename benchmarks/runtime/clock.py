@@ -37,9 +37,9 @@ class Timed(NamedTuple, Generic[T]):
     seconds: float
     """on the slower rank"""
     others_share: float
-    """what others had of the core where they had most, as a share of the time"""
+    """largest share of a core that other programs had"""
     result: T
-    """what the work returned on this rank"""
+    """return value of the work on this rank"""
 
 
 class Clock:
@@ -48,7 +48,7 @@ class Clock:
     def __init__(self, *, prepare: Callable[[], None], largest: Callable[[float], float], patience_s: float) -> None:
         self.prepare, self.largest = prepare, largest
         self.patience_s = patience_s
-        """what is left for waiting and for running work again"""
+        """seconds left for waiting and for repeating work"""
         self.run_again = 0
         """pieces of work so far"""
 

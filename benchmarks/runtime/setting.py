@@ -33,9 +33,9 @@ class RuntimeSetting:
     """What to run; None: chosen for the recording."""
 
     tokens: int | None = None
-    """of a micro-batch, both ranks together"""
+    """tokens per micro-batch, both ranks together"""
     micro_batches: int = 2
-    """of a step"""
+    """micro-batches per step"""
     layers: int | None = None
     """MoE layers"""
     hidden: int | None = None
@@ -47,11 +47,11 @@ class RuntimeSetting:
     spare_slots: int = 2
     """flash copies a rank can hold"""
     path: str | None = None
-    """of flash copies; None: the host path where shared memory has room for it"""
+    """path of flash copies; None: the host path if shared memory has room for it"""
     patience: int = 60
     """seconds per case for waiting until other programs are quiet and running disturbed steps again"""
     seed: int = 0
-    """of weights and hidden states"""
+    """seed of weights and hidden states"""
     quick: bool = False
     """small: to see that it runs, not to report"""
 

@@ -96,7 +96,6 @@ class Contender:
     name: str
     """one of NAMES"""
     learner: Learner
-    """of this rank"""
     model: ShardedModel
     """the learner's"""
     spent: Spent

@@ -76,7 +76,7 @@ class _Rounds:
     def __init__(self, bench: Bench, clock: Clock, every: dict[str, Contender]) -> None:
         self.bench, self.clock, self.every = bench, clock, every
         self.rows: list[dict[str, Any]] = []
-        """by repeat"""
+        """rows by repeat"""
 
     def warm_up(self) -> dict[str, Any]:
         """The first round runs everything once; contenders with the same routing must agree."""

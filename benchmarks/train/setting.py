@@ -14,9 +14,9 @@ PLANNED = (EQUILIBRA, MOVES)
 """contenders that are balanced by a plan"""
 STAGES = ("rollout", "reward", "plan", "move", "logprob", "advantages", "update", "weights")
 PARTS = ("counts", "planner", "move", "arm", "send")
-"""of plan and move"""
+"""parts of the stages plan and move"""
 MOST = 1 << 20
-"""of any number: more is a slip of the hand"""
+"""limit of every number; more is a typing error"""
 MOST_BYTES = 12 << 30
 """limit for all contenders on both ranks"""
 PROMPT_TOKENS = 96
@@ -34,7 +34,7 @@ class TrainSetting:
     layers: int = 4
     """MoE layers"""
     experts: int = 16
-    """of a layer; half of them are at home on each rank"""
+    """experts per layer; half of them are at home on each rank"""
     top_k: int = 4
     """experts of a token"""
     skew: float = 0.35
@@ -42,7 +42,7 @@ class TrainSetting:
     prompts: int = 12
     """problems of a step, on both ranks together"""
     answers: int = 8
-    """to each problem"""
+    """answers to each problem"""
     answer_tokens: int = 128
     """longest answer"""
     mini_batches: int = 2
@@ -58,7 +58,7 @@ class TrainSetting:
     patience: int = 60
     """seconds for waiting until other programs are quiet and running disturbed steps again"""
     seed: int = 0
-    """of weights, answers and rewards"""
+    """seed of weights, answers and rewards"""
     timeout_s: float = 300.0
     """seconds after which a silent rank is lost"""
 

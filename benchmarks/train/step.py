@@ -35,7 +35,7 @@ class Answers:
     samples: list[Sample]
     """with rewards to train on"""
     seconds: dict[str, float]
-    """of its stages"""
+    """seconds of its stages"""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -45,7 +45,7 @@ class Trained:
     seconds: dict[str, float]
     """seconds of its stages on the slowest rank; plan has all of the balancer's `begin` but moving homes"""
     parts: dict[str, float]
-    """of plan and move: counts, planner, move, arm, send"""
+    """seconds of the parts of plan and move: counts, planner, move, arm, send"""
     about: dict[str, float]
     """imbalance, copies and so on"""
     logprobs: list[NDArray[np.float64]]
@@ -86,7 +86,7 @@ class Bench:
     mini_batches: int
     """optimizer steps of a step"""
     seed: int
-    """of rewards"""
+    """seed of rewards"""
 
     def answers(self, number: int) -> Answers:
         """Collective: the rollout of a step. Training rewards are random: the model has learnt nothing."""
