@@ -183,7 +183,7 @@ def routings_asked(arguments: argparse.Namespace) -> tuple[list[Routing], list[s
 
 
 def _command(arguments: argparse.Namespace, asked: dict[str, Any]) -> str:
-    """As it was asked for, without names of folders."""
+    """The command as entered, without names of folders."""
     words = ["equilibra bench gpu"]
     words += [f"--trace {Path(file).name}" for file in arguments.trace or ()]
     words += ["--traces DIR"] if arguments.traces else []

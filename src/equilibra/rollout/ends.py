@@ -56,8 +56,8 @@ class _OnDevice:
         return self._others[other]
 
     def give(self, sender: int, receiver: int, slot: int, value: int) -> None:
-        number = int(np.ravel_multi_index((sender, receiver, slot), self.shape))
-        self.signals.give(number, value, torch.cuda.current_stream(self.device))
+        _, receivers, slots = self.shape
+        self.signals.give((sender * receivers + receiver) * slots + slot, value, torch.cuda.current_stream(self.device))
 
     def index(self, numbers: Tensor) -> Tensor:
         return numbers.pin_memory().to(self.device, non_blocking=True)
