@@ -196,7 +196,7 @@ def test_the_report_is_written_where_there_is_a_step(monkeypatch, capsys, tmp_pa
     monkeypatch.setattr(train, "WORKER", "tests.unit.train.stand_in:trains")
     assert run("--resume", "out", "--json") == 0
     printed = capsys.readouterr()
-    assert "note: no report: out/step.run is no run" in printed.err
+    assert "note: no report: out/step.run is not a run folder" in printed.err
     assert json.loads(printed.out)["report"] is None
 
 
