@@ -85,15 +85,41 @@ def train(arguments: argparse.Namespace) -> int:
 
 def _prepare(arguments: argparse.Namespace, *, default: Path | None = None) -> _Asked:
     """Read the configuration, and create or open the run folder. default: the folder if --output is not given."""
-    from equilibra.plan.planner import planner_named
-    from equilibra.train.config import TrainConfig
-    from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
-    from equilibra.train.processes import place_under_torchrun
-    from equilibra.train.run_folder import reopen_run
-
     missing = [name for name in NEEDED if find_spec(name) is None]
     if missing:
         raise InputError(f"equilibra {arguments.command} needs {', '.join(missing)}: pip install 'equilibra[train]'")
+    from equilibra.train.config_files import load_config
+    from equilibra.train.processes import place_under_torchrun
+    from equilibra.train.run_folder import FolderLock, RunFolder, begin_run, default_output
+
+    config, folder = _config(arguments)
+    place = place_under_torchrun(config.cluster)
+    if place is not None and folder is None:
+        if arguments.output is None:
+            raise InputError("under torchrun every rank must know the run folder: give --output DIR")
+        given = RunFolder(path=Path(arguments.output))
+        if place.rank != 0 or (place.restarts > 0 and given.config.is_file()):
+            folder = given  # rank 0 created it, or torchrun restarts the run
+    if folder is None:
+        now = datetime.now().astimezone()
+        output = Path(arguments.output) if arguments.output is not None else default or default_output(now)
+        folder, lock = begin_run(output, config)
+        return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
+    own = FolderLock(folder) if place is None or place.rank == 0 else None
+    if own is not None and load_config(folder.config) != config:
+        folder.write_config(config)
+    resume = arguments.resume is not None or (place is not None and place.restarts > 0)
+    resume = resume and folder.has_checkpoint
+    return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
+
+
+def _config(arguments: argparse.Namespace) -> tuple[TrainConfig, RunFolder | None]:
+    """The checked configuration, and the folder of a resumed run."""
+    from equilibra.plan.planner import planner_named
+    from equilibra.train.config import TrainConfig
+    from equilibra.train.config_files import check_resumable, load_config, with_absolute_paths, with_overrides
+    from equilibra.train.run_folder import reopen_run
+
     short = {"balance.planner": arguments.planner, "run.seed": arguments.seed, "run.steps": arguments.steps}
     overrides = [*arguments.overrides, *(f"{name}={value}" for name, value in short.items() if value is not None)]
     folder: RunFolder | None = None
@@ -107,40 +133,7 @@ def _prepare(arguments: argparse.Namespace, *, default: Path | None = None) -> _
         base = load_config(arguments.config) if arguments.config is not None else TrainConfig()
         config = with_absolute_paths(with_overrides(base, overrides))
     planner_named(config.balance.planner)  # fail now, not after the warm-up
-    place = place_under_torchrun(config.cluster)
-    if place is not None and folder is None:
-        folder = _folder_under_torchrun(arguments, place)
-    return _opened(arguments, config, folder, place, default)
-
-
-def _folder_under_torchrun(arguments: argparse.Namespace, place: Place) -> RunFolder | None:
-    """The run folder, if it need not be created: on ranks other than 0, and after a restart by torchrun."""
-    from equilibra.train.run_folder import RunFolder
-
-    if arguments.output is None:
-        raise InputError("under torchrun every rank must know the run folder: give --output DIR")
-    folder = RunFolder(path=Path(arguments.output))
-    return folder if place.rank != 0 or (place.restarts > 0 and folder.config.is_file()) else None
-
-
-def _opened(
-    arguments: argparse.Namespace, config: TrainConfig, folder: RunFolder | None, place: Place | None,
-    default: Path | None,
-) -> _Asked:  # fmt: skip
-    from equilibra.train.config_files import load_config
-    from equilibra.train.run_folder import FolderLock, begin_run, default_output
-
-    if folder is None:
-        now = datetime.now().astimezone()
-        output = Path(arguments.output) if arguments.output is not None else default or default_output(now)
-        folder, lock = begin_run(output, config)
-        return _Asked(config=config, folder=folder, resume=False, fresh=True, place=place, lock=lock)
-    own = FolderLock(folder) if place is None or place.rank == 0 else None
-    if own is not None and load_config(folder.config) != config:
-        folder.write_config(config)
-    resume = arguments.resume is not None or (place is not None and place.restarts > 0)
-    resume = resume and folder.has_checkpoint
-    return _Asked(config=config, folder=folder, resume=resume, fresh=False, place=place, lock=own)
+    return config, folder
 
 
 def _launch(asked: _Asked, arguments: argparse.Namespace) -> bool:

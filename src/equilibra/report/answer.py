@@ -92,7 +92,7 @@ def _speed(ratio: float) -> str:
 
 
 def _capital(name: str) -> str:
-    return name[0].upper() + name[1:] if name else name
+    return name[:1].upper() + name[1:]
 
 
 def _facts(record: PlannerRecord, baseline: PlannerRecord | None, before: str | None) -> list[dict[str, str]]:
@@ -226,24 +226,18 @@ def training_facts(curves: Curves) -> list[dict[str, str]]:
     static = f"; static placement {fmean(before):.3f}" if before and curves["planner"] != BASELINE else ""
     first = f"; {rewards[0]:.3f} at first" if len(rewards) > 1 else ""
     rate = _numbers(curves, "tokens_per_s")
-    return [
-        *_curve_fact("reward_held_out", rewards[-1:], lambda found: f"{found[0]:.3f}",
-               f"held-out reward after {_steps_of(max(evaluated, default=0))}{first}"),
-        *_curve_fact("imbalance", now, lambda found: f"{fmean(found):.3f}",
-               f"imbalance, slowest rank over mean{static}"),
-        *_curve_fact("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
-               f"median step time on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
-        *_curve_fact("exposed", _numbers(curves, "exposed"), lambda found: f"{100 * median(found):.1f}\u00a0%",
-               "of a step is exposed overhead: waiting for planning, copies and migration"),
-        *_curve_fact("mismatch_max", _numbers(curves, "mismatch_max"), lambda found: _power(max(found)),
-               "largest difference between replayed log-probabilities and the rollout's"),
+    shown: list[tuple[str, list[float], Callable[[list[float]], str], str]] = [
+        ("reward_held_out", rewards[-1:], lambda found: f"{found[0]:.3f}",
+         f"held-out reward after {_steps_of(max(evaluated, default=0))}{first}"),
+        ("imbalance", now, lambda found: f"{fmean(found):.3f}", f"imbalance, slowest rank over mean{static}"),
+        ("seconds", _numbers(curves, "seconds"), lambda found: f"{median(found):.3g}\u00a0s",
+         f"median step time on this machine{f'; {_whole(median(rate))} tokens/s' if rate else ''}"),
+        ("exposed", _numbers(curves, "exposed"), lambda found: f"{100 * median(found):.1f}\u00a0%",
+         "of a step is exposed overhead: waiting for planning, copies and migration"),
+        ("mismatch_max", _numbers(curves, "mismatch_max"), lambda found: _power(max(found)),
+         "largest difference between replayed log-probabilities and the rollout's"),
     ]  # fmt: skip
-
-
-def _curve_fact(
-    metric: str, found: list[float], show: Callable[[list[float]], str], label: str
-) -> list[dict[str, str]]:
-    return [{"metric": metric, "value": show(found), "label": label}] if found else []
+    return [{"metric": metric, "value": show(found), "label": label} for metric, found, show, label in shown if found]
 
 
 def _numbers(curves: Curves, name: str) -> list[float]:

@@ -7,7 +7,7 @@ the memory of both sides. Names from files are escaped, and a Content-Security-P
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -84,25 +84,29 @@ def _side(plan: dict[str, Any], name: str) -> str:
 
 
 def _deployments(said: dict[str, Any]) -> str:
-    rows = []
+    rows: list[Sequence[object]] = []
     for plan in (said["disaggregated"], *said["colocated"]):
         cost = f"{plan['tokens_per_cost']:,.0f}" if plan["tokens_per_cost"] else "–"
         sides = [
             f"{_side(plan, name)} {of}" for name, of in zip(("attention", "expert"), plan["hardware"], strict=True)
         ]
-        cells = [
+        rows.append((
             plan["kind"], *sides, plan["ranks"], plan["micro_batches"], f"{plan['batch']:,}",
             f"{plan['latency_us'] * 1e-3:.1f} ms", f"{plan['tokens_per_s']:,.0f}",
             f"{plan['tokens_per_s_and_rank']:,.0f}", cost,
-        ]  # fmt: skip
-        rows.append("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in cells) + "</tr>")
+        ))  # fmt: skip
     heads = ("deployment", "attention", "experts", "GPUs", "micro-batches", "batch", "latency", "tokens/s", "per GPU",
              "per cost")  # fmt: skip
-    head = "".join(f"<th>{name}</th>" for name in heads)
     reasons = "".join(f'<p class="note">Not colocated on {escape(reason)}.</p>' for reason in said["not_colocated"])
     return f"""<h2>Deployments</h2>
 <p>Each is the best of its kind under the same laws. Nodes × tensor-parallel GPUs; colocated GPUs do both.</p>
-{WIDE}<table><thead><tr>{head}</tr></thead><tbody>{"".join(rows)}</tbody></table></div>{reasons}"""
+{_table(heads, rows)}{reasons}"""
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
+    head = "".join(f"<th>{name}</th>" for name in heads)
+    body = "".join("<tr>" + "".join(f"<td>{escape(str(cell))}</td>" for cell in row) + "</tr>" for row in rows)
+    return f"{WIDE}<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table></div>"
 
 
 def _timeline(said: dict[str, Any]) -> str:
@@ -155,10 +159,7 @@ def _pace(said: dict[str, Any]) -> str:
         f"({plan['t_a_us']:.0f} + {plan['t_e_us']:.0f} + 2 × {plan['t_c_us']:.0f}) + "
         f"{slower:.0f} × ({m} × {layers} − 1)"
     )
-    rows = "".join(
-        f"<tr><td>{escape(text)}</td><td>{'holds' if held[name] else 'does not hold'}</td></tr>"
-        for name, text in CONDITIONS.items()
-    )
+    conditions = [(text, "holds" if held[name] else "does not hold") for name, text in CONDITIONS.items()]
     says = "which is" if exact else f"more than the {overlapped * 1e-3:.2f} ms of full overlap,"
     return f"""<h2>Where the bound is</h2>
 <p>Pace: {escape(said["bound"]["pace"])}. The batch is limited by {escape(said["bound"]["batch"])}.</p>
@@ -166,8 +167,7 @@ def _pace(said: dict[str, Any]) -> str:
 <p class="note">An iteration takes {said["pipeline"]["iteration_us"] * 1e-3:.2f} ms, {says}
 <code>(T_a + T_e + 2 T_c) + T_f (m L − 1) = {formula} µs</code>; dense layers and the output head add
 {plan["outer_us"]:,.0f} µs a micro-batch.</p>
-{WIDE}<table><thead><tr><th>condition of full overlap</th><th></th></tr></thead>
-<tbody>{rows}</tbody></table></div>"""
+{_table(("condition of full overlap", ""), conditions)}"""
 
 
 def _memory(said: dict[str, Any]) -> str:
