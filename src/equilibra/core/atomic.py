@@ -8,16 +8,22 @@ A folder cannot replace another, so the old one is moved aside first and restore
 from __future__ import annotations
 
 import json
+import lzma
 import os
 import secrets
 import shutil
 import tomllib
+import zipfile
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from equilibra.core.errors import InputError, UnreadableError
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
 
 
 def cannot(verb: str, path: Path, error: OSError) -> InputError:
@@ -36,6 +42,26 @@ def read_values(path: Path) -> Any:  # noqa: ANN401
         raise cannot("read", path, error) from error
     except (ValueError, RecursionError) as error:
         raise InputError(f"cannot read {path}: not valid {kind} ({error})") from error
+
+
+DAMAGED = (
+    ValueError, TypeError, AttributeError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error,
+    lzma.LZMAError, NotImplementedError, RuntimeError,
+)  # fmt: skip
+"""what numpy and zipfile raise on damaged archives; the last two where a flipped byte claims a version or a password"""
+
+
+def read_arrays(path: Path) -> dict[str, NDArray[Any]]:
+    """The arrays of an .npz file by name; pickled objects are refused."""
+    import numpy as np  # noqa: PLC0415 - programs that only write files start without it
+
+    try:
+        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
+            return {name: archive[name] for name in archive.files}
+    except OSError as error:
+        raise cannot("read", path, error) from error
+    except DAMAGED as error:
+        raise InputError(f"cannot read {path}: damaged, or not an .npz of arrays ({error})") from error
 
 
 def flush_to_disk(path: Path) -> None:

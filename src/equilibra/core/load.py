@@ -108,7 +108,6 @@ class Schedule:
     rank_of_sequence: NDArray[np.int32]
     """[S] first of the ranks that hold the sequence's tokens and compute its attention"""
     num_micro_batches: int
-    """M"""
     ranks_per_sequence: int = 1
     """adjacent ranks that share each sequence equally (sequence or context parallelism)"""
     mini_batch_of_micro_batch: NDArray[np.int32] | None = None

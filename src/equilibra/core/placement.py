@@ -20,7 +20,6 @@ class Cluster:
     """The expert-parallel group: rank r is on node r // ranks_per_node; slow links connect the nodes."""
 
     num_nodes: int = 1
-    """nodes of the expert-parallel group"""
     ranks_per_node: int = 8
     """ranks that share fast links"""
 

@@ -11,8 +11,6 @@ from __future__ import annotations
 
 import json
 import re
-import zipfile
-import zlib
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
@@ -20,8 +18,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.atomic import atomic_folder, cannot, read_values
-from equilibra.core.errors import EquilibraError, InputError
+from equilibra.core.atomic import atomic_folder, read_arrays, read_values
+from equilibra.core.errors import InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
 from equilibra.events.schema import Events
@@ -30,8 +28,6 @@ FORMAT = "equilibra run"
 VERSION = 1
 PASSES = ("log-prob forward", "update forward", "update backward")
 """passes of a step through every layer and micro-batch, in the order of `layer_us_PLM`"""
-DAMAGED = (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError)
-"""raised by damaged archives; the last two where a flipped byte claims another version or a password"""
 
 
 def columns_of_plan(plan: StepPlan, load: StepLoad) -> dict[str, Any]:
@@ -179,14 +175,12 @@ def load_run(path: Path | str) -> Run:
 
 
 def _load_record(path: Path, record: dict[str, Any]) -> PlannerRecord:
+    found = read_arrays(path)
     try:
-        with path.open("rb") as file, np.load(file, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in (*_array_names(), "events")}
-        events = Events(rows=arrays.pop("events"))
+        arrays = {name: found[name] for name in _array_names()}
+        events = Events(rows=found["events"])
         return _checked(PlannerRecord(metrics=record["metrics"], memory=record["memory"], events=events, **arrays))
-    except OSError as error:
-        raise cannot("read", path, error) from error
-    except (ValueError, TypeError, AttributeError, KeyError, EOFError, MemoryError, EquilibraError, *DAMAGED) as error:
+    except (ValueError, TypeError, AttributeError, KeyError) as error:
         raise InputError(f"cannot read {path}: damaged or not a planner record ({error})") from error
 
 

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import zipfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.atomic import atomic_file, cannot
+from equilibra.core.atomic import atomic_file, read_arrays
 from equilibra.core.errors import EquilibraError, InputError
 from equilibra.core.load import Schedule
 from equilibra.core.placement import Cluster, Placement
@@ -41,13 +40,7 @@ def save_plan(plan: StepPlan, path: Path | str, *, overwrite: bool = False) -> N
 def load_plan(path: Path | str) -> StepPlan:
     """Read a plan; InputError if it is damaged, of another format, or does not match its digest."""
     path = Path(path)
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays = {name: archive[name] for name in archive.files}
-    except OSError as error:
-        raise cannot("read", path, error) from error
-    except (ValueError, zipfile.BadZipFile, KeyError, EOFError, MemoryError) as error:
-        raise InputError(f"cannot read {path}: not a plan, or damaged ({error})") from error
+    arrays = read_arrays(path)
     about = _about(path, arrays.pop("about", None))
     try:
         plan = _plan(about, arrays)

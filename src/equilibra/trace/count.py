@@ -131,7 +131,11 @@ def _tokens_with_repeats(ids, recorded):  # type: ignore[no-untyped-def]
 
 @dataclass(frozen=True, kw_only=True)
 class TraceSummary:
-    """Sizes and imbalances of a recording on a cluster; imbalance is slowest over mean."""
+    """Sizes and imbalances of a recording on a cluster.
+
+    Lengths are in tokens per sequence. Imbalance is slowest over mean, of ranks unless the name says nodes; for the
+    batch it is a mean over layers, for micro-batches its statistics are over micro-batches and layers.
+    """
 
     tokens: int
     sequences: int
@@ -145,28 +149,19 @@ class TraceSummary:
     policy_versions: int | None
     """distinct policy versions; None: unknown"""
     length_median: float
-    """tokens per sequence, median"""
     length_p99: float
-    """tokens per sequence, 99th percentile"""
     length_max: int
-    """tokens of the longest sequence"""
     ranks: int
     nodes: int
     tokens_per_microbatch: int
     """token budget of a micro-batch"""
     microbatches: int
     imbalance_batch: float
-    """imbalance of ranks over the whole batch, mean over layers"""
     imbalance_microbatch_mean: float
-    """imbalance of ranks, mean over micro-batches and layers"""
     imbalance_microbatch_p99: float
-    """imbalance of ranks, 99th percentile over micro-batches and layers"""
     imbalance_microbatch_worst: float
-    """imbalance of ranks, largest over micro-batches and layers"""
     node_imbalance_batch: float
-    """imbalance of nodes over the whole batch, mean over layers"""
     node_imbalance_microbatch_mean: float
-    """imbalance of nodes, mean over micro-batches and layers"""
     worst_layer: int
     """layer with the largest imbalance over the whole batch"""
     imbalance_of_layer: tuple[float, ...]

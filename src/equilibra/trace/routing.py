@@ -35,7 +35,7 @@ def id_dtype(num_experts: int) -> np.dtype[np.unsignedinteger[Any]]:
 
 
 def tokens_per_piece(bytes_per_token: int) -> int:
-    """Tokens per piece of `pieces()`."""
+    """How many tokens a piece of `pieces()` has."""
     return max(1, PIECE_BYTES // bytes_per_token)
 
 
@@ -128,7 +128,11 @@ class Recording(ABC):
         if self.recorded is not None and (self.recorded.shape != (num_tokens,) or self.recorded.dtype != np.bool_):
             raise InputError(f"recorded must be bool [{num_tokens}], not {self.recorded.dtype} {self.recorded.shape}")
         for name in ("prompt_length_of_sequence", "group_of_sequence"):
-            _check_per_sequence(name, getattr(self, name), self.num_sequences)
+            value = getattr(self, name)
+            if value is not None and (value.shape != (self.num_sequences,) or value.dtype != np.int64):
+                raise InputError(f"{name} must be int64 [{self.num_sequences}], not {value.dtype} {value.shape}")
+            if value is not None and value.min() < 0:
+                raise InputError(f"{name} must not be negative, but contains {value.min()}")
         prompts = self.prompt_length_of_sequence
         if prompts is not None and (prompts > self.length_of_sequence).any():
             at = int(np.argmax(prompts > self.length_of_sequence))
@@ -222,15 +226,6 @@ def _check_offsets(what: str, offsets: NDArray[np.int64], num_tokens: int | None
         )
 
 
-def _check_per_sequence(name: str, value: NDArray[np.int64] | None, num_sequences: int) -> None:
-    if value is None:
-        return
-    if value.shape != (num_sequences,) or value.dtype != np.int64:
-        raise InputError(f"{name} must be int64 [{num_sequences}], not {value.dtype} {value.shape}")
-    if value.min() < 0:
-        raise InputError(f"{name} must not be negative, but contains {value.min()}")
-
-
 # Both file formats store the index of a recording beside its ids, as arrays with these names. All but `offsets` are
 # optional; the last two come together.
 INDEX_DTYPES = {
@@ -245,15 +240,10 @@ INDEX_DTYPES = {
 
 def index_arrays(recording: Recording) -> dict[str, NDArray[Any]]:
     """The arrays to store, by name, without unknown ones."""
-    segments = recording.segments
-    arrays = {
-        "offsets": recording.offsets,
-        "recorded": recording.recorded,
-        "prompt_length_of_sequence": recording.prompt_length_of_sequence,
-        "group_of_sequence": recording.group_of_sequence,
-        "segment_offsets": None if segments is None else segments.offsets,
-        "version_of_segment": None if segments is None else segments.version_of_segment,
-    }
+    names = ("offsets", "recorded", "prompt_length_of_sequence", "group_of_sequence")
+    arrays = {name: getattr(recording, name) for name in names}
+    if (segments := recording.segments) is not None:
+        arrays |= {"segment_offsets": segments.offsets, "version_of_segment": segments.version_of_segment}
     return {name: array for name, array in arrays.items() if array is not None}
 
 

@@ -81,13 +81,9 @@ class Manifest:
     """The content of manifest.json."""
 
     num_tokens: int
-    """T"""
     num_layers: int
-    """L"""
     top_k: int
-    """K"""
     num_experts: int
-    """E"""
     shards: tuple[StoredShard, ...]
     """files of ids, in token order"""
     arrays: dict[str, StoredArray]

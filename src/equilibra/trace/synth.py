@@ -79,11 +79,8 @@ class SynthShape:
     num_prompts: int
     answers_per_prompt: int
     num_layers: int
-    """L"""
     num_experts: int
-    """E"""
     top_k: int
-    """K"""
 
     def __post_init__(self) -> None:
         for name in ("num_prompts", "answers_per_prompt", "num_layers", "top_k"):
