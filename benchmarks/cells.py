@@ -110,7 +110,7 @@ def metrics_of(case: Case, setting: Setting) -> dict[str, dict[str, float]]:
         model=model,
         hardware=prices_named("h100"),
         cluster=Cluster(num_nodes=case.nodes, ranks_per_node=case.ranks_per_node),
-        # Whole sequences do not fill micro-batches to the brim: one less of them in tokens makes as many as asked for.
+        # Whole sequences leave micro-batches partly empty: a budget for one fewer gives the requested number.
         tokens_per_microbatch=-(-tokens // case.data_parallel // max(case.micro_batches - 1, 1)),
         planners=case.planners,
         limits=case.slots,

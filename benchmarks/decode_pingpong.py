@@ -286,7 +286,7 @@ def measure(case: Case, share: int) -> list[Row]:
 
     pipe, process = started(_colocated, None, 100)
     alone = heard(pipe)
-    process.join(WORKER_S)  # its memory is needed
+    process.join(WORKER_S)  # frees its memory
     shape = case.shape()
     memory = Memory.create(SharedMesh.num_bytes(shape, on_device=not case.tiny))
     both = [

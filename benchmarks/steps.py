@@ -71,7 +71,7 @@ def _step_row(
     size = SynthShape(
         num_prompts=-(-sequences // 16), answers_per_prompt=16, num_layers=layers, num_experts=experts, top_k=8
     )
-    # Long answers of like length, so that a cell takes one and the number of micro-batches is what was asked for.
+    # Long answers of similar length, so that the budget gives the requested number of micro-batches.
     made = synthesize_loads(size, SynthKnobs(median_length=6000.0, length_tail=0.1, max_length=8192), seed=3)
     lengths = made.length_of_sequence
     budget = 8192 * -(-sequences // (cluster.num_ranks * micro_batches))

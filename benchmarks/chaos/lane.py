@@ -91,7 +91,7 @@ class Series:
         self.lane.clear()
         ended = self.lane.train(self.options(case.shape), case, usual_s)
         while ended.after_s is None and ended.code == 0 and numbers_of(self.lane.run) == expected:
-            case = replace(case, stage="", share=case.share * 0.7)  # over before it happened: again, earlier
+            case = replace(case, stage="", share=case.share * 0.7)  # it ended before the injection: retry earlier
             self.lane.clear()
             ended = self.lane.train(self.options(case.shape), case, usual_s)
         kept = self._keep(case, "disturbed")

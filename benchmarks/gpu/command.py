@@ -87,7 +87,7 @@ def run(arguments: argparse.Namespace) -> int:
     if folder is None and (arguments.keep or arguments.redraw):
         raise InputError("--keep and --redraw are about earlier results: name their folder with --output")
     earlier = fresh()
-    if folder is not None:  # refuses what is not ours
+    if folder is not None:  # refuses files of other programs
         earlier = earlier_outcome(folder, records=arguments.keep or arguments.redraw)
     if folder is not None and arguments.redraw:
         return _redraw(*earlier, folder)

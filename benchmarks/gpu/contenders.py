@@ -95,7 +95,7 @@ def contenders(case: Case, setting: GpuSetting) -> list[Contender]:
         Contender(name=STATIC, works=_planned(Static(), problem)[0]),
         Contender(name=EPLB, works=_planned(Eplb(), problem)[0]),
         Contender(name=ONLINE, works=_planned(online, problem)[0], path=first, planning=problem),
-        Contender(name=BALANCED, works=even),  # beside what is compared with it
+        Contender(name=BALANCED, works=even),  # next to its contenders: the clock drifts
         Contender(name=EQUILIBRA, works=ours, path=first, standing_copies=ours_plan.standing.num_copies),
         *[Contender(name=OTHER_PATH, works=ours, path=path) for path in other],
         Contender(name=STILL_ONE, works=ours),
@@ -138,7 +138,7 @@ def seconds_to_plan(problem: StepProblem, layer: int, micro_batch: int) -> float
         cluster=problem.cluster, given_load=StepLoad(tokens_MLER=np.ascontiguousarray(part)), rates=problem.rates,
         spare_slots=problem.spare_slots, standing_slots=problem.standing_slots,
     )  # fmt: skip
-    _ = alone.home_now  # known before
+    _ = alone.home_now  # cached before timing
     took = []
     for _ in range(TRIES):
         start = perf_counter()

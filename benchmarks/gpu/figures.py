@@ -126,7 +126,7 @@ def case_result(case: Case, setting: GpuSetting, found: Measured) -> dict[str, A
     us = {name: layer_times(of) for name, of in rows.items()}
     each = {name: relative_times(of, rows[BALANCED]) for name, of in rows.items()}
     settled = {name: settled_ratio(of, rows[BALANCED]) for name, of in rows.items()}
-    each[BALANCED], settled[BALANCED] = np.ones_like(each[BALANCED]), 1.0  # its ranks are alike: no slowest one
+    each[BALANCED], settled[BALANCED] = np.ones_like(each[BALANCED]), 1.0  # its ranks are equal, so none is slowest
 
     def over(first: str, second: str) -> dict[str, Any]:
         return ratio(settled[first] / settled[second], each[first] / each[second])

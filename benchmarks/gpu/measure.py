@@ -65,7 +65,7 @@ def measure(
         torch.set_num_threads(threads)
     del runner.replay
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # other shapes come
+        torch.cuda.empty_cache()  # the next case has other shapes
     waited = runner.host_bound / max(runner.calls, 1)
     if waited > OFTEN:
         runner.notes.append(f"the device may have waited for the host in {waited:.0%} of the calls")

@@ -138,7 +138,7 @@ class Replay:
         self.dy = self._random(sizes.rows, model.hidden) * 0.01
         self.dx = torch.empty_like(self.rows)
         self.weights_N, self.dweights_N = torch.rand(2, sizes.rows, device=device)
-        torch.empty(self._scratch_bytes(), dtype=torch.uint8, device=device)  # given back, and kept by the allocator
+        torch.empty(self._scratch_bytes(), dtype=torch.uint8, device=device)  # freed, but kept by the allocator
 
     def _random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, device=self.device, dtype=self.dtype)

@@ -72,7 +72,7 @@ class _Experts(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         sizes, fused, keep = how
         y, h = expert_math.forward(Activation.SWIGLU, rows, sizes, _parts(weights), keep=keep)
-        ctx.save_for_backward(rows, h, probs, *weights)  # weights too: hooks may fetch those of copies again
+        ctx.save_for_backward(rows, h, probs, *weights)  # weights too: hooks may fetch copies again
         ctx.sizes, ctx.fused = sizes, fused
         return y.mul_(probs[:, None])
 

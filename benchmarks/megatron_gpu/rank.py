@@ -93,7 +93,7 @@ def run(request: Request) -> list[str]:
         if place.rank == 0:
             Path(request.progress).write_text(case.name)
         start = monotonic()
-        end = Timer(PATIENCE_S + EXTRA_S, os._exit, [1])  # where nothing else ends it, so that others may run
+        end = Timer(PATIENCE_S + EXTRA_S, os._exit, [1])  # last resort, so that other cases can run
         end.daemon = True
         end.start()
         try:

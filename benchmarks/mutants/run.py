@@ -129,7 +129,7 @@ def tried(
         except BlockingIOError:
             pass
     with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)  # and what it left
+        os.killpg(pid, signal.SIGKILL)  # with its children
     os.waitpid(pid, 0)
     os.close(reader)
     if not said:

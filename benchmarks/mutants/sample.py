@@ -99,7 +99,7 @@ def _compiles(mutant: Mutant) -> bool:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             ast.parse(mutated(mutant))
-    except (SyntaxError, AttributeError):  # some operators stumble over some code
+    except (SyntaxError, AttributeError):  # some operators fail on some code
         return False
     return True
 

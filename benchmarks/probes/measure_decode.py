@@ -313,7 +313,7 @@ def measure(names: list[str], *, tiny: bool, limit_s: float) -> dict[str, Any]:
                 result["failed"].append(f"{job}: {error}"[:300])
                 print(result["failed"][-1], flush=True)
             if device.type == "cuda":
-                torch.cuda.empty_cache()  # graphs keep what they used
+                torch.cuda.empty_cache()  # graphs keep their memory
     result["seconds"] = round(perf_counter() - start, 1)
     return result
 

@@ -150,7 +150,7 @@ def _even_homes(has_ER: NDArray[np.bool_]) -> NDArray[np.int64]:
     assert num_ranks == 2
     home = np.where(has_ER[:, 1], 1, 0)
     surplus = int(home.sum()) - num_experts // 2
-    if surplus > 0:  # change first what has another instance, then what has none: a home without rows
+    if surplus > 0:  # first experts with another instance, then those without: a home without rows
         home[np.argsort(np.where(home == 0, 2, ~has_ER[:, 0]), kind="stable")[:surplus]] = 0
     elif surplus < 0:
         home[np.argsort(home, kind="stable")[:-surplus]] = 1

@@ -75,7 +75,7 @@ class PlainMoE(nn.Module):
         self.num_ranks = dist.get_world_size()
         self.stacked = {name: experts.get_parameter(name) for name in experts.names}
         for name, stack in self.stacked.items():
-            parts = [nn.Parameter(part) for part in stack.detach().unbind(0)]  # views: the memory is shared
+            parts = [nn.Parameter(part) for part in stack.detach().unbind(0)]  # views that share its memory
             setattr(self, f"{name}_of_home", nn.ParameterList(parts))
 
     def share_gradients(self) -> None:
@@ -126,7 +126,7 @@ class RankLayers:
         homes = contiguous(CLUSTER, num_layers=load.num_layers, num_experts=load.num_experts)
         setting = CopySetting(spare_slots=shape.spare_slots, path=dict.fromkeys(Stage, Path(shape.path)))
         self.runtime = Runtime(group, homes, setting)
-        torch.manual_seed(shape.seed)  # the routers must be the same on all ranks, the experts must not
+        torch.manual_seed(shape.seed)  # routers must be equal on all ranks, experts different
         self.balanced = [BalancedMoE(spec, self.runtime) for _ in range(load.num_layers)]
         torch.manual_seed(shape.seed + 1 + group.rank)
         for layer in self.balanced:
