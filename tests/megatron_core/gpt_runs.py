@@ -303,8 +303,13 @@ def ahead_against_late(case: Case) -> dict[str, Any]:
         "weights": max(float((value - weights[name]).abs().max()) for name, value in late.weights().items()),
         "visits ahead": sum(one.num_ahead for one in layers),
         "visits late": sum(one.num_late for one in layers),
-        "left": ahead.balancer.copies.found._slots.num_arriving,
+        "left": arriving(ahead),
     }
+
+
+def arriving(training: Any) -> int:
+    """Visits whose flash copies are on their way."""
+    return sum(bank.arriving is not None for bank in training.balancer.copies.found._slots._banks)
 
 
 def short_gradients(case: Case) -> dict[str, Any]:
@@ -382,9 +387,9 @@ def cut_off() -> dict[str, Any]:
         with contextlib.suppress(TypeError):
             ahead._replayed(ahead.model, 1, ahead.routing(1))
         ahead.layers[0].combine, ahead._begun = combine, 0
-        left.append(ahead.balancer.copies.found._slots.num_arriving)
+        left.append(arriving(ahead))
         ahead.balancer.end()
-        left.append(ahead.balancer.copies.found._slots.num_arriving)
+        left.append(arriving(ahead))
     for found, one in zip(losses, (late, ahead), strict=True):
         found.append(one.step(1))
     return {"losses": losses, "left": left}

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from tests.megatron_core import models
-from tests.megatron_core.gpt_runs import inputs
+from tests.megatron_core.gpt_runs import arriving, inputs
 
 from equilibra.cost.rates import Rates
 from equilibra.integrations.megatron import MegatronSetting, balance, set_replay
@@ -89,7 +89,7 @@ def against_plain(options: dict[str, Any]) -> dict[str, Any]:
     return {
         "losses": losses, "weights": _gap(plain, balanced), "weights of late": _gap(late, balanced),
         "copies": balanced.copies, "visits ahead": sum(one.num_ahead for one in layers),
-        "left": balanced.balancer.copies.found._slots.num_arriving,
+        "left": arriving(balanced),
     }  # fmt: skip
 
 

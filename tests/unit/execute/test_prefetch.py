@@ -75,11 +75,11 @@ def test_copies_are_dropped_with_the_weights_they_were_made_of():
     slots, engine, key = slots_of(), Engine(), VisitKey(Stage.UPDATE, 0, 1)
     slots.start(key, list_of(2), engine, 1)
     assert slots.has(key)
-    assert slots.num_arriving == 1
+    assert sum(bank.arriving is not None for bank in slots._banks) == 1
     slots.forget()
     assert engine.fetched[0].waited, "the buffer is written to no more"
     assert not slots.has(key)
-    assert slots.num_arriving == 0
+    assert all(bank.arriving is None for bank in slots._banks)
     assert slots.take(key, list_of(2), engine, 2)[0].tolist() == [[2.0] * 3] * 2
     assert len(engine.fetched) == 2
     again, _ = slots.take(key, list_of(2), engine, 2)

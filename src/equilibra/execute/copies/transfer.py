@@ -61,11 +61,6 @@ class SpareSlots:
         """Whether a visit's copies are here or on their way."""
         return any(bank.key == key for bank in self._banks)
 
-    @property
-    def num_arriving(self) -> int:
-        """Visits whose copies are on their way."""
-        return sum(bank.arriving is not None for bank in self._banks)
-
     def start(self, key: VisitKey, copies: CopyList, engine: TransferEngine, version: int) -> None:
         """Fetch copies into the least recently used bank, unless a bank holds them."""
         if copies.num_in_node == 0 or self.has(key):
