@@ -20,7 +20,7 @@ os.environ["OMP_NUM_THREADS"] = "1"  # before anything loads torch
 from benchmarks.mutants.covering import Test, compiled, covering_tests, known_tests
 from benchmarks.mutants.run import Outcome, load_libraries, tried
 from benchmarks.mutants.sample import SOURCE, Mutant, mutated, sample
-from benchmarks.mutants.table import name_of, write_results
+from benchmarks.mutants.table import judged_in, name_of, write_results
 
 TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 4.0, 60.0, 600.0
 """limits of a test beyond five times what it takes without a mutant, and of all tests of a mutant"""
@@ -54,10 +54,10 @@ def main() -> int:
     asked.work.mkdir(parents=True, exist_ok=True)
     raw = asked.work / f"mutants-{asked.seed}.jsonl"
     mutants = drawn(asked)
-    judged = json.loads(JUDGED.read_text())
+    judged = judged_in(JUDGED)
     done = {key(record): record for record in records(raw)}
     settled = {name for name, record in done.items() if record["killed_by"] or not (asked.again or asked.golden)}
-    settled |= {name for name in done if name_of(dict(zip(KEY, name, strict=True))) in judged}
+    settled |= {name for name, record in done.items() if name_of(record) in judged}
     todo = [mutant for mutant in mutants if key(mutant.as_dict()) not in settled]
     todo = [mutant for mutant in todo if mutant.file.startswith("plan/" if asked.golden else asked.only)]
     print(f"{len(mutants)} mutants, {len(todo)} to run", flush=True)

@@ -10,6 +10,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+Name = tuple[str, str, str]
+"""file, and the changed lines before and after"""
 ABOUT = """\
 Mutants by Cosmic Ray's operators, drawn evenly from all changeable places in `src/equilibra/plan` and
 `src/equilibra/execute`; a place counts once for each kind of change. Left out: files that need a GPU (Triton kernels,
@@ -22,7 +24,7 @@ not run. Surviving planner mutants also meet all golden plans (`--golden`). `mak
 
 
 def write_results(
-    records: Sequence[dict[str, Any]], judged: Mapping[str, str], output: Path, *, command: str, budget: float,
+    records: Sequence[dict[str, Any]], judged: Mapping[Name, str], output: Path, *, command: str, budget: float,
     limit: float, drawn: int,
 ) -> None:  # fmt: skip
     """Write OUTPUT/mutants.md and .json. judged: by `name_of`, why a survivor cannot be killed. drawn: the sample."""
@@ -51,9 +53,16 @@ def write_results(
     (output / "mutants.json").write_text(json.dumps({"command": command, "mutants": ordered}, indent=1) + "\n")
 
 
-def name_of(record: Mapping[str, Any]) -> str:
-    """A mutant's name in `judged.json`."""
-    return f"{record['file']} {record['operator'].removeprefix('core/')} {record['occurrence']}"
+def name_of(record: Mapping[str, Any]) -> Name:
+    """What a mutant changes, wherever in its file that stands."""
+    lines = record["diff"].splitlines()
+    before, after = ("\n".join(line[1:].strip() for line in lines if line[0] == sign) for sign in "-+")
+    return record["file"], before, after
+
+
+def judged_in(file: Path) -> dict[Name, str]:
+    """Why survivors that were looked at change nothing."""
+    return {(one["file"], one["before"], one["after"]): one["why"] for one in json.loads(file.read_text())}
 
 
 def _part(record: Mapping[str, Any]) -> str:
