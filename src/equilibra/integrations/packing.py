@@ -51,7 +51,7 @@ def pack_sequences(
     lengths: Sequence[int] | NDArray[np.int64], *, num_ranks: int, tokens_per_rank: int, multiple: int = 1,
     routes: Routes | None = None,
 ) -> list[list[list[int]]]:  # fmt: skip
-    """[M][R] numbers of an optimizer step's sequences, the same on every rank that passes the same.
+    """For every micro-batch and rank the numbers of its sequences; the same wherever the arguments are the same.
 
     lengths: tokens of every sequence of all data-parallel ranks. tokens_per_rank: budget of a rank in a micro-batch.
     multiple: the number of micro-batches must be a multiple of it (interleaved pipelines). routes: see `routes_of`.
