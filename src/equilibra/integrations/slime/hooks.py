@@ -302,14 +302,10 @@ def _log(args: Any, rollout_id: int, planned: PlannedRollout) -> None:  # noqa: 
         "rollout %d: %d micro-batches planned in %.3f s; imbalance %.3f, static placement %.3f",
         rollout_id, planned.step.plan.num_micro_batches, planned.seconds, balanced, static,
     )  # fmt: skip
-    for package in ("slime.observability", "slime.utils"):  # moved there on 2026-08-21
-        with suppress(ImportError):
-            tracking, metrics, timer = (
-                import_module(f"{package}.{name}") for name in ("logging_utils", "metric_utils", "timer")
-            )
-            break
-    else:  # slime is not installed
+    modules = _metrics_modules()
+    if modules is None:
         return
+    tracking, metrics, timer = modules
     timer.Timer().add("equilibra_plan", planned.seconds)  # slime logs it as perf/equilibra_plan_time
     values = {
         "perf/equilibra_static_imbalance": static,
@@ -317,3 +313,14 @@ def _log(args: Any, rollout_id: int, planned: PlannedRollout) -> None:  # noqa: 
         "rollout/step": metrics.compute_rollout_step(args, rollout_id),
     }
     tracking.log(args, values, step_key="rollout/step")
+
+
+def _metrics_modules() -> tuple[Any, Any, Any] | None:
+    """Slime's logging_utils, metric_utils and timer, wherever this version has them; None without slime."""
+    for package in ("slime.observability", "slime.utils"):  # moved there on 2026-08-21
+        with suppress(ImportError):
+            tracking, metrics, timer = (
+                import_module(f"{package}.{name}") for name in ("logging_utils", "metric_utils", "timer")
+            )
+            return tracking, metrics, timer
+    return None
