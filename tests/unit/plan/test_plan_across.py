@@ -260,3 +260,32 @@ def test_no_planner_is_better_balanced_but_for_the_slack(traffic_costs):
     assert means["equilibra"] <= best + allowed
     assert means["equilibra"] < means["ultraep"]
     assert means["balanced"] <= best
+
+
+def priced_problems(seed: int) -> list[Case]:
+    """On 2 nodes of 2 and of 4 ranks, from a few rows to thousands, where a copy costs its ranks rows."""
+    rng, found = np.random.default_rng(seed), []
+    for cluster in CLUSTERS[:2]:
+        hold, serve = int(rng.choice([0, 0, 5, 20])), int(rng.choice([0, 3, 10]))
+        case = problem(seed, cluster, slots=1 + seed % 3, min_tokens=int(rng.choice([0, 0, 5])))
+        tokens = np.ascontiguousarray(case.tokens_ER // int(rng.choice([1, 10, 40])))
+        found.append(replace(case, tokens_ER=tokens, hold=hold, serve=serve))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("seed", "received"),
+    [
+        (2, [71, 70, 80, 80, 90, 90, 91, 87]),  # a copy's price raises what a rank may take
+        (5, [231, 230, 210, 168, 210, 242, 242, 132]),
+        (7, [212, 199, 213, 183, 233, 233, 232, 232]),  # one rank is the origin of both copies of an exchange
+        (8, [4, 3, 2, 2]),  # a single row is worth an exchange
+        (50, [3, 2, 2, 3, 3, 3, 0, 3]),  # rows of a rank that got nothing back
+    ],
+)
+def test_exchanges_that_prices_decide(seed, received):
+    """Traffic as it was when these exchanges were looked at."""
+    (case,) = [case for case in priced_problems(seed) if case.cluster.num_ranks == len(received)]
+    after = exchanged(split_of(case), 0.0)
+    check_split(after)
+    assert after.received().tolist() == received

@@ -106,3 +106,26 @@ def test_a_tolerance_is_a_bound_that_saves_copies():
                 mean = -(-int(tokens.sum()) // cluster.num_ranks)
                 assert done.rank_load.max() <= mean * (1 + tolerance) + 1
     assert counts[0.0] > counts[0.05] > counts[0.3] > counts[2.0]
+
+
+@pytest.mark.parametrize("price", [0, 40])
+def test_a_rank_with_nearly_everything_fills_all_slots(price):
+    """Slots are too few for a level: every one is used, and what is left stays on the rank that had it."""
+    tokens = np.zeros((64, 8), np.int32)
+    tokens[:8] = 100  # all on rank 0
+    tokens[[8, 16, 24], 0] = 90
+    done = balance(
+        tokens, cluster=Cluster(ranks_per_node=8), spare_slots=2, tolerance=0.0, hold_rows=price, serve_rows=price
+    )
+    assert np.bincount(done.rank_of_copy, minlength=8).max() <= 2
+    assert done.rank_load.sum() == tokens.sum()
+    assert done.imbalance < 1.4
+
+
+def test_equal_experts_on_one_rank_fill_all_slots():
+    """24 equal experts, 14 slots: each slot takes a whole one, and ten stay."""
+    tokens = np.zeros((192, 8), np.int32)
+    tokens[:24] = 10
+    done = balance(tokens, cluster=Cluster(ranks_per_node=8), spare_slots=2, tolerance=0.0)
+    assert done.expert_of_copy.size == 14
+    assert sorted(done.rank_load.tolist()) == [160] * 7 + [800]
