@@ -26,9 +26,13 @@ TEST_CPU_S, TEST_WALL_S, MUTANT_WALL_S = 4.0, 60.0, 600.0
 """limits of a test beyond five times what it takes without a mutant, and of all tests of a mutant"""
 FIRST_TESTS = (10, 60)
 """so many run before the files of others are loaded"""
-GOLDEN = ("tests/golden/test_baseline_plans.py", "tests/golden/test_plans.py", "tests/unit/plan/test_plan_stand.py")
+GOLDEN = (
+    *(f"tests/unit/plan/test_{name}.py" for name in ("plan_kernels", "baselines", "plan_pack", "plan_reorder",
+                                                     "plan_relevel", "plan_replicate", "plan_prices", "plan_stand")),
+    "tests/golden/test_baseline_plans.py", "tests/golden/test_plans.py",
+)  # fmt: skip
 GOLDEN_CPU_S = 60.0
-"""limit of one of them; each takes at most 5 as plain Python"""
+"""limit of a test of these files; each takes at most 5 as plain Python"""
 JUDGED = Path(__file__).with_name("judged.json")
 """survivors that were looked at and change nothing: why"""
 RESULTS = Path(__file__).resolve().parents[1] / "results"
@@ -42,7 +46,11 @@ def main() -> int:
     parser.add_argument("--lanes", type=int, default=1, help="parallel processes")
     parser.add_argument("--budget", type=float, default=20.0, help="CPU seconds of tests for a mutant")
     parser.add_argument("--again", action="store_true", help="run survivors once more, after tests were added")
-    parser.add_argument("--golden", action="store_true", help="run survivors of plan/ against all golden plans")
+    parser.add_argument(
+        "--golden",
+        action="store_true",
+        help="run survivors of plan/ against whole files of its tests and all golden plans",
+    )
     parser.add_argument(
         "--only", default="", help="only mutants of files whose name starts with this; the table has all"
     )

@@ -20,7 +20,8 @@ then those that call its function, cheapest first, until one fails, for at most 
 under a tracer. Files with numba kernels run as plain Python, with tests of at most 5 CPU seconds; the others with
 compiled kernels. A test fails if it takes {limit:g} CPU seconds more than five times its usual time, which ends endless
 loops. Failures that timing may explain are repeated without the mutant. Property tests run 20 examples; slow tests do
-not run. Surviving planner mutants also meet all golden plans (`--golden`). `make test-all` may kill more."""
+not run. Surviving planner mutants also meet whole files of the planner's tests and all golden plans (`--golden`), and
+tests that were written for them. `make test-all` may kill more."""
 
 
 def write_results(
