@@ -156,7 +156,7 @@ def test_prints_light_without_controls(show, small):
     opened.wait("document.documentElement.dataset.theme === 'dark'")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", [pytest.param("light", marks=pytest.mark.slow), "dark"])
 def test_accessible_to_axe(show, small, scheme):
     opened = show(small, scheme=scheme)
     for summary in opened.page.query_selector_all("summary"):

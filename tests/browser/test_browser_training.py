@@ -164,7 +164,7 @@ def test_fits_every_width_and_colour(show, scheme, width):
     assert opened.page.evaluate(picture) != before
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("scheme", ["light", pytest.param("dark", marks=pytest.mark.slow)])
 def test_accessible_to_axe(show, scheme):
     opened = show(training_run(), scheme=scheme)
     for summary in opened.page.query_selector_all("summary"):

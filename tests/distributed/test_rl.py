@@ -102,10 +102,19 @@ def uneven(model, cluster):
     return configs
 
 
-def test_ranks_and_groups_without_sequences(model, tmp_path):
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("few ppo", "odd tppo", "half tppo"),
+        pytest.param(("few grpo", "few gspo", "half grpo"), marks=pytest.mark.slow),
+    ],
+    ids=["with values", "without"],
+)
+def test_ranks_and_groups_without_sequences(names, model, tmp_path):
     """They make every collective call that the others make, and change no number."""
-    several = run_ranks(4, run_all, uneven(model, NODES), tmp_path / "several", timeout_s=300)
-    (alone,) = run_ranks(1, run_all, uneven(model, ALONE), tmp_path / "alone", timeout_s=300)
+    on = {cluster: {name: uneven(model, cluster)[name] for name in names} for cluster in (NODES, ALONE)}
+    several = run_ranks(4, run_all, on[NODES], tmp_path / "several", timeout_s=300)
+    (alone,) = run_ranks(1, run_all, on[ALONE], tmp_path / "alone", timeout_s=300)
     for name, notes in alone.items():
         assert largest_gap(notes, several[0][name]) < ROUNDING, name
         assert max(note["gradient_norm"] for note in notes.steps) > 1e-3, name
@@ -142,7 +151,10 @@ def killed_and_resumed(config, folder, stage, step, victims):
     return trained(config, folder, resume=True)
 
 
-@pytest.mark.parametrize(("stage", "victims"), [("update", (1,)), ("checkpoint", (0, 1, 2, 3))])
+@pytest.mark.parametrize(
+    ("stage", "victims"),
+    [pytest.param("update", (1,), marks=pytest.mark.slow), ("checkpoint", (0, 1, 2, 3))],
+)
 def test_killed_ranks_lose_nothing(stage, victims, model, whole, tmp_path):
     config = small(model, run__steps=4, run__timeout_s=30.0)
     rest = killed_and_resumed(config, tmp_path / "run", stage, 2, victims)

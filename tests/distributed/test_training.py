@@ -23,13 +23,17 @@ WORLDS = {
 }
 SEEDS = {"2 nodes of 4": [102], "2 groups of 2 nodes of 2": [100]}
 """eight processes on two cores are slow: one case each, of our planner and of random plans with standing copies"""
+QUICK = ("one process", "2 nodes of 1", "2 nodes of 2", "2 groups of 2 nodes of 2")
+"""kinds of clusters that between them have everything the others have"""
 
 
 def seen(results, name):
     return sum(case.seen.get(name, 0) for case in results[0])
 
 
-@pytest.mark.parametrize("world", WORLDS)
+@pytest.mark.parametrize(
+    "world", [pytest.param(world, marks=[] if world in QUICK else [pytest.mark.slow]) for world in WORLDS]
+)
 def test_equals_the_reference(world):
     cluster, processes = WORLDS[world]
     seeds = SEEDS.get(world, range(100, 104 if processes < 4 else 103))
@@ -43,7 +47,7 @@ def test_equals_the_reference(world):
         assert seen(results, "moves") > 0
 
 
-@pytest.mark.parametrize("world", ["2 nodes of 2", "2 groups of 2"])
+@pytest.mark.parametrize("world", ["2 nodes of 2", pytest.param("2 groups of 2", marks=pytest.mark.slow)])
 def test_tokens_without_routing_are_routed_live(world):
     cluster, processes = WORLDS[world]
     results = run_ranks(processes, train_cases, list(range(200, 204)), cluster, 0.2)

@@ -120,6 +120,7 @@ def test_documented_commands_run_in_order(tmp_path):
     run_commands(commands, tmp_path)
 
 
+@pytest.mark.slow
 def test_documented_training_runs_on_a_file_and_resumes(tmp_path):
     first, *_, last = training_commands()
     assert "jsonl" in first

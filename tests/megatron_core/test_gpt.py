@@ -113,7 +113,7 @@ def test_four_pipeline_stages() -> None:
     same(run_ranks(8, gpt_runs.against_plain, Case(pipeline=4, num_layers=4, options=FULL)))
 
 
-@pytest.mark.parametrize("homes", ["stay", "shuffled"])
+@pytest.mark.parametrize("homes", [pytest.param("stay", marks=pytest.mark.slow), "shuffled"])
 def test_weights_that_are_gathered_during_the_next_forward(homes: str) -> None:
     case = Case(overlap=True, gather=True, homes=homes, options=FULL)
     same(run_ranks(4, gpt_runs.against_plain, case), moves=homes == "shuffled")

@@ -28,7 +28,11 @@ def test_dropped_gradients_of_copies_are_noticed() -> None:
 
 @pytest.mark.parametrize(
     ("options", "expert_parallel", "given"),
-    [({}, 4, {}), (FULL, 4, {"moves": True, "overlap": True}), (SELECTIVE, 2, {"overlap": True})],
+    [
+        pytest.param({}, 4, {}, marks=pytest.mark.slow),
+        (FULL, 4, {"moves": True, "overlap": True}),
+        (SELECTIVE, 2, {"overlap": True}),
+    ],
     ids=["none", "full, homes move", "selective, two replicas"],
 )
 def test_plans_from_past_steps_train_as_plain_megatron_does(

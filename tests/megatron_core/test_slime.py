@@ -101,7 +101,7 @@ def test_a_hook_that_is_not_set_is_noticed(runs: dict) -> None:
         assert "forward 6 of MoE layer 0 has no plan: the step has 5 micro-batches" in one["error"]
 
 
-@pytest.mark.parametrize("what", ["groups", "world"])
+@pytest.mark.parametrize("what", [pytest.param("groups", marks=pytest.mark.slow), "world"])
 def test_process_groups_that_are_made_again(what: str) -> None:
     """--offload-train, as it was up to 2026-08 and as it is."""
     found = run_ranks(2, slime_runs.against_plain, {"offload": Case(rollouts=2, offload=what, options={})})

@@ -26,8 +26,8 @@ def test_a_layer_with_both_kinds_of_copies(per_node: int) -> None:
     "case",
     [
         replace(CASE, per_node=1),
-        replace(CASE, options=FULL),
-        replace(CASE, options=SELECTIVE, overlap=True),
+        pytest.param(replace(CASE, options=FULL), marks=pytest.mark.slow),
+        pytest.param(replace(CASE, options=SELECTIVE, overlap=True), marks=pytest.mark.slow),
         replace(CASE, fused=True, overlap=True, gather=True, homes="shuffled", options=FULL),
         replace(CASE, expert_parallel=2, per_node=1, options=FULL, overlap=True),
         replace(CASE, expert_parallel=2, per_node=1, pipeline=2, num_layers=4),

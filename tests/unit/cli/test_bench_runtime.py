@@ -148,7 +148,9 @@ def test_other_benches_do_without_torch():
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").is_dir(), reason="processes are found in /proc")
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), pytest.param(signal.SIGKILL, -signal.SIGKILL, marks=pytest.mark.slow)]
+)
 def test_ranks_end_with_the_command(trace, number, code):
     command = [sys.executable, "-m", "equilibra", "bench", "runtime", "--quick", "--repeats", "100000"]
     started = subprocess.Popen([*command, "--trace", trace], stderr=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
