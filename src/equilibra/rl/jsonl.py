@@ -21,6 +21,7 @@ from typing import IO, Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core import checks
 from equilibra.core.atomic import cannot
 from equilibra.core.errors import InputError
 from equilibra.rl.tasks import Problem, check_number, hash_of_prompt
@@ -119,6 +120,7 @@ class JsonlTask:
 
 def jsonl_task(path: Path | str, *, seed: int = 0, held_out_share: float = 0.1) -> JsonlTask:
     """Read a file; hold out a share of its prompts (between 0 and 1), at least one."""
+    checks.check_number("the share of held-out problems", held_out_share, above=0, high=1, below=True)
     path = Path(path)
     lines = _read(path)
     prompts = sorted({line.prompt for line in lines}, key=lambda prompt: (hash_of_prompt(prompt), prompt))

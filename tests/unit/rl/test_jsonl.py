@@ -202,6 +202,12 @@ def test_too_few_problems(write, lines, number):
         jsonl_task(write(lines))
 
 
+@pytest.mark.parametrize("share", [0, 1, -0.1, 2, float("nan")])
+def test_shares_that_leave_nothing(write, share):
+    with pytest.raises(InputError, match="share of held-out problems"):
+        jsonl_task(write(sums(10)), held_out_share=share)
+
+
 def test_numbers_that_there_are_not(write):
     task = jsonl_task(write(sums(10)))
     with pytest.raises(InputError, match="no problem -1"):
