@@ -9,6 +9,8 @@ shuffled (as rollouts are mixed). Every mode executes the same steps:
     history   standing copies, per rank, and homes from the four steps before; a copy takes a fixed share of a source's
               tokens, as under `MegatronSetting(mode="history")`
     live      flash copies inside the node for each layer and micro-batch, from its own counts, on contiguous homes
+    live+     the same, and standing copies between nodes: chosen from the four steps before, split by its own counts, as
+              under `MegatronSetting(mode="live")` with `begin_from_past_steps()`
     replay    flash copies, standing copies and homes planned with the step known
 
 Plans are made with all prices zero, so imbalance (slowest over mean rank of a layer in a micro-batch) is the lowest
@@ -22,6 +24,7 @@ import argparse
 import json
 import subprocess
 from collections import deque
+from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -31,6 +34,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.load import StepLoad, imbalance
 from equilibra.core.placement import Cluster, Placement, contiguous
+from equilibra.core.plan import StandingCopies
 from equilibra.cost.rates import Rates
 from equilibra.plan.history import rank_load_by_shares, shares_of
 from equilibra.plan.micro_batch import balance
@@ -38,7 +42,7 @@ from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace
 
-MODES = ("static", "history", "live", "replay")
+MODES = ("static", "history", "live", "live+", "replay")
 CLUSTERS = ((1, 8), (2, 4), (4, 2))
 """nodes and ranks of each"""
 TOKENS, MICRO_BATCHES, WINDOW = 512, 4, 4
@@ -73,17 +77,16 @@ def _counts(ids_TLK: NDArray[np.integer[Any]], num_experts: int, num_ranks: int)
     ]).astype(np.int32)  # fmt: skip
 
 
-def _live(load: StepLoad, home: Placement) -> NDArray[np.int64]:
+def _live(load: StepLoad, home: Placement, standing: StandingCopies) -> NDArray[np.int64]:
     """[L, M, R]"""
     rows_LMR = np.zeros((load.num_layers, load.num_micro_batches, load.num_ranks), np.int64)
     for layer, home_E in enumerate(home.home_of_expert):
+        of_layer = standing.layer == layer
         for m in range(load.num_micro_batches):
-            tokens_ER = load.tokens_MLER[m, layer]
-            found = balance(tokens_ER, home_of_expert=home_E, cluster=home.cluster, spare_slots=SPARE_SLOTS)
-            np.add.at(rows_LMR[layer, m], home_E, tokens_ER.sum(axis=1))
-            served = found.tokens_FR.sum(axis=1)
-            np.subtract.at(rows_LMR[layer, m], home_E[found.expert_of_copy], served)
-            np.add.at(rows_LMR[layer, m], found.rank_of_copy, served)
+            rows_LMR[layer, m] = balance(
+                load.tokens_MLER[m, layer], home_of_expert=home_E, cluster=home.cluster, spare_slots=SPARE_SLOTS,
+                standing_expert=standing.expert[of_layer], standing_rank=standing.rank[of_layer],
+            ).rank_load  # fmt: skip
     return rows_LMR
 
 
@@ -102,7 +105,12 @@ def compare(steps: list[StepLoad], cluster: Cluster) -> dict[str, NDArray[np.flo
         plan = planner.plan(_problem(window, past_home, 0, STANDING_SLOTS))
         seen["history"].append(rank_load_by_shares(load, plan, shares_of(plan, window)))
         past_home = plan.placement
-        seen["live"].append(_live(load, home))
+        seen["live"].append(_live(load, home, StandingCopies.none()))
+        standing = StandingCopies.none()
+        if cluster.num_nodes > 1:
+            problem = replace(_problem(window, home, SPARE_SLOTS, STANDING_SLOTS), max_moves_per_layer=0)
+            standing = planner.plan(problem).standing
+        seen["live+"].append(_live(load, home, standing))
         plan = planner.plan(_problem(load, known_home, SPARE_SLOTS, STANDING_SLOTS))
         seen["replay"].append(plan.rank_load(load))
         known_home = plan.placement
@@ -155,10 +163,10 @@ def main() -> None:
         "# What foresight is worth", "",
         f"Computed {about['date']} at commit {about['commit']}: `{about['command']}`, which also describes",
         f"the modes. {TOKENS} tokens per rank and micro-batch, {SPARE_SLOTS} spare slots per rank, {STANDING_SLOTS}",
-        "standing copies per layer, on every node under replay and every rank under history. Imbalance: mean / 99th",
-        "percentile over layers and micro-batches.", "",
-        "| recording | nodes x ranks | order | steps x micro-batches | static | history | live | replay |",
-        "|---|---|---|---|---|---|---|---|",
+        "standing copies per layer, on every rank under history and on every node under live+ and replay. Imbalance:",
+        "mean / 99th percentile over layers and micro-batches.", "",
+        f"| recording | nodes x ranks | order | steps x micro-batches | {' | '.join(MODES)} |",
+        "|---|---|---|---|" + "---|" * len(MODES),
         *(
             f"| {row['recording']} | {row['nodes']} x {row['ranks_per_node']} | {row['order']} | {row['steps']} x "
             f"{row['micro_batches_per_step']} | "

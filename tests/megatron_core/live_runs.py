@@ -1,7 +1,8 @@
-"""A GPTModel whose routers choose as they are, without replay: as it is, and planned as every forward begins."""
+"""A GPTModel whose routers choose as they are, without replay: as it is, and planned live or from past steps."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -13,22 +14,38 @@ from equilibra.cost.rates import Rates
 from equilibra.integrations.megatron import MegatronSetting, balance
 
 SKEW = 3.0
+STEPS = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """One way to train without replay."""
+
+    mode: str = "live"
+    expert_parallel: int = 4
+    per_node: int | None = None
+    """expert-parallel ranks that count as a node"""
+    options: dict[str, Any] = field(default_factory=dict)
+    """of Megatron's configuration"""
+    moves: bool = False
+    """homes may move"""
+    overlap: bool = False
+    """gradients are reduced during backward"""
+    ahead: bool = False
+    """the next step is planned in the background"""
+    begins: int = STEPS
+    """steps that are begun; later ones forget to"""
+    sabotage: str | None = None
 
 
 class LiveTraining(Training):
     """A model without routing replay."""
 
-    def __init__(self, options: dict[str, Any], *, num_layers: int = 2, overlap: bool = False) -> None:
-        options = {**options, "moe_enable_routing_replay": False}
-        super().__init__(options, num_layers=num_layers, overlap=overlap)
+    def __init__(self, options: dict[str, Any], **shape: Any) -> None:
+        super().__init__({**options, "moe_enable_routing_replay": False}, **shape)
         with torch.no_grad():  # some experts are chosen more often
             for layer in self.layers:
                 layer.router.weight *= torch.linspace(0.2, SKEW, models.NUM_EXPERTS)[:, None]
-
-    def balance_live(self, *, ranks_per_node: int | None = None) -> LiveTraining:
-        setting = MegatronSetting(mode="live", spare_slots=2, rates=Rates.free(), ranks_per_node=ranks_per_node)
-        self.live = balance(self.model, setting, optimizer=self.optimizer)
-        return self
 
     def _replayed(self, model: Any, number: int, _routing: Any) -> Any:
         out = model(*inputs(number, self._begun))
@@ -36,62 +53,48 @@ class LiveTraining(Training):
         return out, lambda tensor: (tensor.mean(), {"loss": tensor.detach().mean()})
 
 
-class HistoryTraining(LiveTraining):
-    """Planned from past steps."""
-
-    def balance_history(self, *, moves: bool) -> HistoryTraining:
-        setting = MegatronSetting(mode="history", standing_slots=2, history_steps=2, rates=Rates.free())
-        self.live = balance(self.model, setting, optimizer=self.optimizer if moves else None)
-        return self
-
-    def step(self, number: int, **options: Any) -> float:
-        if getattr(self, "live", None) is not None:
-            self.steps.append(self.live.begin_from_past_steps())
-        return super().step(number, **options)
-
-
-def history_against_plain(
-    options: dict[str, Any], expert_parallel: int, sabotage: str | None = None, *, moves: bool = False,
-    overlap: bool = False,
-) -> dict[str, Any]:  # fmt: skip
-    """Losses of four steps, weights afterwards, and what was done."""
-    models.join(expert_parallel)
-    plain = LiveTraining(options)
-    wanted = [plain.step(number) for number in range(4)]
-    training = HistoryTraining(options, overlap=overlap).balance_history(moves=moves)
-    layer_runs.break_something(sabotage)
-    found = [training.step(number) for number in range(4)]
-    training.live.end()
-    training.balancer = training.live  # for the numbers of experts
-    weights, steps = training.weights(), training.steps
-    static, planned = training.live.history.take_imbalance()
-    copies = training.live.copies.found
+def against_plain(case: Case) -> dict[str, Any]:
+    """Losses of a few steps, weights afterwards, and what was done."""
+    models.join(case.expert_parallel)
+    plain = LiveTraining(case.options)
+    wanted = [plain.step(number) for number in range(STEPS)]
+    training = LiveTraining(case.options, overlap=case.overlap)
+    setting = MegatronSetting(
+        mode=case.mode, rates=Rates.free(), history_steps=2, ranks_per_node=case.per_node,
+        max_moves_per_layer=-1 if case.moves else 0,
+    )  # fmt: skip
+    balancer = balance(training.model, setting, optimizer=training.optimizer)
+    layer_runs.break_something(case.sabotage)
+    if case.sabotage == "keep old standing copies":
+        del training.optimizer.step
+    found, begun, observed = [], [], []
+    for number in range(STEPS):
+        if number < case.begins:
+            begun.append(balancer.begin_from_past_steps())
+        found.append(training.step(number))
+        if case.ahead:
+            balancer.prepare_from_past_steps()
+        if balancer.live is not None:
+            observed.append(balancer.live.take_imbalance())
+    balancer.end()
+    training.balancer = balancer  # for the numbers of experts
+    weights, steps = training.weights(), [step for step in begun if step is not None]
+    copies = balancer.copies.found
     return {
-        "plain": wanted, "balanced": found, "first": steps[0], "static": static, "planned": planned,
-        "standing": [step.plan.standing.num_copies for step in steps[1:]],
-        "moves": sum(step.plan.migration.num_moves for step in steps[1:]), "memory": copies.memory_bytes(),
+        "plain": wanted, "balanced": found, "begun": [step is not None for step in begun],
+        "standing": [step.plan.standing.num_copies for step in steps],
+        "flash": balancer.live.num_copies if balancer.live else 0,
+        "observed": observed if balancer.live else [balancer.history.take_imbalance()],
+        "again": (balancer.live or balancer.history).take_imbalance(),
+        "moves": sum(step.plan.migration.num_moves for step in steps),
+        "memory": copies.memory_bytes() if copies else {}, "said": said_by(balancer),
         "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
     }  # fmt: skip
 
 
-def against_plain(options: dict[str, Any], expert_parallel: int, sabotage: str | None = None) -> dict[str, Any]:
-    """Losses of three steps, weights afterwards, and what was done."""
-    models.join(expert_parallel)
-    plain = LiveTraining(options)
-    wanted = [plain.step(number) for number in range(3)]
-    training = LiveTraining(options).balance_live()
-    layer_runs.break_something(sabotage)
-    found = [training.step(number) for number in range(3)]
-    weights = training.weights()
-    live = training.live.live
-    static, planned = live.take_imbalance()
+def said_by(balancer: Any) -> str:
     try:
-        training.live.begin([])
-        said = "nothing"
+        balancer.begin([])
     except InputError as error:
-        said = str(error)
-    return {
-        "plain": wanted, "balanced": found, "copies": live.num_copies, "static": static, "planned": planned,
-        "said": said, "again": live.take_imbalance(),
-        "weights": max(float((value - weights[name]).abs().max()) for name, value in plain.weights().items()),
-    }  # fmt: skip
+        return str(error)
+    return "nothing"

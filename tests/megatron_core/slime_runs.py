@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from tests.megatron_core import layer_runs, models, slime_groups
 from tests.megatron_core.gpt_runs import FULL, Training
+from tests.megatron_core.live_runs import LiveTraining
 from tests.megatron_core.slime_stand_in import Actor
 from torch import Tensor
 
@@ -42,6 +43,7 @@ class Case:
     rollouts: int = 1
     offload: str = ""
     """--offload-train: process groups are made again between rollouts, "groups" or "world" with them"""
+    replays: bool = True
     sabotage: str | None = None
 
 
@@ -54,8 +56,9 @@ def routes(rollout_id: int, rank: int, num_stages: int = 1, stage: int = 0) -> l
 
 def actor(case: Case) -> Actor:
     args = Namespace(num_experts=models.NUM_EXPERTS, **(case.arguments or {}))
-    options = {**case.options, "gradient_accumulation_fusion": False}
-    return Actor(Training(options, num_layers=LAYERS * case.pipeline), args, NUM_MICROBATCHES)
+    options = {**case.options, "gradient_accumulation_fusion": False, "moe_enable_routing_replay": case.replays}
+    kind = Training if case.replays else LiveTraining
+    return Actor(kind(options, num_layers=LAYERS * case.pipeline), args, NUM_MICROBATCHES, replays=case.replays)
 
 
 def run(one: Actor, case: Case) -> None:
@@ -63,7 +66,8 @@ def run(one: Actor, case: Case) -> None:
         if case.offload and rollout_id:
             assert slime_groups.sleep_and_wake_up(world=case.offload == "world")
         rank, stage = _place()
-        known = routes(rollout_id, rank, case.pipeline, stage) if case.rollout_routes else None
+        known = routes(rollout_id, rank, case.pipeline, stage) if case.rollout_routes and case.replays else None
+        os.environ["ENABLE_ROUTING_REPLAY"] = str(int(case.replays))
         one.train_actor(rollout_id, known, log_probs=case.log_probs)
 
 
@@ -79,7 +83,6 @@ def against_plain(cases: dict[str, Case], pipeline: int = 1) -> dict[str, dict[s
     if any(case.offload for case in cases.values()):
         slime_groups.install(world=any(case.offload == "world" for case in cases.values()))
     models.join(2, pipeline)
-    os.environ["ENABLE_ROUTING_REPLAY"] = "1"
     plain: dict[str, Actor] = {}
     for case in cases.values():
         if _way(case) not in plain:
@@ -89,7 +92,7 @@ def against_plain(cases: dict[str, Case], pipeline: int = 1) -> dict[str, dict[s
 
 def _way(case: Case) -> str:
     """What of a case there is without hooks."""
-    return f"{case.options} {case.rollout_routes} {case.log_probs} {case.rollouts} {case.offload}"
+    return f"{case.options} {case.rollout_routes} {case.replays} {case.log_probs} {case.rollouts} {case.offload}"
 
 
 def _against_plain(case: Case, plain: Actor) -> dict[str, Any]:
@@ -178,7 +181,9 @@ def refusals() -> dict[str, str]:
     ask("replay off", one)
     one.model[0].role = "critic"
     ask("critic", one)
+    ask("mode live", actor(Case(arguments={"equilibra_mode": "no"})))
     os.environ["ENABLE_ROUTING_REPLAY"] = "1"
+    ask("mode and replay", actor(Case(arguments={"equilibra_mode": "live"})))
     without = actor(case)
     del without.training.layers[1].router.routing_replay
     ask("router without replay", without)

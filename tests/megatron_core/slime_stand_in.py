@@ -62,12 +62,14 @@ class RoutingReplay:
 class Actor:
     """slime's actor with one chunk of a model."""
 
-    def __init__(self, training: Training, args: Namespace, num_microbatches: list[int]) -> None:
+    def __init__(
+        self, training: Training, args: Namespace, num_microbatches: list[int], *, replays: bool = True
+    ) -> None:
         self.training, self.args, self.num_microbatches = training, args, num_microbatches
         self.model, self.optimizer = [training.model], training.optimizer
         self.model[0].role = "actor"
         RoutingReplay.all_routing_replays.clear()
-        for layer in training.layers:
+        for layer in training.layers if replays else ():
             layer.router.routing_replay = layer.router.router_replay = RoutingReplay()
         self.reference = self.backup()
         self.train_hook: Callable[..., None] | None = None

@@ -1,10 +1,14 @@
 """slime's rollouts learn the same with Equilibra's hooks. slime itself is not on PyPI: a stand-in keeps its order."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.distributed.ranks import run_ranks
 from tests.megatron_core import slime_runs
 from tests.megatron_core.slime_runs import Case, slowest_over_mean
+
+from equilibra.cost.presets import default_prices
 
 
 def losses(found: dict) -> np.ndarray:
@@ -25,11 +29,18 @@ def rows(found: list[dict], stage: str) -> list[list[int]]:
     return [one["rows"][stage] for one in found]
 
 
+FAST = replace(default_prices(), nic_gb_per_s=1e9)
+"""a network on which standing copies pay even for a few tokens"""
+WITHOUT_REPLAY = {"equilibra_ranks_per_node": 1, "equilibra_hardware": FAST}
 CASES = {
     "rollout": Case(rollouts=2),
     "recorded": Case(rollout_routes=False, options={}, rollouts=2),
     "no old": Case(log_probs=False),
     "switch": Case(arguments={"equilibra_planner": "static"}),
+    **{
+        mode: Case(replays=False, rollouts=3, arguments={"equilibra_mode": mode, **WITHOUT_REPLAY})
+        for mode in ("live", "history")
+    },
     "other order": Case(sabotage="plan of the micro-batches in another order"),
     "no hook": Case(sabotage="no hook before a step"),
     "dropped": Case(sabotage="drop gradients of copies"),  # the last: it breaks the processes that it runs in
@@ -74,14 +85,30 @@ def test_no_pass_for_old_log_probabilities(runs: dict) -> None:
     assert slowest_over_mean(rows(runs["no old"], "replay_forward")) < 1.05
 
 
+@pytest.mark.parametrize("mode", ["live", "history"])
+def test_without_replay_standing_copies_follow_past_steps(runs: dict, mode: str) -> None:
+    """Reference weights come and go between the steps; the first step has no copies."""
+    found = runs[mode]
+    same(found, rollouts=3)
+    logged = found[0]["logged"]
+    assert [one["rollout/step"] for one in logged] == [0, 1, 2]
+    for one in logged[1:]:
+        assert one["perf/equilibra_planned_imbalance"] < one["perf/equilibra_static_imbalance"]
+    ran = rows(found, "replay_forward")  # 5 micro-batches of a rollout, in 2 layers
+    later = slowest_over_mean([of_rank[2 * 5 :] for of_rank in ran])
+    assert later < (1.06 if mode == "live" else _static(found, of_rollouts=logged[1:]))
+    assert slowest_over_mean([of_rank[: 2 * 3] for of_rank in ran]) > later, "the first step ran on homes"
+
+
 def test_the_switch_in_slimes_options(runs: dict) -> None:
     same(runs["switch"])
     assert slowest_over_mean(rows(runs["switch"], "replay_forward")) == pytest.approx(_static(runs["switch"]))
 
 
-def _static(found: list[dict]) -> float:
+def _static(found: list[dict], of_rollouts: list[dict] | None = None) -> float:
     """Slowest over mean rank as slime would have it, over all rollouts."""
-    return float(np.mean([one["perf/equilibra_static_imbalance"] for one in found[0]["logged"][1::2]]))
+    logged = of_rollouts or found[0]["logged"][1::2]
+    return float(np.mean([one["perf/equilibra_static_imbalance"] for one in logged]))
 
 
 def test_gradients_that_are_lost_are_noticed(runs: dict) -> None:
@@ -126,9 +153,11 @@ def test_two_pipeline_stages() -> None:
 
 SAID = {
     "replay off": "add --use-rollout-routing-replay",
+    "mode live": "equilibra_mode must be one of replay, live, history",
+    "mode and replay": "equilibra_mode live ignores the routing that slime replays",
     "router without replay": "a router has no routing_replay",
     "fused router": "--moe-router-fusion",
-    "unknown option": "equilibra_slots is not an option: use equilibra_planner",
+    "unknown option": "equilibra_slots is not an option: use equilibra_mode",
     "nothing recorded": "which --use-rollout-logprobs skips",
     "lists of other lengths": "routers have recorded 2 to 3 micro-batches",
     "lists of other lengths on one rank": "routers have recorded 2 to 3 micro-batches",

@@ -54,6 +54,7 @@ def on_two_ranks() -> dict[str, Any]:
         verl, **options(), override_ddp_config={"overlap_param_gather": True, "overlap_grad_reduce": True}
     )
     found["live"] = train(verl, **options(mode="live"), mode="disabled", replay=False)
+    found["live on nodes"] = train(verl, **options(mode="live", **NODES), mode="disabled", replay=False)
     found["history"] = train(verl, **options(mode="history", hardware=FAST), mode="disabled", replay=False)
     found["plain live"] = train(verl, override_mcore_model_config=OFF, mode="disabled", replay=False)
     found["standing"] = train(verl, **options(**NODES, standing_slots=2), param_offload=True)
@@ -78,7 +79,7 @@ def on_two_ranks() -> dict[str, Any]:
     for name in ("balanced", "verified", "standing", "homes", "logprob", "static", "gathered", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
     plain_live = found["plain live"].pop("weights")
-    for name in ("live", "history"):
+    for name in ("live", "live on nodes", "history"):
         found[name]["weights"] = apart(plain_live, found[name]["weights"])
     del plain["weights"]
     return found

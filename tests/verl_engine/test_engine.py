@@ -44,6 +44,7 @@ def test_two_ranks() -> None:
         whole, cut = every[0]["plain"]["log_probs"], found["context parallel"]["plain"]["log_probs"]
         np.testing.assert_allclose(cut, whole, rtol=1e-5, atol=1e-6)
         of_live(found["live"], found["plain live"])
+        of_live(found["live on nodes"], found["plain live"], first=1)  # no standing copies in the first step
         of_history(found["history"], found["plain live"])
         of_metrics(found["balanced"])
         of_recording(*found["recorded"])
@@ -113,26 +114,25 @@ def of_checkpoint(found: dict, plain: dict) -> None:
     assert "equilibra.max_moves_per_layer=0" in copies
 
 
-def of_live(found: dict, plain: dict) -> None:
-    """Without replay, planned from what the routers choose."""
+def of_live(found: dict, plain: dict, first: int = 0) -> None:
+    """Without replay, planned from what the routers choose. first: step from which on there are copies."""
     np.testing.assert_allclose(found["losses"], plain["losses"], rtol=2e-5, atol=1e-6)
     assert found["weights"] < 2e-5
     assert plain["metrics"] == [{}] * (runs.STEPS + 1)
-    for metrics in found["metrics"]:
+    for metrics in found["metrics"][first:]:
         assert metrics["equilibra/imbalance_after"][0] < metrics["equilibra/imbalance_before"][0]
         assert "equilibra/copies" not in metrics
 
 
 def of_history(found: dict, plain: dict) -> None:
-    """Without replay, planned from past steps: what a step's metrics tell is how the plan before it did."""
+    """Without replay, planned from past steps."""
     np.testing.assert_allclose(found["losses"], plain["losses"], rtol=2e-5, atol=1e-6)
     assert found["weights"] < 2e-5
     after, before = (
         [metrics[f"equilibra/imbalance_{when}"][0] for metrics in found["metrics"]] for when in ("after", "before")
     )
-    assert after[0] == before[0] == 1, "nothing was known"
-    assert after[1] == before[1] > 1, "the first step ran on homes"
-    assert sum(after[2:]) < sum(before[2:])
+    assert after[0] == before[0] > 1, "the first step ran on homes"
+    assert sum(after[1:]) < sum(before[1:])
 
 
 def of_metrics(found: dict) -> None:

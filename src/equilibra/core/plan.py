@@ -10,7 +10,7 @@ rest, so every token is served exactly once unless a copy gets more tokens of a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from hashlib import sha256
 
@@ -211,6 +211,14 @@ class StepPlan:
     @property
     def migration(self) -> Migration:
         return Migration(before=self.previous, after=self.placement)
+
+    def without_flash(self) -> StepPlan:
+        """The same homes and standing copies, and no flash copies."""
+        stages = {
+            stage: StagePlan.without_flash(part.standing_tokens_CMR, self.num_layers)
+            for stage, part in self.stages.items()
+        }
+        return replace(self, stages=stages)
 
     def rank_load(self, load: StepLoad, stage: Stage = Stage.UPDATE) -> NDArray[np.int64]:
         """[L, M, R] tokens that each rank computes."""

@@ -92,15 +92,16 @@ class MegatronSetting(PlanSetting):
     copies_stand: ClassVar[bool] = True
 
     standing_slots: int = 2
-    """standing copies a node may hold per layer, where expert-parallel ranks are several nodes; none with mode live"""
+    """standing copies a node may hold per layer, where expert-parallel ranks are several nodes"""
     max_moves_per_layer: int = -1
     """homes that may move per layer and step; -1: as many as pay. Without an optimizer none move"""
     mode: str = "replay"
     """replay: steps are planned ahead, from recorded routing. live: every forward of a layer is planned from what its
-    router has just chosen, and its copies are fetched then. history: standing copies and homes follow the loads of past
-    steps, and nothing is planned per micro-batch. The last two need no routing replay"""
+    router has just chosen, and its flash copies are fetched then; standing copies follow the loads of past steps.
+    history: standing copies and homes follow past steps, and nothing is planned per micro-batch. The last two need no
+    routing replay"""
     history_steps: int = 4
-    """past steps that mode history plans from"""
+    """past steps that live and history plan from"""
     prefetch: bool = True
     """fetch copies while the previous layer computes; takes the spare slots twice"""
     path: str = "auto"
@@ -114,9 +115,8 @@ class MegatronSetting(PlanSetting):
         check_choice(f"{self.section}path", self.path, PATHS)
 
     def slot_counts(self, cluster: Cluster) -> SlotCounts:
-        stands = self.mode != "live" and cluster.num_nodes > 1
-        flashes = self.mode != "history"
-        return SlotCounts(standing=self.standing_slots if stands else 0, flash=self.spare_slots if flashes else 0)
+        standing = self.standing_slots if cluster.num_nodes > 1 else 0
+        return SlotCounts(standing=standing, flash=0 if self.mode == "history" else self.spare_slots)
 
     def cluster_of(self, num_ranks: int) -> Cluster:
         """The cluster to plan for. With mode history every rank is a node, since standing copies balance nodes."""

@@ -296,6 +296,56 @@ def test_balance_serves_every_token_once_and_makes_no_rank_slower_than_the_slowe
     assert np.bincount(done.rank_of_copy, minlength=1).max() <= slots
 
 
+@many
+@given(cases(kinds=("skewed", "correlated", "mixed", "small")))
+def test_balance_splits_over_standing_copies_of_another_load(case):
+    """Copies that a plan chose for the last micro-batch serve the first: each pair once, never worse than homes."""
+    load, cluster, slots = case.problem.load, case.problem.cluster, case.problem.spare_slots
+    planned = case.plan()
+    of_layer = planned.standing.layer == 0
+    expert, rank = planned.standing.expert[of_layer], planned.standing.rank[of_layer]
+    home, tokens = planned.placement.home_of_expert[0], load.tokens_MLER[0, 0]
+    options = {"cluster": cluster, "home_of_expert": home, "spare_slots": slots}
+    mixed = np.random.default_rng(0).permutation(expert.size)
+    done = balance(tokens, standing_expert=expert[mixed], standing_rank=rank[mixed], **options)
+    left = tokens.astype(np.int64)
+    rows = np.bincount(home, weights=tokens.sum(axis=1, dtype=np.int64), minlength=cluster.num_ranks).astype(np.int64)
+    before, instances = int(rows.max()), set(enumerate(home.tolist())) | set(zip(expert, rank, strict=True))
+    for e, r, origin in zip(done.expert_of_copy, done.rank_of_copy, done.origin_of_copy, strict=True):
+        assert (e, origin) in instances
+        assert (e, r) not in instances
+        assert origin // cluster.ranks_per_node == r // cluster.ranks_per_node
+    every = [*zip(done.expert_of_copy, done.rank_of_copy, done.tokens_FR, strict=True)]
+    every += zip(expert[mixed], rank[mixed], done.standing_tokens_CR, strict=True)
+    for e, r, served in every:
+        assert served.min() >= 0
+        left[e] -= served
+        rows[home[e]] -= served.sum()
+        rows[r] += served.sum()
+    assert left.min() >= 0
+    assert rows.tolist() == done.rank_load.tolist()
+    assert rows.max() <= before
+    assert np.bincount(done.rank_of_copy, minlength=1).max() <= slots
+    in_order = balance(tokens, standing_expert=expert, standing_rank=rank, **options)
+    np.testing.assert_array_equal(in_order.standing_tokens_CR[mixed], done.standing_tokens_CR)
+
+
+def test_standing_copies_level_nodes_as_the_plan_that_chose_them():
+    """For the load they were chosen for, a single call is as even as the plan; without them, nodes stay uneven."""
+    cluster = Cluster(num_nodes=4, ranks_per_node=2)
+    weights = np.random.default_rng(1).dirichlet(np.full(32, 0.3), size=4)
+    tokens = np.stack([np.random.default_rng(2).multinomial(4000, of_layer, size=8).T for of_layer in weights])
+    load = StepLoad(tokens_MLER=np.ascontiguousarray(tokens[None], np.int32))
+    problem = StepProblem(cluster=cluster, given_load=load, rates=Rates.free(), standing_slots=3, spare_slots=2)
+    plan = Equilibra(threads=1, reorder=False).plan(problem)
+    for layer in range(4):
+        of_layer = plan.standing.layer == layer
+        slowest = int(plan.rank_load(load)[layer, 0].max())
+        copies = {"standing_expert": plan.standing.expert[of_layer], "standing_rank": plan.standing.rank[of_layer]}
+        assert balance(tokens[layer], cluster=cluster, **copies).rank_load.max() <= 1.005 * slowest
+        assert balance(tokens[layer], cluster=cluster).rank_load.max() > 1.05 * slowest
+
+
 def test_contiguous_homes_are_assumed_where_none_are_given():
     tokens = np.random.default_rng(0).integers(0, 100, (16, 8))
     cluster = Cluster(num_nodes=2, ranks_per_node=4)

@@ -385,6 +385,34 @@ print("done")
     assert output.strip() == "done"
 
 
+@pytest.mark.parametrize(
+    ("expert", "rank", "said"),
+    [
+        ([1, 2], [0], "need an expert and a rank each"),
+        ([[1]], [[0]], "need an expert and a rank each"),
+        ([0.5], [2.0], "must be whole numbers"),
+        ([8], [2], "experts of standing copies must be 0 to 7, not 8 to 8"),
+        ([-1], [2], "experts of standing copies must be 0 to 7"),
+        ([0], [4], "ranks of standing copies must be 0 to 3"),
+        ([0], [0], "on a rank that has its expert already"),
+        ([0, 0], [2, 2], "on a rank that has its expert already"),
+    ],
+)
+def test_standing_copies_that_cannot_be(expert, rank, said):
+    with pytest.raises(InputError, match=said):
+        balance(
+            np.ones((8, 4), int), cluster=Cluster(num_nodes=2, ranks_per_node=2), standing_expert=np.array(expert),
+            standing_rank=np.array(rank),
+        )  # fmt: skip
+
+
+def test_standing_copies_on_one_node():
+    one = Cluster(num_nodes=1, ranks_per_node=4)
+    with pytest.raises(InputError, match="level nodes, and there is one"):
+        balance(np.ones((8, 4), int), cluster=one, standing_expert=np.array([0]), standing_rank=np.array([2]))
+    assert balance(np.ones((8, 4), int), cluster=one, standing_expert=[], standing_rank=[]).imbalance == 1
+
+
 def test_placements_out_of_range_never_reach_a_plan():
     with pytest.raises(InputError):
         problem(

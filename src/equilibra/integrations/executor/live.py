@@ -1,14 +1,18 @@
-"""Plans without recorded routing: from what the routers have just chosen, or from the loads of past steps.
+"""Plans without recorded routing: from what the routers have just chosen, from the loads of past steps, or from both.
 
 Symbols: M micro-batches, L layers, E experts, R ranks, C standing copies.
 
-`LivePlanner`: the ranks of an expert-parallel group exchange the counts of each forward, and all make the same plan on
-the host, in microseconds; copies are fetched before the experts run. Nothing is kept between passes: recomputed
-activations have the same counts, hence the same plan. The price: every layer waits for the counts and for its copies.
+`PastLoads`: every forward of a step notes how many pairs its router has sent to each expert, without exchanging
+anything or waiting for the device. Before the next step ranks gather these counts once, and plan the last few steps
+together, which smooths them.
 
-`History`: every forward of a step notes how many pairs its router has sent to each expert, without exchanging anything
-or waiting for the device. Before the next step ranks gather these counts once and plan the last few steps together,
-which smooths them. Every rank counts as a node, since standing copies balance nodes.
+`LivePlanner`: the ranks of an expert-parallel group exchange the counts of each forward, and all make the same plan on
+the host, in microseconds; flash copies are fetched before the experts run. Nothing is kept between passes: recomputed
+activations have the same counts, hence the same plan. The price: every layer waits for the counts and for its copies.
+On several nodes it splits tokens over standing copies too, which past loads chose and which are fetched once a step.
+
+`SharePlanner`: nothing is exchanged while a step runs. Every rank counts as a node, since standing copies balance
+nodes, and a copy takes a fixed share of every source's tokens.
 """
 
 from __future__ import annotations
@@ -23,13 +27,17 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from equilibra.core.load import StepLoad, imbalance, static_imbalance
-from equilibra.core.plan import StepPlan
+from equilibra.core.plan import StandingCopies, StepPlan
 from equilibra.core.visit import Stage, Visit, VisitKey
 from equilibra.cost.rates import Rates
+from equilibra.events.schema import Direction
 from equilibra.execute.group import Channel, ExpertGroup
+from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.balancer import gather_counts
 from equilibra.plan.history import rank_load_by_shares, shares_of
 from equilibra.plan.micro_batch import balance
+
+NO_COPIES: NDArray[np.int32] = np.zeros(0, np.int32)
 
 
 class Observed:
@@ -48,9 +56,13 @@ class Observed:
 class LivePlanner(Observed):
     """Plans the forwards of one rank's layers."""
 
-    def __init__(self, group: ExpertGroup, rates: Rates, *, spare_slots: int, tolerance: float) -> None:
+    def __init__(
+        self, group: ExpertGroup, rates: Rates, *, num_layers: int, spare_slots: int, tolerance: float
+    ) -> None:
         super().__init__()
         self.group = group
+        self._standing = [(NO_COPIES, NO_COPIES)] * num_layers
+        """expert and rank of the copies in force, by layer"""
         self._options = {
             "cluster": group.cluster, "spare_slots": spare_slots, "tolerance": tolerance,
             "min_tokens_per_copy": rates.min_tokens_per_copy(Stage.UPDATE),
@@ -61,61 +73,84 @@ class LivePlanner(Observed):
         self._number = -1
         """number of the last forward"""
 
+    def stand(self, copies: StandingCopies) -> None:
+        """Split the tokens of later forwards over these copies too."""
+        for layer in range(len(self._standing)):
+            of_layer = copies.layer == layer
+            self._standing[layer] = copies.expert[of_layer], copies.rank[of_layer]
+
     def visit(self, layer: int, home_of_expert: NDArray[np.int32], counts_E: Tensor) -> Visit:
         """Collective over the expert-parallel group: the visit of the forward that begins. counts_E: this rank's."""
         counts_RE = counts_E.new_empty(self.group.num_ranks, counts_E.numel())
         what = f"gathering counts of MoE layer {layer}"
         self.group.all_gather(Channel.DISPATCH, counts_E[None].contiguous(), counts_RE, what=what).wait()
         tokens_ER = counts_RE.cpu().numpy().T
-        found = balance(tokens_ER, home_of_expert=home_of_expert, **self._options)  # type: ignore[arg-type]
+        standing_expert, standing_rank = self._standing[layer]
+        found = balance(
+            tokens_ER, home_of_expert=home_of_expert, standing_expert=standing_expert, standing_rank=standing_rank,
+            **self._options,  # type: ignore[arg-type]
+        )  # fmt: skip
         static_R = np.bincount(home_of_expert, weights=tokens_ER.sum(axis=1), minlength=self.group.num_ranks)
         self._seen.append((float(imbalance(static_R)), found.imbalance))
         self.num_copies += found.expert_of_copy.size
         self._number += 1
-        expert, rank = found.expert_of_copy.astype(np.int32), found.rank_of_copy.astype(np.int32)
-        origin = home_of_expert[expert]
+        flash = np.stack([found.expert_of_copy, found.rank_of_copy, found.origin_of_copy]).astype(np.int32)
+        expert, rank, origin = flash
         order = np.lexsort((expert, origin, rank))
         return Visit(
             key=VisitKey(Stage.UPDATE, self._number, layer), home_of_expert=home_of_expert,
-            standing_expert=expert[:0], standing_rank=rank[:0], standing_tokens_CR=found.tokens_FR[:0],
+            standing_expert=standing_expert, standing_rank=standing_rank, standing_tokens_CR=found.standing_tokens_CR,
             flash_expert=expert[order], flash_rank=rank[order], flash_origin=origin[order],
             flash_tokens_FR=found.tokens_FR[order],
         )  # fmt: skip
 
 
-class History(Observed):
-    """The loads of past steps on one rank, and the plan in force."""
+class PastLoads:
+    """The loads of past steps on one rank."""
 
     def __init__(self, group: ExpertGroup, *, num_layers: int, num_experts: int, num_steps: int) -> None:
-        super().__init__()
         self.group, self.num_experts = group, num_experts
         self.noting = False
         """whether the forwards that run belong to a step to learn from"""
         self._counts: list[list[Tensor]] = [[] for _ in range(num_layers)]
         self._past: deque[NDArray[np.int32]] = deque(maxlen=num_steps)
-        self._plan: StepPlan | None = None
-        self._shares_CR: NDArray[np.int32] = np.zeros((0, group.num_ranks), np.int32)
 
     def note(self, layer: int, counts_E: Tensor) -> None:
-        if self.noting:
+        """Note a forward, unless backward repeats it."""
+        if self.noting and direction_now() is Direction.FORWARD:
             self._counts[layer].append(counts_E)
 
-    def past_load(self) -> tuple[StepLoad | None, bool]:
-        """Collective: the load of past steps (None: nothing is known yet), and whether it has changed since."""
+    def gather(self) -> StepLoad | None:
+        """Collective: the load of the step that has ended; None if nothing was noted."""
         noted = [torch.stack(of_layer) for of_layer in self._counts if of_layer]
         self._counts = [[] for _ in self._counts]
         counts_LME = torch.stack(noted).cpu().numpy() if noted else np.zeros((len(self._counts), 0, self.num_experts))
         counts_MLE = np.ascontiguousarray(counts_LME.transpose(1, 0, 2), np.int32)
         tokens_MLER = gather_counts(self.group, counts_MLE, what="gathering the loads of a step")
-        new = bool(tokens_MLER.size)
-        if new:
-            load = StepLoad(tokens_MLER=tokens_MLER)
-            planned = static_imbalance(load)
-            if self._plan is not None:
-                planned = float(imbalance(rank_load_by_shares(load, self._plan, self._shares_CR)).mean())
-            self._seen.append((static_imbalance(load), planned))
-            self._past.append(tokens_MLER)
-        return (StepLoad(tokens_MLER=np.concatenate(self._past)) if self._past else None), new
+        if not tokens_MLER.size:
+            return None
+        self._past.append(tokens_MLER)
+        return StepLoad(tokens_MLER=tokens_MLER)
+
+    def together(self) -> StepLoad:
+        """The micro-batches of all steps that are kept."""
+        return StepLoad(tokens_MLER=np.concatenate(self._past))
+
+
+class SharePlanner(Observed):
+    """Follows a plan of past loads: a standing copy takes a fixed share of an expert's tokens."""
+
+    def __init__(self, num_ranks: int) -> None:
+        super().__init__()
+        self._plan: StepPlan | None = None
+        self._shares_CR: NDArray[np.int32] = np.zeros((0, num_ranks), np.int32)
+
+    def observe(self, load: StepLoad) -> None:
+        """Note how even a step was that has ended."""
+        planned = static_imbalance(load)
+        if self._plan is not None:
+            planned = float(imbalance(rank_load_by_shares(load, self._plan, self._shares_CR)).mean())
+        self._seen.append((static_imbalance(load), planned))
 
     def follow(self, plan: StepPlan, load: StepLoad) -> Mapping[int, Visit]:
         """Put a plan of past loads in force; by layer, its visit with shares of SCALE in place of tokens."""

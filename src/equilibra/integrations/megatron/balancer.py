@@ -8,8 +8,9 @@
 
 `prepare(routing)` plans a step in the background while another runs; `begin` takes its result. The ranks of a pipeline
 stage plan from the same counts and compare the plan's hash. Passes outside a step run on homes alone.
-`MegatronSetting(mode="live")` needs no recorded routing and no `begin`: every forward is planned as it begins.
-`mode="history"` needs none either: `begin_from_past_steps()` before each step.
+Two modes need no recorded routing and no `begin`. `MegatronSetting(mode="live")` plans every forward as it begins;
+`mode="history"` plans a step from those before it. `begin_from_past_steps()` before each step fetches what history
+plans, and the standing copies with which live evens out nodes.
 `planner="static"` switches balancing off: homes return to where plain Megatron puts them, and nothing is copied.
 """
 
@@ -28,15 +29,14 @@ from equilibra.core.errors import BrokenStateError, InputError
 from equilibra.core.load import StepLoad
 from equilibra.core.model import MoEModel
 from equilibra.core.placement import Placement
-from equilibra.core.plan import GroupPlan, StepPlan
+from equilibra.core.plan import GroupPlan, StandingCopies, StepPlan
 from equilibra.core.visit import Stage, VisitKey, only_homes
-from equilibra.events.schema import Direction
 from equilibra.execute.copies.copies import CopySetting
 from equilibra.execute.copies.transfer import Path
 from equilibra.execute.group import ExpertGroup, device_name
-from equilibra.execute.record import Recorder, direction_now
+from equilibra.execute.record import Recorder
 from equilibra.integrations.executor.balancer import Routing, Step, VisitBalancer, gather_objects, stage_group
-from equilibra.integrations.executor.live import History, LivePlanner
+from equilibra.integrations.executor.live import LivePlanner, PastLoads, SharePlanner
 from equilibra.integrations.megatron import layer as megatron_layer
 from equilibra.integrations.megatron.copies import SharedCopies
 from equilibra.integrations.megatron.homes import StateOfParameters, guard_optimizer, move_layer, weights_in
@@ -126,7 +126,8 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         counts: SlotCounts, optimizer: Any,  # noqa: ANN401
     ) -> None:  # fmt: skip
         super().__init__(group, setting, layers, model, counts)
-        self.state = StateOfParameters(optimizer) if optimizer is not None and setting.max_moves_per_layer else None
+        moves = optimizer is not None and setting.max_moves_per_layer and setting.mode != "live"
+        self.state = StateOfParameters(optimizer) if moves else None
         self._planning = ThreadPoolExecutor(1, thread_name_prefix="equilibra-plan")
         self._last: Step | None = None
         self.broken: str | None = None
@@ -135,13 +136,14 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         """whether slots hold weights that are lent to them"""
         self.recorder = Recorder(group.rank, on=False, finish=group.watch.finish)
         """measured events of copies, once it is switched on"""
-        depth = int(setting.prefetch and setting.mode != "live")
+        depth, path = int(setting.prefetch), Path(setting.path) if counts.flash else Path.COLLECTIVE
+        if setting.mode == "live":  # other paths publish what a plan copies, ahead of the layers
+            depth, path = 0, Path.COLLECTIVE
         self.ahead = Ahead(layers)
         self.copies = SharedCopies(
             group, [visits.homes for visits in layers],
             CopySetting(
-                spare_slots=counts.flash, prefetch_depth=depth,
-                path=dict.fromkeys(Stage, Path(setting.path) if counts.flash else Path.COLLECTIVE),
+                spare_slots=counts.flash, prefetch_depth=depth, path=dict.fromkeys(Stage, path),
             ),
             self.recorder, self.ahead if depth else lambda _key, _direction: [],
         )  # fmt: skip
@@ -152,52 +154,94 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         self._place_homes()
         self.live: LivePlanner | None = None
         """plans forwards as they begin, with mode="live" """
-        if setting.mode == "live" and self.planner.name != "static":
+        self.history: SharePlanner | None = None
+        """follows plans of past steps, with mode="history" """
+        self.past: PastLoads | None = None
+        """loads of past steps, if standing copies are chosen by them"""
+        self._prepared: Prepared | None = None
+        """the next step, planned from past ones"""
+        if self.planner.name != "static" and setting.mode != "replay":
+            self._plan_without_routing(optimizer)
+
+    def _plan_without_routing(self, optimizer: Any) -> None:  # noqa: ANN401
+        num_layers, setting = len(self.layers), self.setting
+        if self.counts.standing or setting.mode == "history":
+            self.past = PastLoads(
+                self.group, num_layers=num_layers, num_experts=self.model.num_experts, num_steps=setting.history_steps
+            )
+            if optimizer is not None:
+                self.end_before(optimizer)
+        if setting.mode == "history":
+            self.history = SharePlanner(self.group.num_ranks)
+        else:
             self.live = LivePlanner(
-                group, self._rates, spare_slots=setting.spare_slots,
+                self.group, self._rates, num_layers=num_layers, spare_slots=setting.spare_slots,
                 tolerance=getattr(self.planner, "tolerance", TOLERANCE),
             )  # fmt: skip
-            for visits in layers:
-                visits.live = self._live_slots
-        self.history: History | None = None
-        """loads of past steps, with mode="history" """
-        if setting.mode == "history" and self.planner.name != "static":
-            self.history = History(
-                group, num_layers=len(layers), num_experts=model.num_experts, num_steps=setting.history_steps
-            )
-            for visits in layers:
-                visits.live = self._slots_of_past_steps
+        for visits in self.layers:
+            visits.live = self._live_slots
+
+    def end_before(self, optimizer: Any) -> None:  # noqa: ANN401 - Megatron's
+        """Drop standing copies when this optimizer steps, so that a forgotten `end` trains with no old weights."""
+        optimizer.step = megatron_layer.preceded_by(self.end, optimizer.step)
 
     def _live_slots(self, layer: int, counts_E: Tensor) -> SlotTable:
-        assert self.live is not None
-        return self._in_slots(self.live.visit(layer, self._home_LE[layer], counts_E))
-
-    def _slots_of_past_steps(self, layer: int, counts_E: Tensor) -> SlotTable:
-        assert self.history is not None
-        if direction_now() is Direction.FORWARD:
-            self.history.note(layer, counts_E)
+        if self.past is not None:
+            self.past.note(layer, counts_E)
+        if self.live is not None:
+            return self._in_slots(self.live.visit(layer, self._home_LE[layer], counts_E))
         slots = self.layers[layer].fixed or self.layers[layer].without_plan
         assert slots is not None
         return slots
 
-    def begin_from_past_steps(self, stage: Stage = Stage.UPDATE) -> Step | None:
-        """Collective, with mode="history", before a step: plan it from the loads of past steps, move homes, and note
-        its loads if it is an update. None before the first step, which runs on homes alone.
-        """
-        if self.history is None:
-            raise InputError("only mode='history' plans from past steps")
+    def prepare_from_past_steps(self) -> None:
+        """Collective, after a step: gather its loads, and plan the next one in the background."""
+        if self.past is None:
+            return
         self.end()
-        load, new = self.history.past_load()
-        if load is not None and self.layers:
-            if new or self._last is None:
-                self._last = Step(plan=self._plan_moves(load, self.placement), load=load)
-                self.group.agree(f"plan {self._last.plan.digest}", what="the plan of the step")
-                self.move_homes(self._last.plan.placement)
+        load = self.past.gather()
+        if load is None or not self.layers:
+            return
+        if self.history is not None:
+            self.history.observe(load)
+        self._prepare(self.past.together())
+
+    def _prepare(self, load: StepLoad) -> None:
+        plan = self._planning.submit(self._plan_moves, load, self.placement)
+        self._prepared = Prepared(load=load, previous=self.placement, plan=plan)
+
+    def begin_from_past_steps(self, stage: Stage = Stage.UPDATE) -> Step | None:
+        """Collective, before a step without recorded routing: standing copies and homes that suit past steps.
+
+        The loads of an update are noted. `prepare_from_past_steps` has planned in the background, or the plan is made
+        now. None before the first step, which has no standing copies, and where nothing is planned from past steps:
+        in live mode on one node, and with balancing switched off.
+        """
+        if self.setting.mode == "replay":
+            raise InputError("mode='replay' plans from recorded routing: call begin(routing), or choose another mode")
+        if self.past is None:
+            return None
+        self.prepare_from_past_steps()
+        if self._prepared is None and self._last is not None and self._last.plan.placement != self.placement:
+            self._prepare(self._last.load)
+        prepared, self._prepared = self._prepared, None
+        if prepared is not None:
+            step = self._step(prepared)
+            self.group.agree(f"plan {step.plan.digest}", what="the plan of the step")
+            self.move_homes(step.plan.placement)
+        if self._last is not None:
             self.arm(self._last, stage)
-            for layer, visit in self.history.follow(self._last.plan, load).items():
-                self.layers[layer].fixed = self._in_slots(visit, scale=SCALE)
-        self.history.noting = stage is Stage.UPDATE
+            if self.live is not None:
+                self.live.stand(self._last.plan.standing)
+            else:
+                self._follow(self._last)
+        self.past.noting = stage is Stage.UPDATE
         return self._last
+
+    def _follow(self, step: Step) -> None:
+        assert self.history is not None
+        for layer, visit in self.history.follow(step.plan, step.load).items():
+            self.layers[layer].fixed = self._in_slots(visit, scale=SCALE)
 
     def prepare(self, routing: Routing) -> Prepared:
         """Collective: gather the counts of a later step and plan it in the background; pass the result to `begin`."""
@@ -222,10 +266,11 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         """
         if self.broken:
             raise BrokenStateError(self.broken)
-        if self.live is not None:
-            raise InputError("with mode='live' every forward plans itself: remove begin(), or use mode='replay'")
-        if self.history is not None:
-            raise InputError("with mode='history' call begin_from_past_steps(), which needs no routing")
+        if self.setting.mode != "replay" and self.planner.name != "static":
+            raise InputError(
+                f"mode={self.setting.mode!r} needs no recorded routing: call begin_from_past_steps() instead of "
+                "begin(), or use mode='replay'"
+            )
         self.end()
         if self.planner.name == "static":
             self.restore_homes()
@@ -258,9 +303,13 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         for visits in self.layers:
             visits.arm(None)
             visits.fixed = None
-        if self.history is not None:
-            self.history.noting = False
-        self.copies.end()
+        if self.past is not None:
+            self.past.noting = False
+        if self.live is not None:
+            self.live.stand(StandingCopies.none())
+            self.copies.arm(None)
+        else:
+            self.copies.end()
 
     def _step(self, prepared: Prepared) -> Step:
         plan, reused = prepared.plan.result(), prepared.reused
@@ -270,7 +319,9 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         return self._last
 
     def _plan_moves(self, load: StepLoad, previous: Placement) -> StepPlan:
-        return self._plan(load, previous, max_moves_per_layer=self.setting.max_moves_per_layer if self.state else 0)
+        moves = self.setting.max_moves_per_layer if self.state else 0
+        plan = self._plan(load, previous, max_moves_per_layer=moves)
+        return plan if self.setting.mode == "replay" else plan.without_flash()
 
     # --- homes ---
 

@@ -16,6 +16,9 @@ Hooks do not learn how many micro-batches their optimizer step has, so the whole
 optimizer step arms the rest of the plan, since copies must hold the weights after the previous step, and checks the
 plan's position against `forward_index`. The log-prob stage covers the same micro-batches and shares the plan.
 
+Without replay (`equilibra_mode`: live or history), a layer is planned from what its router has just chosen, or from
+past optimizer steps, and no hook reads routing.
+
 Homes do not move: slime switches between actor, reference and teacher by copying weights into a rank's parameters, and
 numbers experts by rank when it sends weights to the rollout engines. Both need experts where Megatron puts them.
 """
@@ -30,7 +33,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
 from time import perf_counter
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 import torch
@@ -46,12 +49,12 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "equilibra_"
 OPTIONS = (
-    "planner", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node", "hardware", "timeout_s", "seed",
-    "spec",
+    "mode", "planner", "history_steps", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node",
+    "hardware", "timeout_s", "seed", "spec",
 )  # fmt: skip
 """options without the prefix; none is about moves, since homes do not move under slime"""
 PLACE = "equilibra_rollouts"
-"""attribute of the model's first chunk that holds its `Rollouts`; slime keeps the model's role there too"""
+"""attribute of the model's first chunk for its `Rollouts` or `StepsWithoutReplay`, as slime keeps the model's role"""
 ACTOR = "actor"
 REPLAYED = "replay_forward"
 """slime's replay stage in which routers take recorded experts"""
@@ -65,6 +68,19 @@ class PlannedRollout:
     """all optimizer steps of the rollout as one"""
     seconds: float
     """time to count, gather and plan, in seconds"""
+
+    def report(self) -> Report:
+        return Report(self.step.static_imbalance, self.step.planned_imbalance, self.seconds)
+
+
+class Report(NamedTuple):
+    """What slime logs at the first optimizer step of a rollout."""
+
+    static: float
+    """slowest over mean rank as slime would have it"""
+    planned: float
+    planning_s: float | None = None
+    """None where steps are not planned ahead; then the imbalance is of what ran since the last report"""
 
 
 class Rollouts:
@@ -87,19 +103,22 @@ class Rollouts:
         self._start = 0
         """its micro-batches before this optimizer step"""
 
-    def before_log_probs(self, stage: str) -> None:
-        """Before a forward-only pass: plan it if it replays, else run it on homes."""
+    def before_log_probs(self) -> None:
+        """Before a forward-only pass: plan it if it replays, else run it on homes.
+
+        slime's replay stage decides, not the prefix: the first pass under `--use-routing-replay` records.
+        """
         self._rollout = None
         self.balancer.end()
-        if stage == REPLAYED:
+        if os.environ.get("ROUTING_REPLAY_STAGE") == REPLAYED:
             self._waiting = self._begin(Stage.LOGPROB)
 
-    def before_train_step(self, step_id: int) -> PlannedRollout | None:
-        """Before an optimizer step; returns the rollout's plan at the first one."""
+    def before_train_step(self, step_id: int, optimizer: Any) -> Report | None:  # noqa: ANN401, ARG002 - homes stay
+        """Before an optimizer step; reports at the first one."""
         check = partial(self._position, step_id)
         self._start = self.balancer.group.all_succeed(check, what="comparing slime's position with the plan")
         if step_id == 0:
-            return self._first_step()
+            return self._first_step().report()
         assert self._rollout is not None
         self.balancer.arm(self._rollout.step, Stage.UPDATE, start=self._start)
         return None
@@ -177,6 +196,28 @@ class Rollouts:
         return int(taken.pop()) if taken else 0
 
 
+class StepsWithoutReplay:
+    """Plans an actor's optimizer steps without recorded routing. Collective, as `Rollouts`."""
+
+    def __init__(self, model: Sequence[nn.Module], setting: MegatronSetting) -> None:
+        self.balancer = balance(model, setting)
+        self._guarded = False
+
+    def before_log_probs(self) -> None:
+        """Before a forward-only pass: no standing copies, since slime may put other weights into the parameters."""
+        self.balancer.prepare_from_past_steps()
+        self.balancer.end()
+
+    def before_train_step(self, step_id: int, optimizer: Any) -> Report | None:  # noqa: ANN401 - Megatron's
+        """Before an optimizer step; reports at the first one."""
+        if not self._guarded:
+            self.balancer.end_before(optimizer)
+            self._guarded = True
+        self.balancer.begin_from_past_steps()
+        observed = self.balancer.live or self.balancer.history
+        return None if step_id or observed is None else Report(*observed.take_imbalance())
+
+
 def _replay_of(layer: Any) -> Any:  # noqa: ANN401 - Megatron's MoE layer
     replay = getattr(layer.router, "routing_replay", None)
     if replay is None:
@@ -215,12 +256,9 @@ def layer_spec(args: Any, config: Any, vp_stage: int | None = None) -> Any:  # n
 
 
 def before_log_prob(args: Any, model: Sequence[nn.Module], store_prefix: str) -> None:  # noqa: ANN401, ARG001
-    """Plan the actor's log-prob stage if it replays routing; reference and teacher run on homes alone.
-
-    slime's replay stage decides, not the prefix: the first pass under `--use-routing-replay` records.
-    """
+    """Plan the actor's log-prob stage if it replays routing; with replay, reference and teacher run on homes alone."""
     if _is_actor(model):
-        _rollouts(args, model).before_log_probs(os.environ.get("ROUTING_REPLAY_STAGE", ""))
+        _rollouts(args, model).before_log_probs()
 
 
 def before_train_step(
@@ -228,14 +266,14 @@ def before_train_step(
     rollout_id: int,
     step_id: int,
     model: Sequence[nn.Module],
-    optimizer: Any,  # noqa: ANN401, ARG001 - homes do not move
+    optimizer: Any,  # noqa: ANN401
     opt_param_scheduler: Any,  # noqa: ANN401, ARG001
 ) -> None:
     """Arm the rollout's plan for this optimizer step; plan it first if the log-prob stage did not."""
     if _is_actor(model):
-        planned = _rollouts(args, model).before_train_step(step_id)
-        if planned is not None:
-            _log(args, rollout_id, planned)
+        report = _rollouts(args, model).before_train_step(step_id, optimizer)
+        if report is not None:
+            _log(args, rollout_id, report)
 
 
 def setting_of(args: Any) -> SlimeSetting:  # noqa: ANN401 - slime's arguments
@@ -274,20 +312,27 @@ def _is_actor(model: Sequence[nn.Module]) -> bool:
     return getattr(model[0], "role", ACTOR) == ACTOR
 
 
-def _rollouts(args: Any, model: Sequence[nn.Module]) -> Rollouts:  # noqa: ANN401
-    found: Rollouts | None = getattr(model[0], PLACE, None)
+def _rollouts(args: Any, model: Sequence[nn.Module]) -> Rollouts | StepsWithoutReplay:  # noqa: ANN401
+    found: Rollouts | StepsWithoutReplay | None = getattr(model[0], PLACE, None)
     if found is None:
-        if os.environ.get("ENABLE_ROUTING_REPLAY", "0") != "1":
+        setting, replays = setting_of(args), os.environ.get("ENABLE_ROUTING_REPLAY", "0") == "1"
+        if not replays and setting.mode == "replay":
             raise InputError(
                 "cannot plan a rollout without routing replay: add --use-rollout-routing-replay (routing of the "
-                "rollout) or --use-routing-replay (routing of the log-prob stage)"
+                "rollout) or --use-routing-replay (routing of the log-prob stage), or set equilibra_mode to live or "
+                "history"
             )
-        found = Rollouts(model, setting_of(args))
+        if replays and setting.mode != "replay":
+            raise InputError(
+                f"equilibra_mode {setting.mode} ignores the routing that slime replays: remove --use-routing-replay "
+                "and --use-rollout-routing-replay, or the option"
+            )
+        found = (Rollouts if replays else StepsWithoutReplay)(model, setting)
         object.__setattr__(model[0], PLACE, found)
     return found
 
 
-def _log(args: Any, rollout_id: int, planned: PlannedRollout) -> None:  # noqa: ANN401
+def _log(args: Any, rollout_id: int, report: Report) -> None:  # noqa: ANN401
     """Log beside slime's own metrics, from one process of the last pipeline stage."""
     from megatron.core import parallel_state as groups  # noqa: PLC0415
 
@@ -297,19 +342,19 @@ def _log(args: Any, rollout_id: int, planned: PlannedRollout) -> None:  # noqa: 
         or not groups.is_pipeline_last_stage(ignore_virtual=True)
     ):
         return
-    static, balanced = planned.step.static_imbalance, planned.step.planned_imbalance
+    planned = "" if report.planning_s is None else f"planned in {report.planning_s:.3f} s; "
     logger.info(
-        "rollout %d: %d micro-batches planned in %.3f s; imbalance %.3f, static placement %.3f",
-        rollout_id, planned.step.plan.num_micro_batches, planned.seconds, balanced, static,
-    )  # fmt: skip
+        "rollout %d: %simbalance %.3f, static placement %.3f", rollout_id, planned, report.planned, report.static
+    )
     modules = _metrics_modules()
     if modules is None:
         return
     tracking, metrics, timer = modules
-    timer.Timer().add("equilibra_plan", planned.seconds)  # slime logs it as perf/equilibra_plan_time
+    if report.planning_s is not None:
+        timer.Timer().add("equilibra_plan", report.planning_s)  # slime logs it as perf/equilibra_plan_time
     values = {
-        "perf/equilibra_static_imbalance": static,
-        "perf/equilibra_planned_imbalance": balanced,
+        "perf/equilibra_static_imbalance": report.static,
+        "perf/equilibra_planned_imbalance": report.planned,
         "rollout/step": metrics.compute_rollout_step(args, rollout_id),
     }
     tracking.log(args, values, step_key="rollout/step")

@@ -3,7 +3,8 @@
 Symbols: M micro-batches, L MoE layers of this pipeline stage, T tokens of this rank, K experts per token.
 
 Every `forward_backward_batch` is one step. With routing to replay, it is planned once its micro-batches are made;
-without (reference log-probs, R2's recording), it runs on homes alone. In live mode every layer plans its own forwards.
+without (reference log-probs, R2's recording), it runs on homes alone. In live mode every layer plans its own forwards;
+there and in history mode, standing copies follow past steps, and the next step is planned when an update is done.
 verl's own functions prepare the routing of one micro-batch at a time: they pack it, slice it for context and tensor
 parallelism, and write it to the routers. It is read from there and cleared again.
 
@@ -167,9 +168,10 @@ class BalancedEngine:
 
     def plan(self, micro_batches: Sequence[Any]) -> None:
         """Collective: plan the pass if it replays routing."""
-        if self.balancer.history is not None:
+        if self.setting.mode != "replay":
             self.balancer.begin_from_past_steps(self._stage)
-        if self.setting.mode != "replay" or not self.replays:
+            return
+        if not self.replays:
             return
         start = time.perf_counter()
         step = self.balancer.begin(LazyRouting(micro_batches, self.routing_of), self._stage)
@@ -181,6 +183,8 @@ class BalancedEngine:
 
     def report(self, output: Any) -> Any:  # noqa: ANN401 - what forward_backward_batch returns
         """Add the metrics to an update's output, and those of the log-prob stage, whose output verl does not log."""
+        if self._stage is Stage.UPDATE:
+            self.balancer.prepare_from_past_steps()
         observed = self.balancer.live or (self.balancer.history if self._stage is Stage.UPDATE else None)
         if observed is not None:
             before, after = observed.take_imbalance()
