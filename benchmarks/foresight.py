@@ -9,8 +9,8 @@ shuffled (as rollouts are mixed). Every mode executes the same steps:
     history   standing copies, per rank, and homes from the four steps before; a copy takes a fixed share of a source's
               tokens, as under `MegatronSetting(mode="history")`
     live      flash copies inside the node for each layer and micro-batch, from its own counts, on contiguous homes
-    live+     the same, and standing copies between nodes: chosen from the four steps before, split by its own counts, as
-              under `MegatronSetting(mode="live")` with `begin_from_past_steps()`
+    live+     the same, and standing copies between nodes: chosen from the four steps before, split by its own counts,
+              as under `MegatronSetting(mode="live")` with `begin_from_past_steps()`
     replay    flash copies, standing copies and homes planned with the step known
 
 Plans are made with all prices zero, so imbalance (slowest over mean rank of a layer in a micro-batch) is the lowest

@@ -16,9 +16,8 @@ from equilibra.core.plan import Stage
 from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction
 from equilibra.execute.copies.transfer import Path
-from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.balancer import count_routing
-from equilibra.integrations.executor.live import History
+from equilibra.integrations.executor.live import SharePlanner
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping, wait_for_gathers
@@ -80,8 +79,7 @@ def test_shares_of_past_steps_are_what_slots_take(seed: int) -> None:
         StepLoad(tokens_MLER=np.ascontiguousarray(one.sum(axis=1).T[None, None], np.int32)) for one in maps
     )
     plan = plan_step(past, cluster=cluster, spare_slots=0, standing_slots=2)
-    history = History(ExpertGroup(cluster=cluster, channels={}), num_layers=1, num_experts=8, num_steps=1)
-    visit = history.follow(plan, past)[0]
+    visit = SharePlanner(4).follow(plan, past)[0]
     expert_RH = contiguous_slots(cluster, num_layers=1, num_experts=8).moved_to(plan.placement).expert_of_slot[0]
     received = np.zeros(4, int)
     for rank in range(4):

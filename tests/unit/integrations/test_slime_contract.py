@@ -61,7 +61,7 @@ def test_options():
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"slots": 2}, "equilibra_slots is not an option: use equilibra_planner, equilibra_spare_slots"),
+        ({"slots": 2}, "equilibra_slots is not an option: use equilibra_mode, equilibra_history_steps"),
         ({"spare_slots": "2"}, "equilibra_spare_slots must be a whole number from 0 to 65535, not '2'"),
         ({"spare_slots": True}, "equilibra_spare_slots must be a whole number from 0 to 65535, not True"),
         ({"spare_slots": -1}, "spare_slots must be a whole number from 0"),

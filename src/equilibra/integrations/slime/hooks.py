@@ -49,7 +49,7 @@ logger = logging.getLogger(__name__)
 
 PREFIX = "equilibra_"
 OPTIONS = (
-    "mode", "planner", "history_steps", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node",
+    "mode", "history_steps", "planner", "spare_slots", "standing_slots", "prefetch", "path", "ranks_per_node",
     "hardware", "timeout_s", "seed", "spec",
 )  # fmt: skip
 """options without the prefix; none is about moves, since homes do not move under slime"""
