@@ -210,7 +210,11 @@ def without_extras() -> Run:
     return Run(about={"kind": "measured"}, planners={"equilibra": bare})
 
 
-@pytest.mark.parametrize("make", [without_extras, lambda: make_run(TINY), lambda: make_run(SMALL, ("static",))])
+@pytest.mark.parametrize("make", [
+    lambda: make_run(TINY), *(pytest.param(make, marks=pytest.mark.slow) for make in (
+        without_extras, lambda: make_run(SMALL, ("static",)),
+    )),
+])  # fmt: skip
 def test_small_and_bare_runs(show, make):
     opened = show(make())
     assert opened.ready == "yes"

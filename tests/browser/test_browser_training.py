@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -149,8 +150,14 @@ def test_every_chart_has_a_name(trained):
     )
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("width", [1280, 400])
+@pytest.mark.parametrize(
+    ("width", "scheme"),
+    [
+        (1280, "dark"),
+        (400, "light"),
+        *(pytest.param(*one, marks=pytest.mark.slow) for one in [(1280, "light"), (400, "dark")]),
+    ],
+)
 def test_fits_every_width_and_colour(show, scheme, width):
     opened = show(training_run(), scheme=scheme, width=width)
     assert opened.problems == []
@@ -187,18 +194,24 @@ def only(**columns: list) -> Callable[[], dict]:
     return lambda: {"steps": {"step": list(range(length)), **columns}}
 
 
+def slowly(make: Callable[[], dict], visible: set[str]) -> Any:
+    return pytest.param(make, visible, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
     ("make", "visible"),
     [
         (lambda: curves(1), set(CHARTS)),
         (only(), set()),
-        (only(reward=[math.nan, 0.5, math.nan]), {"training-reward"}),
-        (only(kl=[None, None, None]), set()),
-        (only(imbalance=[1.0, None, 1.5]), {"training-imbalance"}),
-        (only(seconds=[0.0, 0.0]), set()),
-        (only(seconds_update=[1.0, -2.0, 1e300]), {"training-time"}),
-        (lambda: {**curves(), "held_out": {"step": [5], "reward": [-4.0]}}, set(CHARTS)),
-        (lambda: {**only()(), "held_out": {"step": [0, 9], "reward": [0.1, 0.2]}}, {"training-reward"}),
+        (
+            only(reward=[math.nan, 0.5, math.nan], seconds_update=[1.0, -2.0, 1e300]),
+            {"training-reward", "training-time"},
+        ),
+        slowly(only(kl=[None, None, None]), set()),
+        slowly(only(imbalance=[1.0, None, 1.5]), {"training-imbalance"}),
+        slowly(only(seconds=[0.0, 0.0]), set()),
+        slowly(lambda: {**curves(), "held_out": {"step": [5], "reward": [-4.0]}}, set(CHARTS)),
+        slowly(lambda: {**only()(), "held_out": {"step": [0, 9], "reward": [0.1, 0.2]}}, {"training-reward"}),
         (lambda: changed(reward=[1e-300] * 12, imbalance=[None, 1.2] * 6, kl=[1e200, -1e200] * 6), set(CHARTS)),
     ],
 )

@@ -185,8 +185,8 @@ LOST = {
 
 
 @pytest.mark.parametrize(("who", "number"), [
-    ("expert", signal.SIGKILL), ("expert", signal.SIGSTOP),
-    pytest.param("attention", signal.SIGSTOP, marks=pytest.mark.slow),
+    ("expert", signal.SIGKILL),
+    *(pytest.param(who, signal.SIGSTOP, marks=pytest.mark.slow) for who in ("expert", "attention")),
 ])  # fmt: skip
 def test_a_lost_process_is_an_error_in_time(model, who, number):
     random = np.random.default_rng(0)

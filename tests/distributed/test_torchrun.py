@@ -1,4 +1,4 @@
-"""`equilibra train` under torchrun: two agents of a rank each, as on two nodes, are one run."""
+"""`equilibra train` under torchrun: one agent of two ranks, or two of one each, as on two nodes, are one run."""
 
 import json
 import os
@@ -29,27 +29,29 @@ def metrics(folder):
     ]
 
 
-def test_two_agents_are_one_run(tmp_path):
+@pytest.mark.parametrize("num_agents", [1, pytest.param(2, marks=pytest.mark.slow)])
+def test_agents_are_one_run(num_agents, tmp_path):
     small_config("qwen3_moe").save_pretrained(tmp_path / "model")
     train = ["equilibra", "train", f"model.source={tmp_path / 'model'}", *OPTIONS]
     environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
     agents = [
         subprocess.Popen(
             [
-                sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1",
+                sys.executable, "-m", "torch.distributed.run",
+                "--nnodes", str(num_agents), "--nproc-per-node", str(2 // num_agents),
                 "--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{port}", "--rdzv-id", "test", "-m", *train,
                 "--output", str(tmp_path / "torchrun"),
             ],
             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
         )
-        for port in [free_port()] for _ in range(2)
+        for port in [free_port()] for _ in range(num_agents)
     ]  # fmt: skip
     try:
         said = [agent.communicate(timeout=300)[0] for agent in agents]
     finally:
         for agent in agents:
             agent.kill()
-    assert [agent.returncode for agent in agents] == [0, 0], "\n".join(said)
+    assert [agent.returncode for agent in agents] == [0] * num_agents, "\n".join(said)
     assert sum("step   2/2" in text or "step 2/2" in text for text in said) == 1  # one rank of all talks
     subprocess.run(
         [sys.executable, "-m", *train, "--output", str(tmp_path / "here"), "--plain"], check=True, env=environment,

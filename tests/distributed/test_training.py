@@ -57,7 +57,9 @@ def test_tokens_without_routing_are_routed_live(world):
     assert seen(results, "tolerant") > 0
 
 
-@pytest.mark.parametrize("sabotage", ["drop gradients of copies", "swap two experts"])
+@pytest.mark.parametrize(
+    "sabotage", ["drop gradients of copies", pytest.param("swap two experts", marks=pytest.mark.slow)]
+)
 def test_the_comparison_notices(sabotage):
     cluster, processes = WORLDS["2 nodes of 2"]
     results = run_ranks(processes, train_cases, [100, 101, 102], cluster, 0.0, sabotage)

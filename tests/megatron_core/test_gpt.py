@@ -86,7 +86,11 @@ def test_homes_move_to_the_bit_with_masters_in_float32() -> None:
         assert found["moves"] > 0
 
 
-@pytest.mark.parametrize("case", [Case(), Case(options=FULL, fused=True, overlap=True)], ids=["plain", "fused"])
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(Case(), marks=pytest.mark.slow), Case(options=FULL, fused=True, overlap=True)],
+    ids=["plain", "fused"],
+)
 def test_gradients_of_copies_in_bfloat16(case: Case) -> None:
     """In main_grad, which is float32: as near to exact ones as without copies; losses are as near."""
     for found in run_ranks(2, gpt_runs.short_gradients, case):
@@ -138,7 +142,7 @@ def test_a_pass_without_backward_before_the_update() -> None:
 @pytest.mark.parametrize(
     "case",
     [
-        Case(options=FULL, homes="shuffled"),
+        pytest.param(Case(options=FULL, homes="shuffled"), marks=pytest.mark.slow),
         Case(pipeline=2, num_layers=4, options=FULL),
         pytest.param(Case(num_layers=4, options={**FULL, "recompute_num_layers": 2}), marks=pytest.mark.slow),
         pytest.param(Case(num_layers=3, options={**FULL, "recompute_method": "block"}), marks=pytest.mark.slow),

@@ -18,7 +18,9 @@ def same(found: dict[str, Any]) -> None:
     assert found["weights"] < 2e-5
 
 
-@pytest.mark.parametrize("options", [{}, FULL, SELECTIVE], ids=["none", "full", "selective"])
+@pytest.mark.parametrize(
+    "options", [{}, FULL, pytest.param(SELECTIVE, marks=pytest.mark.slow)], ids=["none", "full", "selective"]
+)
 def test_live_plans_train_as_plain_megatron_does(options: dict[str, Any]) -> None:
     for found in run_ranks(4, live_runs.against_plain, replace(LIVE, options=options)):
         same(found)
@@ -50,7 +52,9 @@ def test_live_plans_level_nodes_with_standing_copies_of_past_steps(case: Case) -
         assert np.mean([planned for _, planned in levelled]) < 1.03 + 0.1 * (case.per_node == 1)
 
 
-@pytest.mark.parametrize("case", [NODES, replace(HISTORY, options=SELECTIVE)], ids=["live", "history"])
+@pytest.mark.parametrize(
+    "case", [NODES, pytest.param(replace(HISTORY, options=SELECTIVE), marks=pytest.mark.slow)], ids=["live", "history"]
+)
 def test_a_step_that_is_not_begun_has_no_old_copies(case: Case) -> None:
     """The optimizer's step drops standing copies."""
     for found in run_ranks(4, live_runs.against_plain, replace(case, begins=2)):
@@ -64,7 +68,9 @@ def test_old_standing_copies_are_noticed() -> None:
     assert max(one["weights"] for one in run_ranks(4, live_runs.against_plain, case)) > 1e-3
 
 
-@pytest.mark.parametrize("case", [replace(LIVE, expert_parallel=2), replace(NODES, per_node=1)], ids=["flash", "both"])
+@pytest.mark.parametrize(
+    "case", [pytest.param(replace(LIVE, expert_parallel=2), marks=pytest.mark.slow), NODES], ids=["flash", "both"]
+)
 def test_dropped_gradients_of_copies_are_noticed(case: Case) -> None:
     found = run_ranks(4, live_runs.against_plain, replace(case, sabotage="drop gradients of copies"))
     assert max(one["weights"] for one in found) > 1e-3
@@ -75,7 +81,9 @@ def test_dropped_gradients_of_copies_are_noticed(case: Case) -> None:
     [
         pytest.param(HISTORY, marks=pytest.mark.slow),
         replace(HISTORY, options=FULL, moves=True, overlap=True),
-        replace(HISTORY, options=SELECTIVE, expert_parallel=2, overlap=True, ahead=True),
+        pytest.param(
+            replace(HISTORY, options=SELECTIVE, expert_parallel=2, overlap=True, ahead=True), marks=pytest.mark.slow
+        ),
     ],
     ids=["none", "full, homes move", "selective, two replicas, planned ahead"],
 )

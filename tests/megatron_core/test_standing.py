@@ -29,7 +29,7 @@ def test_a_layer_with_both_kinds_of_copies(per_node: int) -> None:
         pytest.param(replace(CASE, options=FULL), marks=pytest.mark.slow),
         pytest.param(replace(CASE, options=SELECTIVE, overlap=True), marks=pytest.mark.slow),
         replace(CASE, fused=True, overlap=True, gather=True, homes="shuffled", options=FULL),
-        replace(CASE, expert_parallel=2, per_node=1, options=FULL, overlap=True),
+        pytest.param(replace(CASE, expert_parallel=2, per_node=1, options=FULL, overlap=True), marks=pytest.mark.slow),
         replace(CASE, expert_parallel=2, per_node=1, pipeline=2, num_layers=4),
     ],
     ids=["one rank a node", "full", "selective, overlapped", "all at once", "two replicas", "pipeline"],

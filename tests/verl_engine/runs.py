@@ -38,7 +38,7 @@ def options(**block: Any) -> dict[str, Any]:
 
 
 def on_two_ranks() -> dict[str, Any]:
-    """Every comparison on two expert-parallel ranks, which are two data-parallel ranks."""
+    """Comparisons on two expert-parallel ranks, which are two data-parallel ranks."""
     verl = absent.import_verl(PLUGIN)
     found: dict[str, Any] = {"version": __import__("verl").__version__}
     plain = train(verl, override_mcore_model_config=OFF)
@@ -49,10 +49,6 @@ def on_two_ranks() -> dict[str, Any]:
 
     apply_patch_megatron_recomputation_backward()  # as on GPUs: inputs are freed once they were computed anew
     found["logprob"] = train(verl, **options(spare_slots=2), override_transformer_config=FULL)
-    found["static"] = train(verl, **options(planner="static"))
-    found["gathered"] = train(
-        verl, **options(), override_ddp_config={"overlap_param_gather": True, "overlap_grad_reduce": True}
-    )
     found["live"] = train(verl, **options(mode="live"), mode="disabled", replay=False)
     found["live on nodes"] = train(verl, **options(mode="live", **NODES), mode="disabled", replay=False)
     found["history"] = train(verl, **options(mode="history", hardware=FAST), mode="disabled", replay=False)
@@ -66,21 +62,35 @@ def on_two_ranks() -> dict[str, Any]:
         recorded(verl, **options(spare_slots=2)),
     ]
     found["replayed as planned"] = as_planned(verl)
-    found["checkpoint"] = through_a_checkpoint(verl)
     found["refused"] = refused(verl)
-    for name in ("tensor", "context"):
-        found[f"{name} parallel"] = of_one_replica(verl, {"tensor": "tensor_model", "context": "context"}[name])
     found["counted"] = counted(verl)
     layer_runs.break_something("drop gradients of copies")
     found["sabotaged"] = train(verl, **options(spare_slots=2))
     found["noticed"] = list[str]()
     with heard(found["noticed"]):
         engines.update(engines.make(verl, **options(spare_slots=2, verify_steps=1)), 0)
-    for name in ("balanced", "verified", "standing", "homes", "logprob", "static", "gathered", "sabotaged"):
+    for name in ("balanced", "verified", "standing", "homes", "logprob", "sabotaged"):
         found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
     plain_live = found["plain live"].pop("weights")
     for name in ("live", "live on nodes", "history"):
         found[name]["weights"] = apart(plain_live, found[name]["weights"])
+    del plain["weights"]
+    return found
+
+
+def more_on_two_ranks() -> dict[str, Any]:
+    """Other options of verl, sequences cut between the ranks, and a checkpoint."""
+    verl = absent.import_verl(PLUGIN)
+    plain = train(verl, override_mcore_model_config=OFF)
+    found = {"plain": plain, "static": train(verl, **options(planner="static"))}
+    found["gathered"] = train(
+        verl, **options(), override_ddp_config={"overlap_param_gather": True, "overlap_grad_reduce": True}
+    )
+    found["checkpoint"] = through_a_checkpoint(verl)
+    for name in ("tensor", "context"):
+        found[f"{name} parallel"] = of_one_replica(verl, {"tensor": "tensor_model", "context": "context"}[name])
+    for name in ("static", "gathered"):
+        found[name]["weights"] = apart(plain["weights"], found[name]["weights"])
     del plain["weights"]
     return found
 
