@@ -52,6 +52,7 @@ def overrides(data: Path, folder: Path) -> list[str]:
         f"{ROLLOUT}.tensor_model_parallel_size=1", f"{ROLLOUT}.n=4", f"{ROLLOUT}.max_model_len=128",
         f"{ROLLOUT}.max_num_batched_tokens=256", f"{ROLLOUT}.max_num_seqs=16", f"{ROLLOUT}.enable_prefix_caching=False",
         f"{ROLLOUT}.enable_rollout_routing_replay=True", f"{ROLLOUT}.load_format=auto",
+        f"+{ROLLOUT}.engine_kwargs.vllm.distributed_executor_backend=uni",  # a process less to start per server
         f"{ROLLOUT}.agent.num_workers=1",
         f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes=16",
         f"reward.custom_reward_function.path={Path(__file__).with_name('reward.py')}",
