@@ -132,7 +132,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         files = ", ".join(Path(name).name for name in arguments.source)
         rest = f"from {base.source}" if arguments.measure else f"as {base.name}"
         fitted = fit.calibrate(measurements, base, name=arguments.name, source=f"fitted to {files}; the rest {rest}")
-    if arguments.output:
+    if arguments.output is not None:
         _write(fitted.hardware, Path(arguments.output), overwrite=arguments.overwrite)
         print(f"wrote {arguments.output}; use it with --hardware {arguments.output}", file=sys.stderr)
     if arguments.json:
@@ -146,7 +146,7 @@ def calibrate(arguments: argparse.Namespace) -> int:
         print(f"{'fitted':28}{'cases':>7}{'mean error':>13}{'largest':>10}")
     for name, (cases, mean, most) in fitted.errors.items():
         print(f"{name:28}{cases:>7}{mean:>13.1%}{most:>10.1%}")
-    if not arguments.output:
+    if arguments.output is None:
         print("\n" * bool(fitted.errors) + prices_toml(fitted.hardware), end="")
     return 0
 

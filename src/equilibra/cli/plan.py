@@ -8,6 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from equilibra.cli.arguments import add_cluster, named_like, number
+from equilibra.core.atomic import DAMAGED
 from equilibra.core.errors import InputError
 
 if TYPE_CHECKING:
@@ -106,7 +107,7 @@ def _read_loads(path: str, num_ranks: int) -> NDArray[np.int64]:
             loads = np.load(file, allow_pickle=False)
     except OSError as error:
         raise InputError(f"cannot read {path}: {error.strerror or error}") from error
-    except (ValueError, EOFError, MemoryError) as error:
+    except DAMAGED as error:
         raise InputError(f"cannot read {path}: not a .npy array of numbers, or damaged ({error})") from error
     if not isinstance(loads, np.ndarray):
         raise InputError(f"{path} has several arrays, but --loads takes one array in a .npy file")
@@ -141,16 +142,16 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
         cluster=cluster,
         model=arguments.model,
         tokens_per_rank=arguments.tokens_per_rank,
-        previous=load_plan(arguments.previous).placement if arguments.previous else None,
+        previous=None if arguments.previous is None else load_plan(arguments.previous).placement,
         limits=PlanLimits(**named_like(PlanLimits, arguments)),
-        hardware=arguments.hardware or AUTO,
+        hardware=AUTO if arguments.hardware is None else arguments.hardware,
     )
     plan = planner.plan(problem)
     plan.check(
         problem.load_under(plan.schedule), spare_slots=arguments.spare_slots if respects_slots(planner) else None
     )
     result = _figures(plan, problem)
-    if arguments.output:
+    if arguments.output is not None:
         save_plan(plan, arguments.output, overwrite=arguments.overwrite)
     if arguments.json:
         print(json.dumps(result))
@@ -158,7 +159,7 @@ def _plan_trace(arguments: argparse.Namespace) -> int:
     for key, value in result.items():
         shown = ", ".join(f"{k} {v:.4g}" for k, v in value.items()) if isinstance(value, dict) else value
         print(f"{key:26} {shown:.5g}" if isinstance(shown, float) else f"{key:26} {shown}")
-    if arguments.output:
+    if arguments.output is not None:
         print(f"wrote {arguments.output}", file=sys.stderr)
     return 0
 

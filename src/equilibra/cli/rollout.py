@@ -80,7 +80,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     from equilibra.plan.deployment.answer import answer
     from equilibra.plan.deployment.question import Question, Side
 
-    if arguments.report:
+    if arguments.report is not None:
         check_target(arguments.report, overwrite=arguments.overwrite)
     law = load_law(Path(arguments.law)) if arguments.law else None
     attention = load_prices(arguments.attention_hardware)
@@ -104,7 +104,7 @@ def run_plan(arguments: argparse.Namespace) -> int:
     else:
         _print(said, found.disaggregated, found.colocated)
     sys.stdout.flush()
-    if arguments.report:
+    if arguments.report is not None:
         from equilibra.report.deployment import write_deployment
 
         write_deployment(said, Path(arguments.report), overwrite=arguments.overwrite)

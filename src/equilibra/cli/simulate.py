@@ -110,7 +110,7 @@ def simulate(arguments: argparse.Namespace) -> int:
         progress.close()
     _print(answer, as_json=arguments.json)
     sys.stdout.flush()
-    if arguments.output:  # last: a full disk must not cost the answer
+    if arguments.output is not None:  # last: a full disk must not cost the answer
         save_run(answer.run, arguments.output, overwrite=arguments.overwrite)
         print(f"wrote {arguments.output}", file=sys.stderr)
     _write(answer.run, arguments.report, arguments.perfetto, overwrite=arguments.overwrite)
@@ -128,19 +128,20 @@ def _routing(arguments: argparse.Namespace, num_ranks: int) -> tuple[MoEModel, S
 
     if arguments.trace:
         recordings = [load_trace(path) for path in arguments.trace]
-        model = load_model(arguments.model) if arguments.model else _fitting_model(recordings[0], arguments.trace[0])
+        named = arguments.model
+        model = _fitting_model(recordings[0], arguments.trace[0]) if named is None else load_model(named)
         for recording, path in zip(recordings, arguments.trace, strict=True):
             check_fits(recording, model, path)
         inputs = [_input(path, recording) for path, recording in zip(arguments.trace, recordings, strict=True)]
         history = None
-        if arguments.history:
+        if arguments.history is not None:
             last = load_trace(arguments.history)
             check_fits(last, model, arguments.history)
             history = joined([last]).tokens_SLE.sum(axis=0, dtype=np.int64)
         return model, joined(recordings), inputs, history
-    if arguments.history:
+    if arguments.history is not None:
         raise InputError("--history goes with --trace")
-    model = load_model(arguments.model or DEFAULT_MODEL)
+    model = load_model(DEFAULT_MODEL if arguments.model is None else arguments.model)
     size = SynthShape(
         num_prompts=arguments.prompts, answers_per_prompt=arguments.answers, num_layers=model.num_layers,
         num_experts=model.num_experts, top_k=model.top_k,

@@ -12,6 +12,7 @@ import lzma
 import os
 import secrets
 import shutil
+import tokenize
 import tomllib
 import zipfile
 import zlib
@@ -45,8 +46,8 @@ def read_values(path: Path) -> Any:  # noqa: ANN401
 
 
 DAMAGED = (
-    ValueError, TypeError, AttributeError, KeyError, EOFError, MemoryError, zipfile.BadZipFile, zlib.error,
-    lzma.LZMAError, NotImplementedError, RuntimeError,
+    ValueError, TypeError, AttributeError, LookupError, OverflowError, EOFError, MemoryError, zipfile.BadZipFile,
+    zlib.error, lzma.LZMAError, tokenize.TokenError, NotImplementedError, RuntimeError,
 )  # fmt: skip
 """what numpy and zipfile raise on damaged archives; the last two where a flipped byte claims a version or a password"""
 

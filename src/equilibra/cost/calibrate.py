@@ -232,8 +232,8 @@ def _check(measurements: Sequence[Measurement]) -> None:
             raise InputError(f"measurement {number} has no known kind; use one of {', '.join(sorted(KINDS))}: {m!r}")
         for key in (*need.get(m["kind"], ("bytes",)), "us"):
             value = m.get(key)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 0 < value < 1e18:
-                raise InputError(f"measurement {number} ({m['kind']}): {key} must be a number above 0, not {value!r}")
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not 1e-9 < value < 1e18:
+                raise InputError(f"measurement {number} ({m['kind']}): {key} must be from 1e-9 to 1e18, not {value!r}")
         if m["kind"] in ("experts", "attention") and m.get("direction") not in ("forward", "backward"):
             raise InputError(f"measurement {number} ({m['kind']}): direction must be forward or backward")
     if not measurements:

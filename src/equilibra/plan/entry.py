@@ -12,7 +12,7 @@ from time import perf_counter_ns
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.checks import PlanLimits
+from equilibra.core.checks import PlanLimits, check_whole
 from equilibra.core.errors import InputError
 from equilibra.core.load import SequenceLoad, StepLoad, imbalance
 from equilibra.core.model import MoEModel, model_named
@@ -47,9 +47,9 @@ def step_problem(
     here: it means an H200 on which copies cost no more than their rows.
     """
     model = model_named(model) if isinstance(model, str) else model
-    rates = Rates.free()
+    prices, rates = prices_of(hardware), Rates.free()
     if model is not None:
-        rates = rates_for(model, prices_of(hardware), num_nodes=cluster.num_nodes)
+        rates = rates_for(model, prices, num_nodes=cluster.num_nodes)
     load = sequences = schedule = None
     if isinstance(routing, StepLoad):
         load = routing
@@ -57,6 +57,9 @@ def step_problem(
         sequences = sequence_loads(routing) if isinstance(routing, Recording) else routing
         if tokens_per_rank is None:
             raise InputError("sequences need tokens_per_rank, the token budget of a rank in a micro-batch")
+        if isinstance(tokens_per_rank, np.integer):
+            tokens_per_rank = int(tokens_per_rank)
+        check_whole("tokens_per_rank", tokens_per_rank, low=1, high=2**40)
         schedule = in_order(sequences.length_of_sequence, cluster, tokens_per_rank=tokens_per_rank)
     problem = StepProblem(
         cluster=cluster, given_load=load, sequences=sequences, schedule=schedule, tokens_per_rank=tokens_per_rank,

@@ -417,7 +417,7 @@ def _checked_tokens(tokens: NDArray[np.generic], cluster: Cluster) -> NDArray[np
 def _checked_standing(
     expert: NDArray[np.integer], rank: NDArray[np.integer], home_of_expert: NDArray[np.integer], cluster: Cluster
 ) -> NDArray[np.int64]:
-    """The order of standing copies by expert, then rank; raises unless every one is an instance of its own."""
+    """The order of standing copies by expert, then rank; raises unless a node has at most one instance of an expert."""
     given = f"{expert.dtype} {expert.shape} and {rank.dtype} {rank.shape}"
     if expert.ndim != 1 or expert.shape != rank.shape:
         raise InputError(f"standing copies need an expert and a rank each, not {given}")
@@ -430,12 +430,10 @@ def _checked_standing(
     for what, value, end in (("experts", expert, home_of_expert.size), ("ranks", rank, cluster.num_ranks)):
         if value.min() < 0 or value.max() >= end:
             raise InputError(f"{what} of standing copies must be 0 to {end - 1}, not {value.min()} to {value.max()}")
-    instances = np.concatenate([
-        home_of_expert.astype(np.int64) * home_of_expert.size + np.arange(home_of_expert.size),
-        rank.astype(np.int64) * home_of_expert.size + expert,
-    ])  # fmt: skip
+    nodes = np.concatenate([home_of_expert, rank]).astype(np.int64) // cluster.ranks_per_node
+    instances = nodes * home_of_expert.size + np.concatenate([np.arange(home_of_expert.size), expert])
     if np.unique(instances).size != instances.size:
-        raise InputError("a standing copy is on a rank that has its expert already: leave it out")
+        raise InputError("a standing copy is on a node that has its expert already: leave it out")
     return np.lexsort((rank, expert))
 
 
@@ -454,10 +452,10 @@ def balance(
 ) -> Balanced:
     """Balance one layer of one micro-batch: tokens [experts, source ranks] in, copies and split out.
 
-    Homes are contiguous unless given. standing_expert, standing_rank [C]: copies that are there already; they level the
-    nodes, and serve nothing where that would make the slowest rank slower. The fewest flash copies are made that bring
-    every rank within the tolerance of the mean rank of the fullest node. hold_rows, serve_rows: cost of a copy, in
-    rows, to the rank that holds it and to the one it comes from.
+    Homes are contiguous unless given. standing_expert, standing_rank [C]: copies that are there already, at most one
+    instance of an expert on a node; they level the nodes, and serve nothing where that would make the slowest rank
+    slower. The fewest flash copies are made that bring every rank within the tolerance of the mean rank of the fullest
+    node. hold_rows, serve_rows: cost of a copy, in rows, to the rank that holds it and to the one it comes from.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
     check_whole("spare_slots", spare_slots, low=0, high=None)

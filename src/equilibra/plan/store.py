@@ -44,17 +44,17 @@ def load_plan(path: Path | str) -> StepPlan:
     about = _about(path, arrays.pop("about", None))
     try:
         plan = _plan(about, arrays)
-    except (KeyError, TypeError, ValueError, IndexError, EquilibraError) as error:
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, EquilibraError) as error:
         raise InputError(f"cannot read {path}: its arrays are not a valid plan ({error})") from error
-    if plan.digest != about["digest"]:
-        raise InputError(f"cannot use {path}: its digest is {plan.digest}, but the file says {about['digest']}")
+    if plan.digest != about.get("digest"):
+        raise InputError(f"cannot use {path}: its digest is {plan.digest}, but the file says {about.get('digest')}")
     return plan
 
 
 def _about(path: Path, header: NDArray[Any] | None) -> dict[str, Any]:
     try:
         about = json.loads(b"{}" if header is None else header.tobytes())
-    except ValueError:
+    except (ValueError, RecursionError):
         about = {}
     if not isinstance(about, dict) or about.get("format") != FORMAT:
         raise InputError(f"cannot read {path}: it is not an {FORMAT}")

@@ -14,9 +14,7 @@ eight times the memory. The size in an array's header is compared with its archi
 from __future__ import annotations
 
 import logging
-import lzma
 import zipfile
-import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +23,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from equilibra.core.atomic import atomic_file
+from equilibra.core.atomic import DAMAGED, atomic_file
 from equilibra.core.errors import InputError, TraceFormatError
 from equilibra.trace.routing import (
     INDEX_DTYPES,
@@ -83,18 +81,18 @@ def read_npz(path: Path, *, num_experts: int | None = None) -> RoutingTrace:
             return _read(archive, path, num_experts)
     except OSError as error:
         raise TraceFormatError(f"cannot read {path}: {error.strerror or error}") from error
-    except (zipfile.BadZipFile, zlib.error, lzma.LZMAError, EOFError, NotImplementedError, RuntimeError) as error:
+    except MemoryError as error:
+        raise TraceFormatError(f"{path} does not fit in memory; use .eqtrace, which is read in pieces") from error
+    except InputError as error:
+        raise TraceFormatError(f"{path}: {error}") from error
+    except DAMAGED as error:
         raise TraceFormatError(
             f"{path} is not a readable .npz ({error}): truncated, corrupted or another format; write it again"
         ) from error
-    except MemoryError as error:
-        raise TraceFormatError(f"{path} does not fit in memory; use .eqtrace, which is read in pieces") from error
-    except ValueError as error:
-        raise TraceFormatError(f"{path}: {error}") from error
 
 
 def _read(archive: zipfile.ZipFile, path: Path, num_experts: int | None) -> RoutingTrace:
-    present = {name.removesuffix(".npy") for name in archive.namelist()}
+    present = {name.removesuffix(".npy") for name in archive.namelist() if name.endswith(".npy")}
     if "ids" not in present or "offsets" not in present:
         raise InputError(
             "it must hold the arrays ids [tokens, layers, k] and offsets [sequences + 1]; "

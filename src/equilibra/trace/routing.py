@@ -218,9 +218,9 @@ def _check_offsets(what: str, offsets: NDArray[np.int64], num_tokens: int | None
     if offsets[0] != 0 or (num_tokens is not None and offsets[-1] != num_tokens):
         end = "the number of tokens" if num_tokens is None else num_tokens
         raise InputError(f"{what} must run from 0 to {end}, not from {offsets[0]} to {offsets[-1]}")
-    steps = np.diff(offsets)
-    if (steps < 1).any():
-        at = int(np.argmax(steps < 1))
+    stuck = offsets[1:] <= offsets[:-1]
+    if stuck.any():
+        at = int(np.argmax(stuck))
         raise InputError(
             f"{what} must grow: entry {at} runs from {offsets[at]} to {offsets[at + 1]}; sort them and drop empty ones"
         )

@@ -124,7 +124,7 @@ def _parse_manifest(path: Path) -> Manifest:
         raise TraceFormatError(f"{path} is corrupted: its checksum does not match; write the trace again")
     try:
         return _manifest(body)
-    except (InputError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError) as error:
         raise TraceFormatError(f"{path} contradicts itself: {error}; write the trace again") from error
 
 

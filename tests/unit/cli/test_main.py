@@ -109,7 +109,7 @@ def test_bad_loads_end_with_code_2_and_one_line(name, tmp_path, capsys):
     assert printed.err.count("\n") == 1
 
 
-@pytest.mark.parametrize("content", [b"", b"not an array", b"\x93NUMPY\x01\x00", None])
+@pytest.mark.parametrize("content", [b"", b"not an array", b"\x93NUMPY\x01\x00", b"PK\x03\x04 cut off", None])
 def test_bad_files_end_with_code_2(content, tmp_path, capsys):
     path = tmp_path / "bad.npy"
     if content is not None:
@@ -181,6 +181,11 @@ def test_a_step_is_planned_saved_and_continued(tmp_path, capsys):
         digests.add(planned["digest"])
     assert len(digests) == 2
     assert run(*step, "--previous", trace) == 2
+    for empty in ("--output", "--previous", "--model"):
+        assert run(*step, empty, "") == 2, "a variable of a script that is not set"
+    assert run(*step, "--model", "moonlight", "--hardware", "") == 2
+    for budget in (0, 10**20):
+        assert run(*step, "--tokens-per-rank", budget) == 2
 
 
 def test_bench_runs_quickly_and_writes_results(tmp_path, capsys, monkeypatch):

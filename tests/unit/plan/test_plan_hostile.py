@@ -4,6 +4,7 @@ What could end the process runs in another one.
 """
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from equilibra.core.model import model_named
 from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates, rates_for
+from equilibra.plan.entry import plan_step
 from equilibra.plan.micro_batch import balance
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
@@ -394,8 +396,10 @@ print("done")
         ([8], [2], "experts of standing copies must be 0 to 7, not 8 to 8"),
         ([-1], [2], "experts of standing copies must be 0 to 7"),
         ([0], [4], "ranks of standing copies must be 0 to 3"),
-        ([0], [0], "on a rank that has its expert already"),
-        ([0, 0], [2, 2], "on a rank that has its expert already"),
+        ([0], [0], "on a node that has its expert already"),
+        ([0], [1], "on a node that has its expert already"),
+        ([0, 0], [2, 3], "on a node that has its expert already"),
+        ([0, 0], [2, 2], "on a node that has its expert already"),
     ],
 )
 def test_standing_copies_that_cannot_be(expert, rank, said):
@@ -404,6 +408,20 @@ def test_standing_copies_that_cannot_be(expert, rank, said):
             np.ones((8, 4), int), cluster=Cluster(num_nodes=2, ranks_per_node=2), standing_expert=np.array(expert),
             standing_rank=np.array(rank),
         )  # fmt: skip
+
+
+@pytest.mark.parametrize("budget", [0, -1, True, 15.5, math.inf, 10**20, "64"])
+def test_token_budgets_that_cannot_be(budget):
+    sequences = SequenceLoad(tokens_SLE=np.ones((4, 1, 8), np.int32), length_of_sequence=np.full(4, 8))
+    with pytest.raises(InputError, match="tokens_per_rank must be a whole number from 1"):
+        plan_step(sequences, cluster=Cluster(ranks_per_node=4), tokens_per_rank=budget)
+    assert plan_step(sequences, cluster=Cluster(ranks_per_node=4), tokens_per_rank=np.int64(64)).num_layers == 1
+
+
+def test_hardware_is_looked_up_without_a_model_too():
+    load = StepLoad(tokens_MLER=np.ones((1, 1, 8, 4), np.int32))
+    with pytest.raises(InputError, match="typo"):
+        plan_step(load, cluster=Cluster(ranks_per_node=4), hardware="typo")
 
 
 def test_standing_copies_on_one_node():

@@ -1,6 +1,7 @@
 """Plans on disk come back as they were, with the ranks that share a sequence, and a changed one is refused."""
 
 import json
+import math
 import random
 from dataclasses import replace
 
@@ -60,12 +61,33 @@ def test_a_plan_comes_back_with_the_ranks_that_share_a_sequence(width, tmp_path)
 
 
 def rewritten(path, **changes) -> None:
-    """Change the header of a plan on disk."""
+    """Change the header of a plan on disk; None removes a key."""
     with np.load(path) as archive:
         arrays = {name: archive[name] for name in archive.files}
-    about = json.loads(arrays.pop("about").tobytes())
-    header = np.frombuffer(json.dumps({**about, **changes}).encode(), np.uint8)
-    np.savez(path, about=header, **arrays)
+    about = {**json.loads(arrays.pop("about").tobytes()), **changes}
+    text = json.dumps({key: value for key, value in about.items() if value is not None})
+    np.savez(path, about=np.frombuffer(text.encode(), np.uint8), **arrays)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"digest": None}, "the file says None"),
+        ({"ranks_per_sequence": 10**40}, "not a valid plan"),
+        ({"ranks_per_sequence": math.inf}, "not a valid plan"),
+    ],
+)
+def test_a_damaged_header_is_refused(changes, said, tmp_path):
+    save_plan(planned(2)[0], tmp_path / "plan.npz")
+    rewritten(tmp_path / "plan.npz", **changes)
+    with pytest.raises(InputError, match=said):
+        load_plan(tmp_path / "plan.npz")
+
+
+def test_a_header_that_is_nested_too_deeply_is_refused(tmp_path):
+    np.savez(tmp_path / "plan.npz", about=np.frombuffer(b"[" * 100_000, np.uint8))
+    with pytest.raises(InputError, match="it is not an"):
+        load_plan(tmp_path / "plan.npz")
 
 
 @pytest.mark.parametrize("wrong", [1, 4, 3, 0])

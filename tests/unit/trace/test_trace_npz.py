@@ -101,6 +101,7 @@ def test_unknown_number_of_experts_is_guessed_and_said(save, caplog):
         ({"offsets": np.array([[0, 6]])}, "offsets must be whole numbers"),
         ({"offsets": np.array([0, 2**63], dtype=np.uint64)}, "fit int64"),
         ({"offsets": np.array([0, 5])}, "from 0 to 6"),
+        ({"offsets": np.array([0, 2**63 - 1, -(2**63), -(2**62), 0, 6])}, "offsets must grow"),  # differences wrap
         ({"num_experts": np.array([8, 8])}, "one whole number"),
         ({"num_experts": np.array(8.5)}, "one whole number"),
         ({"num_experts": np.array(-8)}, "num_experts must be"),
@@ -170,6 +171,28 @@ def test_a_header_that_lies_allocates_nothing(tmp_path, plain, shape):
     with zipfile.ZipFile(path, "a") as archive:
         archive.writestr("ids.npy", header(shape) + plain["ids"].tobytes())
     with pytest.raises(TraceFormatError, match="says it is"):
+        read_npz(path)
+
+
+DAMAGED_HEADERS = ("{'descr': (), 'fortran_order': False, 'shape': (6, 2, 2), }", "(((", "{1: 2, 'a': 3}", "{{}: 1}")
+
+
+@pytest.mark.parametrize("text", DAMAGED_HEADERS)
+def test_a_damaged_header_is_refused(tmp_path, plain, text):
+    path, header = tmp_path / "a.npz", text.encode().ljust(117) + b"\n"
+    np.savez(path, offsets=plain["offsets"])
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("ids.npy", b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little") + header)
+    with pytest.raises(TraceFormatError, match="not a readable"):
+        read_npz(path)
+
+
+def test_a_member_of_another_name_is_not_taken_for_an_array(tmp_path, plain):
+    path = tmp_path / "a.npz"
+    np.savez(path, offsets=plain["offsets"])
+    with zipfile.ZipFile(path, "a") as archive:
+        archive.writestr("ids", header((6, 2, 2)) + plain["ids"].tobytes())
+    with pytest.raises(TraceFormatError, match="must hold the arrays ids"):
         read_npz(path)
 
 
