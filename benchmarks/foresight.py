@@ -37,7 +37,7 @@ from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import StandingCopies
 from equilibra.cost.rates import Rates
 from equilibra.plan.history import rank_load_by_shares, shares_of
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 from equilibra.plan.planner import StepProblem, planner_named
 from equilibra.trace.open import load_trace
 from equilibra.trace.routing import RoutingTrace

@@ -14,7 +14,7 @@ from equilibra.core.errors import InputError
 from equilibra.core.load import Schedule, SequenceLoad, StepLoad, imbalance, step_load
 from equilibra.core.placement import Cluster
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 from equilibra.trace.count import micro_batches_in_file_order, sequence_loads
 from equilibra.trace.open import load_trace
 

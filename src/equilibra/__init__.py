@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from equilibra.core.placement import Placement as Placement
     from equilibra.core.plan import StepPlan as StepPlan
     from equilibra.plan.entry import plan_step as plan_step
-    from equilibra.plan.micro_batch import balance as balance
+    from equilibra.plan.one_layer import balance as balance
     from equilibra.plan.step import Equilibra as Equilibra
     from equilibra.plan.store import load_plan as load_plan
     from equilibra.plan.store import save_plan as save_plan
@@ -40,7 +40,7 @@ _HOME_OF_NAME = {
     "SequenceLoad": "equilibra.core.load",
     "StepLoad": "equilibra.core.load",
     "StepPlan": "equilibra.core.plan",
-    "balance": "equilibra.plan.micro_batch",
+    "balance": "equilibra.plan.one_layer",
     "load_plan": "equilibra.plan.store",
     "load_trace": "equilibra.trace.open",
     "plan_step": "equilibra.plan.entry",

@@ -4,7 +4,7 @@ import numpy as np
 
 from equilibra.core.load import StepLoad
 from equilibra.core.plan import Stage, StepPlan
-from equilibra.plan.micro_batch import Balanced
+from equilibra.plan.one_layer import Balanced
 
 
 def effective_load(done: Balanced, home: np.ndarray, *, hold: int, serve: int) -> np.ndarray:

@@ -21,7 +21,8 @@ from equilibra.core.plan import StepPlan
 from equilibra.cost.presets import AUTO, prices_of
 from equilibra.cost.prices import Prices
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.plan.micro_batch import NO_EXCHANGE, CopyCosts, balance, balance_micro_batches, scratch_for
+from equilibra.plan.micro_batch import NO_EXCHANGE, CopyCosts, balance_micro_batches, scratch_for
+from equilibra.plan.one_layer import balance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import Planner, StepProblem, planner_named
 from equilibra.trace.count import sequence_loads

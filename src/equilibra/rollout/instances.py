@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from equilibra.core.errors import InputError
 from equilibra.core.placement import Cluster
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 
 GOLDEN = 0.6180339887498949
 """fractional part of the golden ratio: its multiples fill the interval most evenly"""

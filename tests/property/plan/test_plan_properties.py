@@ -13,7 +13,7 @@ from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra

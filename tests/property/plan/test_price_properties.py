@@ -7,7 +7,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from equilibra.core.placement import Cluster, contiguous
-from equilibra.plan.micro_batch import NO_EXCHANGE, balance
+from equilibra.plan.micro_batch import NO_EXCHANGE
+from equilibra.plan.one_layer import balance
 from references.across import Case, split_of
 from references.effective import effective_load
 

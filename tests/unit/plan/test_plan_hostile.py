@@ -19,7 +19,7 @@ from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.entry import plan_step
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 
@@ -99,7 +99,7 @@ def test_balance_refuses_homes_that_would_be_written_out_of_bounds():
 import json, numpy as np
 from equilibra.core.placement import Cluster
 from equilibra.core.errors import InputError
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 tokens = np.arange(32).reshape(8, 4)
 homes = {
     "too large": [0, 0, 1, 1, 2, 2, 3, 4], "far too large": [0, 0, 1, 1, 2, 2, 3, 2**30],
@@ -312,7 +312,7 @@ from equilibra.core.load import SequenceLoad, StepLoad
 from equilibra.core.model import model_named
 from equilibra.core.placement import Placement
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
@@ -373,7 +373,7 @@ def test_many_small_problems_end():
         """
 import numpy as np
 from equilibra.core.placement import Cluster
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 rng = np.random.default_rng(0)
 for _ in range(1500):
     ranks = int(rng.integers(2, 5))

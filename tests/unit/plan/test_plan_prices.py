@@ -9,7 +9,7 @@ from equilibra.core.load import StepLoad
 from equilibra.core.placement import Cluster, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 from references.effective import effective_load, effective_rows

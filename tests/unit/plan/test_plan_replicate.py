@@ -5,7 +5,7 @@ import pytest
 
 from benchmarks.exact import exact_fewest_copies, exact_makespan
 from equilibra.core.placement import Cluster
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 
 
 def instance(seed):

@@ -35,7 +35,7 @@ from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.balancer import gather_counts
 from equilibra.plan.history import rank_load_by_shares, shares_of
-from equilibra.plan.micro_batch import balance
+from equilibra.plan.one_layer import balance
 
 NO_COPIES: NDArray[np.int32] = np.zeros(0, np.int32)
 
