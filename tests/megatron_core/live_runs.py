@@ -29,10 +29,12 @@ class Case:
     """of Megatron's configuration"""
     moves: bool = False
     """homes may move"""
+    pipeline: int = 1
+    num_layers: int = 2
     overlap: bool = False
     """gradients are reduced during backward"""
-    ahead: bool = False
-    """the next step is planned in the background"""
+    gives_optimizer: bool = True
+    """to `balance`; its steps then plan the next one in the background"""
     begins: int = STEPS
     """steps that are begun; later ones forget to"""
     sabotage: str | None = None
@@ -55,15 +57,15 @@ class LiveTraining(Training):
 
 def against_plain(case: Case) -> dict[str, Any]:
     """Losses of a few steps, weights afterwards, and what was done."""
-    models.join(case.expert_parallel)
-    plain = LiveTraining(case.options)
+    models.join(case.expert_parallel, case.pipeline)
+    plain = LiveTraining(case.options, num_layers=case.num_layers)
     wanted = [plain.step(number) for number in range(STEPS)]
-    training = LiveTraining(case.options, overlap=case.overlap)
+    training = LiveTraining(case.options, num_layers=case.num_layers, overlap=case.overlap)
     setting = MegatronSetting(
         mode=case.mode, rates=Rates.free(), history_steps=2, ranks_per_node=case.per_node,
         max_moves_per_layer=-1 if case.moves else 0,
     )  # fmt: skip
-    balancer = balance(training.model, setting, optimizer=training.optimizer)
+    balancer = balance(training.model, setting, optimizer=training.optimizer if case.gives_optimizer else None)
     layer_runs.break_something(case.sabotage)
     if case.sabotage == "keep old standing copies":
         del training.optimizer.step
@@ -72,8 +74,8 @@ def against_plain(case: Case) -> dict[str, Any]:
         if number < case.begins:
             begun.append(balancer.begin_from_past_steps())
         found.append(training.step(number))
-        if case.ahead:
-            balancer.prepare_from_past_steps()
+        if not case.gives_optimizer and number % 2:
+            balancer.prepare_from_past_steps()  # or else `begin` does it
         if balancer.live is not None:
             observed.append(balancer.live.take_imbalance())
     balancer.end()
@@ -81,7 +83,8 @@ def against_plain(case: Case) -> dict[str, Any]:
     weights, steps = training.weights(), [step for step in begun if step is not None]
     copies = balancer.copies.found
     return {
-        "plain": wanted, "balanced": found, "begun": [step is not None for step in begun],
+        "plain": wanted, "balanced": found, "layers": len(training.layers),
+        "begun": [step is not None for step in begun],
         "standing": [step.plan.standing.num_copies for step in steps],
         "flash": balancer.live.num_copies if balancer.live else 0,
         "observed": observed if balancer.live else [balancer.history.take_imbalance()],

@@ -35,11 +35,11 @@ def test_live_plans_train_as_plain_megatron_does(options: dict[str, Any]) -> Non
 @pytest.mark.parametrize(
     "case",
     [
-        replace(NODES, options=FULL, overlap=True, ahead=True),
-        replace(NODES, options=SELECTIVE, per_node=1),
+        replace(NODES, options=FULL, overlap=True),
+        replace(NODES, options=SELECTIVE, per_node=1, gives_optimizer=False),
         pytest.param(replace(NODES, expert_parallel=2, per_node=1, overlap=True), marks=pytest.mark.slow),
     ],
-    ids=["full, planned ahead", "selective, one rank a node", "two replicas"],
+    ids=["full", "selective, one rank a node, without the optimizer", "two replicas"],
 )
 def test_live_plans_level_nodes_with_standing_copies_of_past_steps(case: Case) -> None:
     for found in run_ranks(4, live_runs.against_plain, case):
@@ -62,6 +62,21 @@ def test_a_step_that_is_not_begun_has_no_old_copies(case: Case) -> None:
         assert min(found["standing"]) > 0
 
 
+@pytest.mark.parametrize("mode", ["live", pytest.param("history", marks=pytest.mark.slow)])
+def test_pipeline_stages_plan_for_themselves_without_replay(mode: str) -> None:
+    """Micro-batches are in flight, activations are recomputed, and the first stage has no experts."""
+    case = Case(
+        mode=mode, expert_parallel=2, per_node=1, pipeline=2, num_layers=4,
+        options={**FULL, "moe_layer_freq": [0, 0, 1, 1]},
+    )  # fmt: skip
+    found = run_ranks(4, live_runs.against_plain, case)
+    assert [one["layers"] for one in found] == [0, 0, 2, 2]
+    for one in found:
+        same(one)
+        assert one["begun"] == [False, *[one["layers"] > 0] * (STEPS - 1)]
+        assert bool(one["standing"]) == (one["layers"] > 0)
+
+
 def test_old_standing_copies_are_noticed() -> None:
     """The control of the test above."""
     case = replace(HISTORY, begins=2, sabotage="keep old standing copies")
@@ -81,11 +96,9 @@ def test_dropped_gradients_of_copies_are_noticed(case: Case) -> None:
     [
         pytest.param(HISTORY, marks=pytest.mark.slow),
         replace(HISTORY, options=FULL, moves=True, overlap=True),
-        pytest.param(
-            replace(HISTORY, options=SELECTIVE, expert_parallel=2, overlap=True, ahead=True), marks=pytest.mark.slow
-        ),
+        pytest.param(replace(HISTORY, options=SELECTIVE, expert_parallel=2, overlap=True), marks=pytest.mark.slow),
     ],
-    ids=["none", "full, homes move", "selective, two replicas, planned ahead"],
+    ids=["none", "full, homes move", "selective, two replicas"],
 )
 def test_plans_from_past_steps_train_as_plain_megatron_does(case: Case) -> None:
     for found in run_ranks(4, live_runs.against_plain, case):

@@ -91,12 +91,13 @@ def test_without_replay_standing_copies_follow_past_steps(runs: dict, mode: str)
     found = runs[mode]
     same(found, rollouts=3)
     logged = found[0]["logged"]
-    assert [one["rollout/step"] for one in logged] == [0, 1, 2]
-    for one in logged[1:]:
+    first = 0 if mode == "live" else 1  # history has seen nothing before the first step
+    assert [one["rollout/step"] for one in logged] == list(range(first, 3))
+    for one in logged[1 - first :]:
         assert one["perf/equilibra_planned_imbalance"] < one["perf/equilibra_static_imbalance"]
     ran = rows(found, "replay_forward")  # 5 micro-batches of a rollout, in 2 layers
     later = slowest_over_mean([of_rank[2 * 5 :] for of_rank in ran])
-    assert later < (1.06 if mode == "live" else _static(found, of_rollouts=logged[1:]))
+    assert later < (1.06 if mode == "live" else _static(found, of_rollouts=logged[1 - first :]))
     assert slowest_over_mean([of_rank[: 2 * 3] for of_rank in ran]) > later, "the first step ran on homes"
 
 
@@ -126,6 +127,13 @@ def test_a_plan_of_other_micro_batches_is_noticed(runs: dict) -> None:
 def test_a_hook_that_is_not_set_is_noticed(runs: dict) -> None:
     for one in runs["no hook"]:
         assert "forward 6 of MoE layer 0 has no plan: the step has 5 micro-batches" in one["error"]
+
+
+@pytest.mark.slow
+def test_process_groups_that_are_made_again_without_replay() -> None:
+    arguments = {"equilibra_mode": "live", **WITHOUT_REPLAY}
+    case = Case(replays=False, rollouts=2, offload="world", arguments=arguments)
+    same([one["live"] for one in run_ranks(2, slime_runs.against_plain, {"live": case})], rollouts=2)
 
 
 @pytest.mark.parametrize("what", [pytest.param("groups", marks=pytest.mark.slow), "world"])

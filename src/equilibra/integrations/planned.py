@@ -94,7 +94,7 @@ class MegatronSetting(PlanSetting):
     standing_slots: int = 2
     """standing copies a node may hold per layer, where expert-parallel ranks are several nodes"""
     max_moves_per_layer: int = -1
-    """homes that may move per layer and step; -1: as many as pay. Without an optimizer none move"""
+    """homes that may move per layer and step; -1: as many as pay. None move without an optimizer, or live"""
     mode: str = "replay"
     """replay: steps are planned ahead, from recorded routing. live: every forward of a layer is planned from what its
     router has just chosen, and its flash copies are fetched then; standing copies follow the loads of past steps.

@@ -25,7 +25,7 @@ from equilibra.plan.micro_batch import (
     scratch_for,
 )
 
-__all__ = ["Balanced", "balance"]
+__all__ = ["Balanced", "OneLayer", "balance"]
 
 NONE: NDArray[np.int64] = np.zeros(0, np.int64)
 """no standing copies"""
@@ -87,6 +87,83 @@ def _checked_standing(
     return np.lexsort((rank, expert))
 
 
+class OneLayer:
+    """A layer's homes and standing copies: what is checked and laid out once for many micro-batches."""
+
+    def __init__(
+        self, num_experts: int, *, cluster: Cluster, home_of_expert: NDArray[np.int32] | None = None,
+        standing_expert: NDArray[np.integer] = NONE, standing_rank: NDArray[np.integer] = NONE, spare_slots: int = 2,
+        tolerance: float = 0.005, min_tokens_per_copy: int = 0, hold_rows: int = 0, serve_rows: int = 0,
+    ) -> None:  # fmt: skip
+        """The parameters of `balance`."""
+        check_whole("spare_slots", spare_slots, low=0, high=None)
+        check_whole("min_tokens_per_copy", min_tokens_per_copy, low=0, high=2**62 - 1)
+        check_number("tolerance", tolerance, high=1000, below=True)
+        for name, price in (("hold_rows", hold_rows), ("serve_rows", serve_rows)):
+            check_whole(name, price, low=0, high=MOST_ROWS)
+        self.cluster, self.num_experts = cluster, num_experts
+        self.home_of_expert = _checked_homes(home_of_expert, num_experts, cluster)
+        expert, rank = np.asarray(standing_expert), np.asarray(standing_rank)
+        self._order = _checked_standing(expert, rank, self.home_of_expert, cluster)
+        self._expert_C, self._rank_C = (one[self._order].astype(np.int64) for one in (expert, rank))
+        self._slots = min(spare_slots, num_experts)  # more experts than there are cannot be copied
+        self._costs = CopyCosts(tolerance, hold_rows, serve_rows, min_tokens_per_copy)
+        self._scratch = scratch_for(cluster, self.home_of_expert, self._slots, self._expert_C, self._rank_C)
+
+    def balance(self, tokens_ER: NDArray[np.integer]) -> Balanced:
+        """Copies and split of one micro-batch."""
+        tokens = _checked_tokens(np.asarray(tokens_ER), self.cluster)
+        if len(tokens) != self.num_experts:
+            raise InputError(f"tokens must be of {self.num_experts} experts, not of {len(tokens)}")
+        return self.balance_checked(tokens)
+
+    def balance_checked(self, tokens: NDArray[np.int32]) -> Balanced:
+        """The same for C-contiguous tokens [experts, ranks] that are known to be right."""
+        home, num_ranks = self.home_of_expert, self.cluster.num_ranks
+        standing_CR = np.zeros((self._order.size, num_ranks), np.int32)
+        found = balance_micro_batches(
+            tokens[None, None], 0, self._scratch, self.cluster, self._slots, self._costs, NO_EXCHANGE,
+            standing_CR[None],
+        )  # fmt: skip
+        copies, standing_tokens_CR = found.copies, np.empty_like(standing_CR)
+        standing_tokens_CR[self._order] = standing_CR
+        at_home = np.bincount(home, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
+        rank_load = at_home.astype(np.int64)
+        for expert, rank, served in (
+            (copies[EXPERT], copies[TARGET], copies[QUOTA]),
+            (self._expert_C, self._rank_C, standing_CR.sum(axis=1, dtype=np.int64)),
+        ):
+            np.subtract.at(rank_load, home[expert], served)
+            np.add.at(rank_load, rank, served)
+        if self._order.size and rank_load.max() > at_home.max():
+            # the slots of some node are too few to pass the tokens on
+            alone = OneLayer(
+                self.num_experts, cluster=self.cluster, home_of_expert=home, spare_slots=self._slots,
+                tolerance=self._costs.tolerance, min_tokens_per_copy=self._costs.min_tokens,
+                hold_rows=self._costs.hold, serve_rows=self._costs.serve,
+            ).balance_checked(tokens)  # fmt: skip
+            return replace(alone, standing_tokens_CR=np.zeros_like(standing_tokens_CR))
+        return Balanced(
+            expert_of_copy=copies[EXPERT].copy(), rank_of_copy=copies[TARGET].copy(),
+            origin_of_copy=copies[ORIGIN].copy(), tokens_FR=found.tokens_FR.copy(),
+            standing_tokens_CR=standing_tokens_CR, rank_load=rank_load,
+        )  # fmt: skip
+
+
+def _checked_homes(
+    home_of_expert: NDArray[np.integer] | None, num_experts: int, cluster: Cluster
+) -> NDArray[np.int32]:  # fmt: skip
+    if home_of_expert is None:
+        home_of_expert = contiguous(cluster, num_layers=1, num_experts=num_experts).home_of_expert[0]
+    homes = np.asarray(home_of_expert)
+    if homes.shape != (num_experts,) or not np.issubdtype(homes.dtype, np.integer):
+        raise InputError(f"{num_experts} experts need as many homes, not {homes.dtype} {homes.shape}")
+    if homes.min() < 0 or homes.max() >= cluster.num_ranks:
+        raise InputError(f"homes must be ranks 0 to {cluster.num_ranks - 1}, not {homes.min()} to {homes.max()}")
+    found: NDArray[np.int32] = np.asarray(homes, np.int32)
+    return found
+
+
 def balance(
     tokens_ER: NDArray[np.integer],
     *,
@@ -106,52 +183,12 @@ def balance(
     instance of an expert on a node; they level the nodes, and serve nothing where that would make the slowest rank
     slower. The fewest flash copies are made that bring every rank within the tolerance of the mean rank of the fullest
     node. hold_rows, serve_rows: cost of a copy, in rows, to the rank that holds it and to the one it comes from.
+
+    `OneLayer` takes the same parameters once for many micro-batches.
     """
     tokens = _checked_tokens(np.asarray(tokens_ER), cluster)
-    check_whole("spare_slots", spare_slots, low=0, high=None)
-    check_whole("min_tokens_per_copy", min_tokens_per_copy, low=0, high=2**62 - 1)
-    check_number("tolerance", tolerance, high=1000, below=True)
-    for name, price in (("hold_rows", hold_rows), ("serve_rows", serve_rows)):
-        check_whole(name, price, low=0, high=MOST_ROWS)
-    spare_slots = min(spare_slots, tokens.shape[0])  # more experts than there are cannot be copied
-    if home_of_expert is None:
-        home_of_expert = contiguous(cluster, num_layers=1, num_experts=tokens.shape[0]).home_of_expert[0]
-    home_of_expert = np.asarray(home_of_expert)
-    if home_of_expert.shape != tokens.shape[:1] or not np.issubdtype(home_of_expert.dtype, np.integer):
-        raise InputError(
-            f"{tokens.shape[0]} experts need as many homes, not {home_of_expert.dtype} {home_of_expert.shape}"
-        )
-    if home_of_expert.min() < 0 or home_of_expert.max() >= cluster.num_ranks:
-        raise InputError(
-            f"homes must be ranks 0 to {cluster.num_ranks - 1}, not {home_of_expert.min()} to {home_of_expert.max()}"
-        )
-    standing_expert, standing_rank = np.asarray(standing_expert), np.asarray(standing_rank)
-    order = _checked_standing(standing_expert, standing_rank, home_of_expert, cluster)
-    expert_C, rank_C = (one[order].astype(np.int64) for one in (standing_expert, standing_rank))
-    num_ranks, standing_CR = cluster.num_ranks, np.zeros((order.size, cluster.num_ranks), np.int32)
-    scratch = scratch_for(cluster, home_of_expert, spare_slots, expert_C, rank_C)
-    found = balance_micro_batches(
-        tokens[None, None], 0, scratch, cluster, spare_slots,
-        CopyCosts(tolerance, hold_rows, serve_rows, min_tokens_per_copy), NO_EXCHANGE, standing_CR[None],
-    )  # fmt: skip
-    copies, standing_tokens_CR = found.copies, np.empty_like(standing_CR)
-    standing_tokens_CR[order] = standing_CR
-    at_home = np.bincount(home_of_expert, weights=tokens.sum(axis=1, dtype=np.int64), minlength=num_ranks)
-    rank_load = at_home.astype(np.int64)
-    for expert, rank, served in (
-        (copies[EXPERT], copies[TARGET], copies[QUOTA]),
-        (expert_C, rank_C, standing_CR.sum(axis=1, dtype=np.int64)),
-    ):
-        np.subtract.at(rank_load, home_of_expert[expert], served)
-        np.add.at(rank_load, rank, served)
-    if order.size and rank_load.max() > at_home.max():  # their nodes' slots are too few to pass the tokens on
-        alone = balance(
-            tokens, cluster=cluster, home_of_expert=home_of_expert, spare_slots=spare_slots, tolerance=tolerance,
-            min_tokens_per_copy=min_tokens_per_copy, hold_rows=hold_rows, serve_rows=serve_rows,
-        )  # fmt: skip
-        return replace(alone, standing_tokens_CR=np.zeros_like(standing_tokens_CR))
-    return Balanced(
-        expert_of_copy=copies[EXPERT].copy(), rank_of_copy=copies[TARGET].copy(),
-        origin_of_copy=copies[ORIGIN].copy(), tokens_FR=found.tokens_FR.copy(), standing_tokens_CR=standing_tokens_CR,
-        rank_load=rank_load,
-    )  # fmt: skip
+    return OneLayer(
+        len(tokens), cluster=cluster, home_of_expert=home_of_expert, standing_expert=standing_expert,
+        standing_rank=standing_rank, spare_slots=spare_slots, tolerance=tolerance,
+        min_tokens_per_copy=min_tokens_per_copy, hold_rows=hold_rows, serve_rows=serve_rows,
+    ).balance_checked(tokens)  # fmt: skip

@@ -13,7 +13,7 @@ from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage, StagePlan, StandingCopies, StepPlan
 from equilibra.cost.presets import prices_named
 from equilibra.cost.rates import Rates, rates_for
-from equilibra.plan.one_layer import balance
+from equilibra.plan.one_layer import OneLayer, balance
 from equilibra.plan.pack import in_order
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
@@ -328,6 +328,12 @@ def test_balance_splits_over_standing_copies_of_another_load(case):
     assert np.bincount(done.rank_of_copy, minlength=1).max() <= slots
     in_order = balance(tokens, standing_expert=expert, standing_rank=rank, **options)
     np.testing.assert_array_equal(in_order.standing_tokens_CR[mixed], done.standing_tokens_CR)
+    layer = OneLayer(len(tokens), standing_expert=expert, standing_rank=rank, **options)
+    for m in (*range(load.num_micro_batches), 0):  # laid out once, used again and again
+        other = load.tokens_MLER[m, 0]
+        again, fresh = layer.balance(other), balance(other, standing_expert=expert, standing_rank=rank, **options)
+        for name, value in vars(fresh).items():
+            np.testing.assert_array_equal(getattr(again, name), value, name)
 
 
 def test_standing_copies_level_nodes_as_the_plan_that_chose_them():

@@ -19,7 +19,7 @@ from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import Stage
 from equilibra.cost.rates import Rates, rates_for
 from equilibra.plan.entry import plan_step
-from equilibra.plan.one_layer import balance
+from equilibra.plan.one_layer import OneLayer, balance
 from equilibra.plan.planner import StepProblem
 from equilibra.plan.step import Equilibra
 
@@ -416,6 +416,12 @@ def test_token_budgets_that_cannot_be(budget):
     with pytest.raises(InputError, match="tokens_per_rank must be a whole number from 1"):
         plan_step(sequences, cluster=Cluster(ranks_per_node=4), tokens_per_rank=budget)
     assert plan_step(sequences, cluster=Cluster(ranks_per_node=4), tokens_per_rank=np.int64(64)).num_layers == 1
+
+
+def test_a_layer_takes_tokens_of_its_experts_only():
+    layer = OneLayer(8, cluster=FOUR)
+    with pytest.raises(InputError, match="tokens must be of 8 experts, not of 4"):
+        layer.balance(np.ones((4, 4), int))
 
 
 def test_hardware_is_looked_up_without_a_model_too():

@@ -207,9 +207,13 @@ def _count(ids_TK: Tensor, num_experts: int) -> Tensor:
 
 
 def gather_counts(group: ExpertGroup, counts_MLE: NDArray[np.int32], *, what: str) -> NDArray[np.int32]:
-    """Collective: [M, L, E, R] counts of all ranks, one expert-parallel group's micro-batches after another's."""
+    """Collective: [M, L, E, R] counts of all ranks, one expert-parallel group's micro-batches after another's.
+
+    Micro-batches that some rank of a group lacks, because its pass was cut off, are left out.
+    """
     every, num = group.gather(counts_MLE, what=what), group.num_ranks
-    of_groups = [np.stack(every[at : at + num], axis=3) for at in range(0, len(every), num)]
+    groups = [every[at : at + num] for at in range(0, len(every), num)]
+    of_groups = [np.stack([one[: min(map(len, of_group))] for one in of_group], axis=3) for of_group in groups]
     return np.ascontiguousarray(np.concatenate(of_groups), np.int32)
 
 

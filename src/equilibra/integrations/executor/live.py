@@ -35,7 +35,7 @@ from equilibra.execute.group import Channel, ExpertGroup
 from equilibra.execute.record import direction_now
 from equilibra.integrations.executor.balancer import gather_counts
 from equilibra.plan.history import rank_load_by_shares, shares_of
-from equilibra.plan.one_layer import balance
+from equilibra.plan.one_layer import OneLayer
 
 NO_COPIES: NDArray[np.int32] = np.zeros(0, np.int32)
 
@@ -44,12 +44,17 @@ class Observed:
     """Keeps the imbalance of what ran, with static placement and under the plans."""
 
     def __init__(self) -> None:
-        self._seen: list[tuple[float, float]] = []
+        self.num_seen = 0
+        self._sums = np.zeros(2)
+
+    def _see(self, static: float, planned: float) -> None:
+        self.num_seen += 1
+        self._sums += static, planned
 
     def take_imbalance(self) -> tuple[float, float]:
-        """Slowest over mean rank, static and planned, averaged since the last call."""
-        seen, self._seen = self._seen or [(1.0, 1.0)], []
-        static, planned = np.mean(seen, axis=0).tolist()
+        """Slowest over mean rank, static and planned, averaged since the last call; 1 where nothing has run."""
+        static, planned = (self._sums / self.num_seen).tolist() if self.num_seen else (1.0, 1.0)
+        Observed.__init__(self)
         return static, planned
 
 
@@ -63,6 +68,8 @@ class LivePlanner(Observed):
         self.group = group
         self._standing = [(NO_COPIES, NO_COPIES)] * num_layers
         """expert and rank of the copies in force, by layer"""
+        self._layers: dict[int, OneLayer] = {}
+        """those that have run with these copies"""
         self._options = {
             "cluster": group.cluster, "spare_slots": spare_slots, "tolerance": tolerance,
             "min_tokens_per_copy": rates.min_tokens_per_copy(Stage.UPDATE),
@@ -78,6 +85,7 @@ class LivePlanner(Observed):
         for layer in range(len(self._standing)):
             of_layer = copies.layer == layer
             self._standing[layer] = copies.expert[of_layer], copies.rank[of_layer]
+        self._layers.clear()
 
     def visit(self, layer: int, home_of_expert: NDArray[np.int32], counts_E: Tensor) -> Visit:
         """Collective over the expert-parallel group: the visit of the forward that begins. counts_E: this rank's."""
@@ -86,12 +94,14 @@ class LivePlanner(Observed):
         self.group.all_gather(Channel.DISPATCH, counts_E[None].contiguous(), counts_RE, what=what).wait()
         tokens_ER = counts_RE.cpu().numpy().T
         standing_expert, standing_rank = self._standing[layer]
-        found = balance(
-            tokens_ER, home_of_expert=home_of_expert, standing_expert=standing_expert, standing_rank=standing_rank,
-            **self._options,  # type: ignore[arg-type]
-        )  # fmt: skip
+        if layer not in self._layers:
+            self._layers[layer] = OneLayer(
+                len(tokens_ER), home_of_expert=home_of_expert, standing_expert=standing_expert,
+                standing_rank=standing_rank, **self._options,  # type: ignore[arg-type]
+            )  # fmt: skip
+        found = self._layers[layer].balance(tokens_ER)
         static_R = np.bincount(home_of_expert, weights=tokens_ER.sum(axis=1), minlength=self.group.num_ranks)
-        self._seen.append((float(imbalance(static_R)), found.imbalance))
+        self._see(float(imbalance(static_R)), found.imbalance)
         self.num_copies += found.expert_of_copy.size
         self._number += 1
         flash = np.stack([found.expert_of_copy, found.rank_of_copy, found.origin_of_copy]).astype(np.int32)
@@ -122,9 +132,10 @@ class PastLoads:
 
     def gather(self) -> StepLoad | None:
         """Collective: the load of the step that has ended; None if nothing was noted."""
-        noted = [torch.stack(of_layer) for of_layer in self._counts if of_layer]
+        counts_LME = np.zeros((len(self._counts), 0, self.num_experts))
+        if num := min(map(len, self._counts), default=0):  # a pass that was cut off has fewer in later layers
+            counts_LME = torch.stack([torch.stack(of_layer[:num]) for of_layer in self._counts]).cpu().numpy()
         self._counts = [[] for _ in self._counts]
-        counts_LME = torch.stack(noted).cpu().numpy() if noted else np.zeros((len(self._counts), 0, self.num_experts))
         counts_MLE = np.ascontiguousarray(counts_LME.transpose(1, 0, 2), np.int32)
         tokens_MLER = gather_counts(self.group, counts_MLE, what="gathering the loads of a step")
         if not tokens_MLER.size:
@@ -150,7 +161,7 @@ class SharePlanner(Observed):
         planned = static_imbalance(load)
         if self._plan is not None:
             planned = float(imbalance(rank_load_by_shares(load, self._plan, self._shares_CR)).mean())
-        self._seen.append((static_imbalance(load), planned))
+        self._see(static_imbalance(load), planned)
 
     def follow(self, plan: StepPlan, load: StepLoad) -> Mapping[int, Visit]:
         """Put a plan of past loads in force; by layer, its visit with shares of SCALE in place of tokens."""

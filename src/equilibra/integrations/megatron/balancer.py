@@ -20,6 +20,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import wraps
 from typing import Any
 
 import numpy as np
@@ -170,7 +171,7 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
                 self.group, num_layers=num_layers, num_experts=self.model.num_experts, num_steps=setting.history_steps
             )
             if optimizer is not None:
-                self.end_before(optimizer)
+                self.attend(optimizer)
         if setting.mode == "history":
             self.history = SharePlanner(self.group.num_ranks)
         else:
@@ -181,9 +182,18 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
         for visits in self.layers:
             visits.live = self._live_slots
 
-    def end_before(self, optimizer: Any) -> None:  # noqa: ANN401 - Megatron's
-        """Drop standing copies when this optimizer steps, so that a forgotten `end` trains with no old weights."""
-        optimizer.step = megatron_layer.preceded_by(self.end, optimizer.step)
+    def attend(self, optimizer: Any) -> None:  # noqa: ANN401 - Megatron's
+        """When this optimizer steps, drop standing copies before, and plan the next step in the background after."""
+        step = optimizer.step
+
+        @wraps(step)
+        def attended(*arguments: Any, **options: Any) -> Any:  # noqa: ANN401
+            self.end()
+            result = step(*arguments, **options)
+            self.prepare_from_past_steps()
+            return result
+
+        optimizer.step = attended
 
     def _live_slots(self, layer: int, counts_E: Tensor) -> SlotTable:
         if self.past is not None:
@@ -213,9 +223,10 @@ class Balancer(VisitBalancer[MegatronVisits, MegatronSetting]):
     def begin_from_past_steps(self, stage: Stage = Stage.UPDATE) -> Step | None:
         """Collective, before a step without recorded routing: standing copies and homes that suit past steps.
 
-        The loads of an update are noted. `prepare_from_past_steps` has planned in the background, or the plan is made
-        now. None before the first step, which has no standing copies, and where nothing is planned from past steps:
-        in live mode on one node, and with balancing switched off.
+        The loads of an update are noted. If the optimizer was given to `balance`, the plan has been made in the
+        background since its last step, else it is made now. None before the first step, which has no standing copies,
+        and where nothing is planned from past steps: in live mode on one node, and with balancing switched off. The
+        imbalances of what is returned are those of past steps; `take_imbalance()` has those of what runs.
         """
         if self.setting.mode == "replay":
             raise InputError("mode='replay' plans from recorded routing: call begin(routing), or choose another mode")

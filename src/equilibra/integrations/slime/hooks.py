@@ -211,11 +211,13 @@ class StepsWithoutReplay:
     def before_train_step(self, step_id: int, optimizer: Any) -> Report | None:  # noqa: ANN401 - Megatron's
         """Before an optimizer step; reports at the first one."""
         if not self._guarded:
-            self.balancer.end_before(optimizer)
+            self.balancer.attend(optimizer)
             self._guarded = True
         self.balancer.begin_from_past_steps()
         observed = self.balancer.live or self.balancer.history
-        return None if step_id or observed is None else Report(*observed.take_imbalance())
+        if step_id or observed is None or not observed.num_seen:
+            return None
+        return Report(*observed.take_imbalance())
 
 
 def _replay_of(layer: Any) -> Any:  # noqa: ANN401 - Megatron's MoE layer
