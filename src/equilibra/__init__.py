@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from equilibra.core.placement import Placement as Placement
     from equilibra.core.plan import StepPlan as StepPlan
     from equilibra.plan.entry import plan_step as plan_step
+    from equilibra.plan.one_layer import OneLayer as OneLayer
     from equilibra.plan.one_layer import balance as balance
     from equilibra.plan.step import Equilibra as Equilibra
     from equilibra.plan.store import load_plan as load_plan
@@ -35,6 +36,7 @@ _HOME_OF_NAME = {
     "EquilibraError": "equilibra.core.errors",
     "InputError": "equilibra.core.errors",
     "MoEModel": "equilibra.core.model",
+    "OneLayer": "equilibra.plan.one_layer",
     "Placement": "equilibra.core.placement",
     "RoutingTrace": "equilibra.trace.routing",
     "SequenceLoad": "equilibra.core.load",
