@@ -44,8 +44,10 @@ class Observed:
     """Keeps the imbalance of what ran, with static placement and under the plans."""
 
     def __init__(self) -> None:
-        self.num_seen = 0
-        self._sums = np.zeros(2)
+        self._forget()
+
+    def _forget(self) -> None:
+        self.num_seen, self._sums = 0, np.zeros(2)
 
     def _see(self, static: float, planned: float) -> None:
         self.num_seen += 1
@@ -54,7 +56,7 @@ class Observed:
     def take_imbalance(self) -> tuple[float, float]:
         """Slowest over mean rank, static and planned, averaged since the last call; 1 where nothing has run."""
         static, planned = (self._sums / self.num_seen).tolist() if self.num_seen else (1.0, 1.0)
-        Observed.__init__(self)
+        self._forget()
         return static, planned
 
 

@@ -73,6 +73,8 @@ class MegatronVisits(LayerVisits):
             there = copies.has(slots.key)
             self.num_ahead, self.num_late = self.num_ahead + there, self.num_late + (not there)
         copies.start(slots.key)
+        if self.live is not None:  # the next layer's plan is not known yet, but its standing copies are
+            copies.standing.start(self.layer + 1)
 
     def run(self, homes: Callable[..., Any], rows_RD: Tensor, count_of_slot: Tensor, probs_R: Tensor) -> Any:  # noqa: ANN401
         """Run homes and copies on rows ordered by slot. homes: the experts' own forward."""
