@@ -83,9 +83,9 @@ def run_plan(arguments: argparse.Namespace) -> int:
     if arguments.report is not None:
         check_target(arguments.report, overwrite=arguments.overwrite)
     law = None if arguments.law is None else load_law(Path(arguments.law))
-    attention = load_prices(arguments.attention_hardware)
-    attention = arguments.attention_hardware
-    experts = load_prices(attention if arguments.expert_hardware is None else arguments.expert_hardware)
+    attention = experts = load_prices(arguments.attention_hardware)
+    if arguments.expert_hardware is not None:
+        experts = load_prices(arguments.expert_hardware)
     same = attention == experts and arguments.attention_cost == arguments.expert_cost
     question = Question(
         model=load_model(arguments.model),

@@ -9,10 +9,10 @@ from equilibra.plan.micro_batch import (
     NO_EXCHANGE,
     TARGET,
     CopyCosts,
-    balance,
     balance_micro_batches,
     scratch_for,
 )
+from equilibra.plan.one_layer import balance
 from references.splits import most_kept
 
 CLUSTERS = [Cluster(num_nodes=n, ranks_per_node=g) for n, g in ((1, 2), (1, 4), (2, 2), (2, 3), (3, 2))]
