@@ -96,6 +96,7 @@ class OneLayer:
         tolerance: float = 0.005, min_tokens_per_copy: int = 0, hold_rows: int = 0, serve_rows: int = 0,
     ) -> None:  # fmt: skip
         """The parameters of `balance`."""
+        check_whole("num_experts", num_experts, low=1)
         check_whole("spare_slots", spare_slots, low=0, high=None)
         check_whole("min_tokens_per_copy", min_tokens_per_copy, low=0, high=2**62 - 1)
         check_number("tolerance", tolerance, high=1000, below=True)

@@ -422,6 +422,9 @@ def test_a_layer_takes_tokens_of_its_experts_only():
     layer = OneLayer(8, cluster=FOUR)
     with pytest.raises(InputError, match="tokens must be of 8 experts, not of 4"):
         layer.balance(np.ones((4, 4), int))
+    for wrong in (0, -4, 8.0, "8"):
+        with pytest.raises(InputError, match="num_experts must be a whole number from 1"):
+            OneLayer(wrong, cluster=FOUR)
 
 
 def test_hardware_is_looked_up_without_a_model_too():
