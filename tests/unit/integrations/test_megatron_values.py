@@ -16,8 +16,9 @@ from equilibra.core.plan import Stage
 from equilibra.core.visit import VisitKey
 from equilibra.events.schema import Direction
 from equilibra.execute.copies.transfer import Path
+from equilibra.execute.group import ExpertGroup
 from equilibra.integrations.executor.balancer import count_routing
-from equilibra.integrations.executor.live import SharePlanner
+from equilibra.integrations.executor.live import PastLoads, SharePlanner
 from equilibra.integrations.megatron import by_micro_batch, masked, set_replay
 from equilibra.integrations.megatron.copies import slot_and_part
 from equilibra.integrations.megatron.layer import check_config, check_wrapping, wait_for_gathers
@@ -89,6 +90,32 @@ def test_shares_of_past_steps_are_what_slots_take(seed: int) -> None:
         assert np.array_equal(count.numpy(), maps[1, rank])
         received += map_TP.sum(dim=0).view(4, -1).sum(dim=1).numpy()
     assert np.array_equal(received, rank_load_by_shares(present, plan, shares_of(plan, past))[0, 0])
+
+
+def test_a_pass_that_was_cut_off_leaves_whole_micro_batches() -> None:
+    """Its second micro-batch never reached the last layer."""
+    group = ExpertGroup(cluster=Cluster(num_nodes=1, ranks_per_node=1), channels={})
+    past = PastLoads(group, num_layers=3, num_experts=2, num_steps=2)
+    assert past.gather() is None
+    past.noting = True
+    for layer in (0, 1, 2, 0, 1):
+        past.note(layer, torch.tensor([layer, 5]))
+    load = past.gather()
+    assert load is not None
+    assert load.tokens_MLER[..., 0].tolist() == [[[0, 5], [1, 5], [2, 5]]]
+    past.note(0, torch.tensor([1, 1]))
+    assert past.gather() is None, "not a whole micro-batch"
+    assert past.together().num_micro_batches == 1
+
+
+def test_imbalances_are_averaged_and_forgotten() -> None:
+    planner = SharePlanner(2)
+    assert (planner.num_seen, planner.take_imbalance()) == (0, (1.0, 1.0))
+    for tokens in ([3, 1], [1, 1]):
+        planner.observe(StepLoad(tokens_MLER=np.array(tokens, np.int32).reshape(1, 1, 2, 1).repeat(2, axis=3)))
+    assert planner.num_seen == 2
+    assert planner.take_imbalance() == (1.25, 1.25)
+    assert planner.num_seen == 0
 
 
 @settings(max_examples=40, deadline=None)
