@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from equilibra.core.errors import EquilibraError, InputError
 from equilibra.core.load import StepLoad, imbalance
 from equilibra.core.placement import Cluster, Placement, contiguous
 from equilibra.core.plan import StandingCopies
@@ -151,7 +152,12 @@ def main() -> None:
     parser.add_argument("recordings", nargs="+", type=Path)
     parser.add_argument("--output", type=Path, default=Path("benchmarks/results"))
     asked = parser.parse_args()
-    found = [row for path in asked.recordings for row in rows(path)]
+    try:
+        found = [row for path in asked.recordings for row in rows(path)]
+        if not found:
+            raise InputError("the recordings are too short: two steps of 4,096 tokens on 8 ranks are needed")
+    except EquilibraError as error:
+        parser.error(str(error))
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
     about = {
         "command": "python -m benchmarks.foresight " + " ".join(path.name for path in asked.recordings),
@@ -161,8 +167,8 @@ def main() -> None:
     (asked.output / "foresight.json").write_text(json.dumps({**about, "rows": found}, indent=1) + "\n")
     lines = [
         "# What foresight is worth", "",
-        f"Computed {about['date']} at commit {about['commit']}: `{about['command']}`, which also describes",
-        f"the modes. {TOKENS} tokens per rank and micro-batch, {SPARE_SLOTS} spare slots per rank, {STANDING_SLOTS}",
+        f"Measured {about['date']} at commit {about['commit']}, by counting rows, nothing timed:",
+        f"`{about['command']}`, which also describes the modes. {TOKENS} tokens per rank and micro-batch, {SPARE_SLOTS} spare slots per rank, {STANDING_SLOTS}",
         "standing copies per layer, on every rank under history and on every node under live+ and replay. Imbalance:",
         "mean / 99th percentile over layers and micro-batches.", "",
         f"| recording | nodes x ranks | order | steps x micro-batches | {' | '.join(MODES)} |",
