@@ -169,9 +169,9 @@ def main() -> None:
         "# What foresight is worth", "",
         f"Measured {about['date']} at commit {about['commit']}, by counting rows, nothing timed:",
         f"`{about['command']}`, which also describes the modes.", "",
-        f"{TOKENS} tokens per rank and micro-batch, {SPARE_SLOTS} spare slots per rank, {STANDING_SLOTS} standing copies",
-        "per layer, on every rank under history and on every node under live+ and replay. Imbalance: mean / 99th",
-        "percentile over layers and micro-batches.", "",
+        f"{TOKENS} tokens per rank and micro-batch, {SPARE_SLOTS} spare slots per rank, {STANDING_SLOTS} standing",
+        "copies per layer, on every rank under history and on every node under live+ and replay. Imbalance: mean /",
+        "99th percentile over layers and micro-batches.", "",
         f"| recording | nodes x ranks | order | steps x micro-batches | {' | '.join(MODES)} |",
         "|---|---|---|---|" + "---|" * len(MODES),
         *(
